@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Literal
 
 #: Targets of which a wheel carries what calls take there: `registry.targets`.
@@ -15,7 +14,7 @@ Sequences = Literal["any", "dense", "packed"]
 Masks = Literal["none", "any", "packed", "tiles", "keys"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class KernelSpec:
     """One kernel binary.
 
@@ -67,6 +66,9 @@ class KernelSpec:
         ``"none"``; ``"any"``: as they lie in memory; ``"packed"``: what another kernel packed, bits or a number a key;
         ``"tiles"``: an additive one that differs between queries, and always one; ``"keys"``: one that is the same for
         all queries, and always one.
+    score_mods : bool
+        It forms scores one by one, as far as `softcap`, `masks` and `score_mod` say. Forward kernels that do take any
+        softmax_scale; others take the maximum of unscaled products. Not an argument: it follows from the first two.
     score_mod : bool
         It can be compiled with a user's score modification.
     lists : bool
@@ -151,6 +153,10 @@ class KernelSpec:
     cache: tuple[str, ...] = ()
     generated: tuple[tuple[str, str], ...] = ()
     own_head_dim_v: int = 0
+    score_mods: bool = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "score_mods", self.softcap != "never" or self.masks != "none")
 
     @property
     def head_dim_v(self) -> int:
@@ -161,14 +167,6 @@ class KernelSpec:
     def quantized(self) -> bool:
         """Whether it is attention on quantized operands."""
         return self.qk != "io"
-
-    @cached_property
-    def score_mods(self) -> bool:
-        """Whether it forms scores one by one, as far as `softcap`, `masks` and `score_mod` say.
-
-        Forward kernels that do take any softmax_scale too; others take the maximum of unscaled products.
-        """
-        return self.softcap != "never" or self.masks != "none"
 
     @property
     def options(self) -> int:

@@ -10,7 +10,7 @@ from .candidate import Candidate, MaskInput
 from .candidates import candidates
 from .choice import Selection
 from .choose import Choice, choices
-from .fit import fit, needs_mods
+from .fit import needs_mods
 from .masks import select_mask_align, select_masks, select_tile_kinds
 from .quantize import select_delta, select_fp8_quantizer, select_fp8_values, select_layout, select_quantizer
 from .split import combine_of, rows_to_compare, select_split
@@ -25,7 +25,6 @@ __all__ = [
     "candidates",
     "choices",
     "combine_of",
-    "fit",
     "needs_mods",
     "rows_to_compare",
     "select_append",

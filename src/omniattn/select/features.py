@@ -188,7 +188,7 @@ def _pass(candidate: Candidate, p: AttentionProblem, target: Target, splits: int
         longest = _part(longest, splits)
     return Pass(
         "wgmma" if of_hopper else "mma.sync",
-        "score_mods" in row.features,
+        row.score_mods,
         8 * itemsize,
         tiles,
         target.sm_count * row.ctas_per_sm,

@@ -48,7 +48,7 @@ def fit(row: KernelSpec, problem: Problem | None, target: Target) -> str | None:
         reason = _unfit_backward(row, problem)
     else:
         reason = _unfit_quantizer(row, problem) if problem is not None else None
-    return reason or _unfit_target(row, target)
+    return reason or row.unfit(target.cc, target.max_smem) or None
 
 
 def fitting_rows(
@@ -60,7 +60,7 @@ def fitting_rows(
     """
     if op == "attention_split" and unfit_for_splits(problem) is not None:
         return []
-    alike = _ROWS(registry, (op, _class_of(problem, target)))
+    alike = _CLASSES(registry, (op, _class_of(problem, target)))
     return [row for row in alike if _unfit_call(row, problem, target) is None]
 
 
@@ -86,10 +86,16 @@ class RowsOf(Generic[K]):
     ----------
     serves : callable
         (row, class) -> whether it can.
+    among : callable, optional
+        (registry, class) -> the rows to look at; None: all.
     """
 
-    def __init__(self, serves: Callable[[KernelSpec, K], bool]) -> None:
-        self._serves = serves
+    def __init__(
+        self,
+        serves: Callable[[KernelSpec, K], bool],
+        among: Callable[[Sequence[KernelSpec], K], Sequence[KernelSpec]] | None = None,
+    ) -> None:
+        self._serves, self._among = serves, among
         self._registry: Sequence[KernelSpec] = ()
         self._found: dict[K, tuple[KernelSpec, ...]] = {}
 
@@ -101,7 +107,8 @@ class RowsOf(Generic[K]):
             self._registry, self._found = registry, found
         rows = found.get(of)
         if rows is None:
-            rows = found[of] = tuple(row for row in registry if self._serves(row, of))
+            some = registry if self._among is None else self._among(registry, of)
+            rows = found[of] = tuple(row for row in some if self._serves(row, of))
         return rows
 
 
@@ -118,14 +125,15 @@ class _Class(NamedTuple):
     lse: bool
     varlen: bool
     tensor_maps: bool
-    target: Target
+    cc: tuple[int, int]
+    max_smem: int
 
 
 def _class_of(problem: AttentionProblem, target: Target) -> _Class:
     p = problem
     return _Class(
         p.dtype, p.precision.quantized, p.precision.name, p.head_dim, p.head_dim_v, bool(p.own_head_dim_v),
-        p.score_mods, p.lse, p.varlen, p.tensor_maps, target,
+        p.score_mods, p.lse, p.varlen, p.tensor_maps, target.cc, target.max_smem,
     )  # fmt: skip
 
 
@@ -148,15 +156,22 @@ def _unfit_class(row: KernelSpec, of: _Class) -> str | None:
         return "tensor maps cannot describe these strides, or the driver in use cannot make them"
     if row.quantized != of.quantized:
         return f"it multiplies {f'{row.qk} operands' if row.quantized else row.dtype}, not {of.precision} ones"
-    return _unfit_target(row, of.target)
+    return row.unfit(of.cc, of.max_smem) or None
 
 
-def _serves(row: KernelSpec, of: tuple[str, _Class]) -> bool:
-    op, calls = of
-    return row.op == op and _unfit_class(row, calls) is None
+def _of_kind(row: KernelSpec, of: tuple[str, str, bool]) -> bool:
+    return (row.op, row.dtype, row.quantized) == of
 
 
-_ROWS: RowsOf[tuple[str, _Class]] = RowsOf(_serves)
+def _of_class(row: KernelSpec, of: tuple[str, _Class]) -> bool:
+    return _unfit_class(row, of[1]) is None
+
+
+#: By operation, element type and whether operands are quantized; of those by class.
+_KINDS: RowsOf[tuple[str, str, bool]] = RowsOf(_of_kind)
+_CLASSES: RowsOf[tuple[str, _Class]] = RowsOf(
+    _of_class, among=lambda rows, of: _KINDS(rows, (of[0], of[1].dtype, of[1].quantized))
+)
 
 
 def _unfit_call(row: KernelSpec, problem: AttentionProblem, target: Target) -> str | None:
@@ -323,8 +338,3 @@ def _unfit_tiles(row: KernelSpec, problem: AttentionProblem, rows: int) -> str |
     blocks = rows // 64 + (problem.batch + 3 if problem.varlen else 1)
     heads = problem.num_q_heads * (1 if problem.varlen else problem.batch)
     return "it counts tiles in 31 bits" if heads * blocks >= _MAX_ITEMS else None
-
-
-def _unfit_target(row: KernelSpec, target: Target) -> str | None:
-    """Why the GPU cannot run a row; None if it can."""
-    return row.unfit(target.cc, target.max_smem) or None
