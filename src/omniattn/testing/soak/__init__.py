@@ -1,0 +1,1 @@
+"""``omniattn verify --soak``."""

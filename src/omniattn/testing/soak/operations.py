@@ -1,0 +1,50 @@
+"""The operations that problems are drawn of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from omniattn.testing.expected import Grade
+from omniattn.testing.soak import attention
+from omniattn.testing.soak.draw import Draw
+from omniattn.testing.soak.machines import Machine
+from omniattn.testing.soak.problem import Problem
+
+
+@dataclass(frozen=True)
+class Operation:
+    """How problems of one kind are drawn and checked.
+
+    Attributes
+    ----------
+    weight : float
+        How often, beside the others.
+    draw : callable
+        Facts of a problem.
+    check : callable
+        Runs a problem; what is found of each result.
+    """
+
+    weight: float
+    draw: Callable[[Draw], dict[str, Any]]
+    check: Callable[[Machine, Problem], list[Grade]]
+
+
+OPERATIONS: dict[str, Operation] = {
+    "attention": Operation(5.0, lambda d: attention.draw(d, packed=False), attention.check),
+    "attention_varlen": Operation(3.0, lambda d: attention.draw(d, packed=True), attention.check),
+}
+
+
+def problem(seed: int, number: int, *, cpu: bool) -> Problem:
+    """The problem of a number: the same at every run, on every machine of its kind (GPU or CPU)."""
+    d = Draw(seed, number, cpu=cpu)
+    operation = d.weighted({name: o.weight for name, o in OPERATIONS.items()})
+    return Problem(operation, seed, number, OPERATIONS[operation].draw(d))
+
+
+def check(m: Machine, of: Problem) -> list[Grade]:
+    """Run a problem."""
+    return OPERATIONS[of.operation].check(m, of)
