@@ -206,7 +206,7 @@ def attend(m: Machine, x: Keys, rules: Rules, limits: Limits) -> Result:
         most = m.top(w) if keys else m.zeros(heads, rows, 1)
         bound = limits.p * size + times(wg, v_size) + m.sum(wg, -1) * size + limits.out * abs(o) + limits.least
         if limits.subnormal:
-            bound = bound + limits.subnormal * times(m.maximum(most, 0.0) + 0.0 * w[..., :1], all_values)
+            bound = bound + limits.subnormal * times(most, all_values)
         lse = lse[..., 0]
         lse_bound = 2.0 * m.sum(w * of.error, -1)[..., 0] + limits.lse
         lse_bound = m.where(abs(lse) < 1e36, lse_bound + limits.lse_relative * abs(lse), math.inf)

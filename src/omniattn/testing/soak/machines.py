@@ -114,8 +114,9 @@ class Machine:
             return np.asarray(values).astype(self.dtype(dtype))
 
     def _inner(self, base: Any, shape: Sequence[int], view: View) -> Any:
-        part = base[views.slices(shape, view, self.flips)]
-        return part.transpose(views.inverse(view, len(shape))) if shape else part
+        if not shape:
+            return base
+        return base[views.slices(shape, view, self.flips)].transpose(views.inverse(view, len(shape)))
 
     def _broadcast(self, array: Any, shape: tuple[int, ...]) -> Any:
         return array if tuple(array.shape) == shape else self.xp.broadcast_to(array, shape)

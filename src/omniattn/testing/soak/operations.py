@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from omniattn.testing.expected import Grade
-from omniattn.testing.soak import attention
+from omniattn.testing.soak import attention, low
 from omniattn.testing.soak.draw import Draw
 from omniattn.testing.soak.machines import Machine
 from omniattn.testing.soak.problem import Problem
@@ -35,6 +35,8 @@ class Operation:
 OPERATIONS: dict[str, Operation] = {
     "attention": Operation(5.0, lambda d: attention.draw(d, packed=False), attention.check),
     "attention_varlen": Operation(3.0, lambda d: attention.draw(d, packed=True), attention.check),
+    "low precision": Operation(3.0, low.draw, low.check),
+    "e4m3 arrays": Operation(1.0, low.draw_e4m3, low.check_e4m3),
 }
 
 

@@ -52,8 +52,7 @@ class TorchMachine(Machine):
         return Placed(inner.expand(shape), base, shape, view)
 
     def _inner(self, base: Any, shape: Sequence[int], view: View) -> Any:
-        part = base[views.slices(shape, view, False)]
-        return part.permute(views.inverse(view, len(shape))) if shape else part
+        return base[views.slices(shape, view, False)].permute(views.inverse(view, len(shape))) if shape else base
 
     def bytes_of(self, array: Any) -> Any:
         return array.detach().reshape(-1).view(torch.uint8)
