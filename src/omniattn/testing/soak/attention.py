@@ -187,6 +187,15 @@ def parts(problem: Problem) -> list[tuple[int, slice, slice]]:
     return found
 
 
+def uncounted(problem: Problem) -> list[tuple[int, slice, slice]]:
+    """Queries behind ``seqused_q``, with no key: rows that attend to nothing, but to their sink."""
+    facts = problem.facts
+    if "seqused_q" not in facts["arrays"]:
+        return []
+    ends = [sum(facts["queries"][: b + 1]) for b in range(len(facts["queries"]))]
+    return [(b, slice(rows.stop, ends[b]), slice(keys.start, keys.start)) for b, rows, keys in parts(problem)]
+
+
 Operands = Callable[[int, slice, slice], Keys]
 
 
@@ -246,11 +255,9 @@ def expected(
         made = (found.o, found.o_bound, found.size, found.lse, found.lse_bound)
         for target, values in zip((*firsts, lse, lse_bound), made, strict=True):
             (target if packed else target[b])[:, rows] = values
-        if packed and sinks is not None:
-            # Queries that do not count attend to nothing, so that their LSE is the sink.
-            rest = slice(rows.stop, sum(facts["queries"][: b + 1]))
-            lse[:, rest] = sinks[:, None] + m.zeros(1, rest.stop - rest.start)
-            lse_bound[:, rest] = of.fp * abs(lse[:, rest])
+    for _, rest, _ in uncounted(problem) if sinks is not None else []:
+        lse[:, rest] = sinks[:, None] + m.zeros(1, rest.stop - rest.start)
+        lse_bound[:, rest] = of.fp * abs(lse[:, rest])
     return Result(o, lse, o_bound, lse_bound, size)
 
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 ROUNDING = {
     "float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-24, "float64": 2.0**-53, "float8_e4m3": 2.0**-4,
 }  # fmt: skip
-#: Half the distance of the smallest numbers.
-LEAST = {"float16": 2.0**-25, "bfloat16": 2.0**-134, "float32": 2.0**-150, "float64": 0.0}
+#: Absolute: half the distance of the smallest numbers, or where exponentials in fp32 become 0.
+LEAST = {"float16": 2.0**-25, "bfloat16": 2.0**-110, "float32": 2.0**-110, "float64": 2.0**-960}
 
 
 @dataclass(frozen=True)

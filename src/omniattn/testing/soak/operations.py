@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from omniattn.testing.expected import Grade
-from omniattn.testing.soak import attention, low
+from omniattn.testing.soak import attention, gradients, low, merging
 from omniattn.testing.soak.draw import Draw
 from omniattn.testing.soak.machines import Machine
 from omniattn.testing.soak.problem import Problem
@@ -36,6 +36,9 @@ OPERATIONS: dict[str, Operation] = {
     "attention": Operation(5.0, lambda d: attention.draw(d, packed=False), attention.check),
     "attention_varlen": Operation(3.0, lambda d: attention.draw(d, packed=True), attention.check),
     "low precision": Operation(3.0, low.draw, low.check),
+    "attention_backward": Operation(2.5, lambda d: gradients.draw(d, packed=False), gradients.check),
+    "attention_varlen_backward": Operation(1.5, lambda d: gradients.draw(d, packed=True), gradients.check),
+    "merge_states": Operation(0.7, merging.draw, merging.check),
     "e4m3 arrays": Operation(1.0, low.draw_e4m3, low.check_e4m3),
 }
 
