@@ -6,7 +6,7 @@ tangents of the hardware are off by some units in the last place.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 #: Half the distance of neighbouring numbers, relative.
 ROUNDING = {
@@ -92,7 +92,9 @@ def decode(dtype: str, *, codes: bool, value_codes: bool, recent: bool, cpu: boo
     """Of decoding. codes, value_codes: whether K, and V, are quantized; recent: the newest tokens are not."""
     found = exact(dtype, cpu=cpu, sums=3 if recent else 2)
     if cpu:
-        return found
+        # Codes become fp32 numbers, whatever q is.
+        unit = ROUNDING["float32"] if codes or value_codes or dtype != "float64" else ROUNDING["float64"]
+        return replace(found, qk=16 * unit, p=32 * unit, out=found.out + 4 * unit)
     half = ROUNDING["float16"]
     # With codes, q and the products of P with scales are fp16.
     qk = 4 * half if codes else found.qk
