@@ -146,6 +146,9 @@ class Machine:
             return True
         return bool((base.reshape(marks.size, -1)[~marks] == GUARD).all())
 
+    def dirty(self, like: Sequence[Any]) -> None:
+        """Leave NaN in memory that results of the sizes of these arrays are likely to get."""
+
     def dtype_name(self, array: Any) -> str:
         """Name of an array's element type."""
         return str(array.dtype)
@@ -261,6 +264,10 @@ class CupyMachine(Machine):
 
     def host(self, array: Any) -> npt.NDArray[Any]:
         return np.asarray(self.xp.asnumpy(array))
+
+    def dirty(self, like: Sequence[Any]) -> None:
+        for x in like:
+            self.xp.full(x.nbytes, POISON, self.xp.uint8)
 
     def top(self, x: Any) -> Any:
         if x.shape[-1] == 0:

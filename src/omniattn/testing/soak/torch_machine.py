@@ -66,6 +66,10 @@ class TorchMachine(Machine):
     def host(self, array: Any) -> npt.NDArray[Any]:
         return np.asarray(array.detach().cpu().numpy())
 
+    def dirty(self, like: Sequence[Any]) -> None:
+        for x in like:
+            torch.full((x.numel() * x.element_size(),), 0xFF, dtype=torch.uint8, device=self._place)
+
     def dtype_name(self, array: Any) -> str:
         return str(array.dtype).removeprefix("torch.")
 
