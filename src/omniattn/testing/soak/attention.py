@@ -123,6 +123,8 @@ def draw(d: Draw, *, packed: bool) -> dict[str, Any]:
     arrays, options, dims = facts["arrays"], facts["options"], facts["head_dims"]
     if d.chance(0.8):
         options["return_lse"] = True
+    if d.chance(0.05):
+        options["out_dtype"] = facts["dtype"]
     out_shape = (*arrays["q"]["shape"][:-1], dims[1])
     if d.chance(0.5):
         view = d.view(out_shape, 8, written=True)

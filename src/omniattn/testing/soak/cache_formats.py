@@ -125,9 +125,12 @@ def read(m: Machine, fmt: Format, data: Any, params: Any) -> Stored:
 
 def hadamard(m: Machine, x: Any) -> Any:
     """The orthonormal Hadamard matrix times rows whose width is a power of two."""
-    n = x.shape[-1]
-    matrix = [[(-1) ** bin(i & j).count("1") * n**-0.5 for j in range(n)] for i in range(n)]
-    return x @ m.number(np.array(matrix))
+    return x @ m.number(_hadamard(x.shape[-1]))
+
+
+@functools.lru_cache(maxsize=8)
+def _hadamard(n: int) -> Any:
+    return np.array([[(-1) ** bin(i & j).count("1") * n**-0.5 for j in range(n)] for i in range(n)])
 
 
 def widened(m: Machine, x: Any, row: int) -> Any:

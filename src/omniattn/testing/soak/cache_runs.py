@@ -58,7 +58,7 @@ class Run:
         self._own = {name: m.f64(x.array) for name, x in own.items()}
         self._formats = {"k": self._format(True), "v": self._format(False)}
         self._window, self._ring = window, window + _SPARE
-        self._state = {b: (0, 0) for b in range(self._batch)}
+        self._state = dict.fromkeys(range(self._batch), (0, 0))
         if m.writable:
             for name in (*_PLANES, "recent_k", "recent_v"):
                 plane = getattr(self.cache, name)

@@ -12,7 +12,9 @@ T = TypeVar("T")
 
 #: Lengths at which tiles of 16 to 512 rows begin and end, and very short ones.
 _EDGES = tuple(
-    sorted({0, 1, 2, 3, 5, 7, *(n + d for n in (8, 16, 32, 64, 128, 192, 256, 384, 512, 1024, 2048) for d in (-1, 0, 1))})
+    sorted(
+        {0, 1, 2, 3, 5, 7, *(n + d for n in (8, 16, 32, 64, 128, 192, 256, 384, 512, 1024, 2048) for d in (-1, 0, 1))}
+    )
 )
 #: Kinds of numbers: `omniattn.testing.inputs`.
 KINDS = ("normal", "outlier", "channel_bias", "mean_shift", "zero_channel")
@@ -92,7 +94,9 @@ class Draw:
         return batch, heads
 
     @staticmethod
-    def _fits(batch: int, heads: tuple[int, int], queries: int, keys: int, dim: int, scores: int, elements: int) -> bool:
+    def _fits(
+        batch: int, heads: tuple[int, int], queries: int, keys: int, dim: int, scores: int, elements: int
+    ) -> bool:
         big = max(heads[0] * queries, heads[1] * keys) * batch * dim
         return batch * heads[0] * queries * keys <= scores and big <= elements
 
@@ -102,7 +106,9 @@ class Draw:
             return self.weighted({"float16": 3.0, "bfloat16": 3.0, "float32": 2.0, "float64": 1.0})
         return self.pick(("float16", "bfloat16"))
 
-    def numbers(self, shape: Sequence[int], dtype: str, *, loud: bool = True, scale: float | None = None) -> dict[str, Any]:
+    def numbers(
+        self, shape: Sequence[int], dtype: str, *, loud: bool = True, scale: float | None = None
+    ) -> dict[str, Any]:
         """Recipe of an operand. loud: whether it may be much larger or smaller than 1."""
         if scale is None:
             scale = self.weighted({1.0: 6.0, 2.0**-10: 0.5, 2.0**-4: 0.5, 4.0: 0.7, 16.0: 0.5 if loud else 0.0})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -132,15 +133,13 @@ def query_means(m: Machine, qk: Any, span: Span, dim: int) -> Any:
     return m.f64(span.of(qk.q_mean)[:, at, :dim])
 
 
+@functools.lru_cache(maxsize=32)
 def rotation(dim: int, seed: int) -> list[list[float]]:
     """The matrix R of docs/quantization.md, as R[channel of the result][channel]."""
     n = dim & -dim
     size = n**-0.5
     return [
-        [
-            size * _sign(c, seed) * (-1) ** bin(r % n & c % n).count("1") if r // n == c // n else 0.0
-            for c in range(dim)
-        ]
+        [size * _sign(c, seed) * (-1) ** bin(r % n & c % n).count("1") if r // n == c // n else 0.0 for c in range(dim)]
         for r in range(dim)
     ]
 

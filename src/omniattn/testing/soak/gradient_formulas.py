@@ -13,7 +13,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from omniattn.testing.soak.formulas import Keys, Result, Rules, blocks, growth, grouped, scores, weights
+from omniattn.testing.soak.formulas import Keys, Result, Rules, blocks, grouped, growth, scores, weights
 from omniattn.testing.soak.limits import LEAST, ROUNDING, Limits
 from omniattn.testing.soak.machines import Machine
 
@@ -51,7 +51,12 @@ def gradients(
     kv_heads, keys, dim_v = x.v.shape
     unit, least = _rounded(dtype, m.on_cpu)
     names = ("dq", "dk", "dv", "dsinks")
-    shapes = {"dq": (heads, queries, dim), "dk": (kv_heads, keys, dim), "dv": (kv_heads, keys, dim_v), "dsinks": (heads,)}
+    shapes = {
+        "dq": (heads, queries, dim),
+        "dk": (kv_heads, keys, dim),
+        "dv": (kv_heads, keys, dim_v),
+        "dsinks": (heads,),
+    }
     values, bounds = ({name: m.zeros(*shapes[name]) for name in names} for _ in range(2))
     masks: list[tuple[Any, Any]] = []
     scale = rules.scale

@@ -32,7 +32,9 @@ def draw(d: Draw, *, packed: bool) -> dict[str, Any]:
     if kind == "additive_lowest":
         arrays["mask"]["kind"] = "additive"  # of such rows a gradient is n times that of their o: docs/backward.md
     o_shape = (*arrays["q"]["shape"][:-1], dims[1])
-    arrays["do"] = {**d.numbers(o_shape, "io", loud=False), "view": d.view(o_shape, 8)}
+    # Of o.sum() the gradient is one number, expanded.
+    view = {"expand": tuple(range(len(o_shape)))} if d.chance(0.1) else d.view(o_shape, 8)
+    arrays["do"] = {**d.numbers(o_shape, "io", loud=False), "view": view}
     layout = options.get("layout", "NHD")
     lse_shape = (*o_shape[:-3], o_shape[-2], o_shape[-3]) if layout == "NHD" else o_shape[:-1]
     if d.chance(0.3):
@@ -52,6 +54,7 @@ def draw(d: Draw, *, packed: bool) -> dict[str, Any]:
         if name in got and d.chance(0.3):
             given[name] = d.view(arrays[_OF[name]]["shape"], 8, written=True)
     facts["given"] = given
+    facts["autograd"] = d.chance(0.3)
     _, rows, keys = attention.extents(facts)
     if d.chance(0.05) and min(rows, keys) > 0:
         facts["score_mod"] = d.pick(MODS)
@@ -77,13 +80,41 @@ def check(m: Machine, problem: Problem) -> list[Grade]:
     function = omniattn.attention_varlen if packed else omniattn.attention
     o, lse = function(*(arrays[name].array for name in "qkv"), **forward, **forward_options, return_lse=True)
     results, grades = _call(m, problem, arrays, o, lse, options)
+    names = _wanted(problem)
+    autograd: dict[str, Any] = {}
+    if facts["autograd"] and m.library == "torch":
+        autograd = _by_autograd(m, problem, arrays, forward, forward_options)
     views = {name: x.array for name, x in arrays.items()}
     values, bounds = _expected(m, problem, views, attention.rules_of(m, problem, mod))
-    names = _wanted(problem)
     grades.append(truth("results", len(results) == len(names), f"{len(results)} results for {names}"))
     for name, result in zip(names, results, strict=False):
         grades.append(grade(m, name, result, values[name], bounds[name]))
+    for name, result in autograd.items():
+        # Sinks and masks have gradients of their own type.
+        rounded = limits.ROUNDING[m.dtype_name(result)] * abs(values[name])
+        grades.append(grade(m, f"{name} by autograd", result, values[name], bounds[name] + rounded))
     return grades
+
+
+def _by_autograd(
+    m: Machine, problem: Problem, arrays: dict[str, Placed], more: dict[str, Any], options: dict[str, Any]
+) -> dict[str, Any]:
+    """Gradients of the same sum by torch's autograd."""
+    import torch
+
+    sources = {**_OF, "dsinks": "sinks", "dmask": "mask"}
+    names = _wanted(problem)
+    leaves = {sources[name]: arrays[sources[name]].array.detach().requires_grad_() for name in names}
+    x = {name: leaves.get(name, placed.array) for name, placed in arrays.items()}
+    function: Any = omniattn.attention_varlen if problem.facts["packed"] else omniattn.attention
+    given = {name: leaves.get(name, array) for name, array in more.items()}
+    o, lse = function(x["q"], x["k"], x["v"], **given, **options, return_lse=True)
+    outputs, seeds = [o], [x["do"]]
+    if "dlse" in x:
+        outputs.append(lse)
+        seeds.append(x["dlse"])
+    found = torch.autograd.grad(outputs, [leaves[sources[name]] for name in names], seeds)
+    return dict(zip(names, found, strict=True))
 
 
 def _call(
@@ -109,8 +140,10 @@ def _call(
     names = _wanted(problem)
     other = [n for n, x in rooms.items() if n in names and results[names.index(n)] is not x.array]
     grades.append(truth("given", not other, f"another array than the given one is returned for {', '.join(other)}"))
-    if options.get("deterministic") or m.on_cpu:
-        grades += repeated(m, results, run, 2)
+    # Without deterministic=True dq may be summed in any order, and so may a mask's gradient.
+    all_fixed = options.get("deterministic") or m.on_cpu
+    fixed = [i for i, name in enumerate(names) if all_fixed or name in ("dk", "dv")]
+    grades += repeated(m, tuple(results[i] for i in fixed), lambda: tuple(run()[i] for i in fixed), 1 + bool(all_fixed))
     return results, grades
 
 
@@ -122,7 +155,6 @@ def _expected(
     shapes = {name: arrays[of]["shape"] for name, of in _OF.items()}
     shapes |= {"dsinks": (heads,)}
     values, bounds = ({name: m.zeros(*shape) for name, shape in shapes.items()} for _ in range(2))
-    batch, rows_all, keys_all = attention.extents(facts)
     with_mask = "dmask" in _wanted(problem)
     if with_mask:
         mask_shape = tuple(arrays["mask"]["shape"])

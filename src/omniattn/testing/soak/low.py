@@ -215,8 +215,6 @@ def _on_operands(
     function = omniattn.attention_varlen if facts["packed"] else omniattn.attention
     options = {name: x for name, x in problem.options().items() if name != "precision"}
     given = {name: arrays[name].array for name in ("mask", "sinks") if name in arrays}
-    if facts["packed"] and "mask" not in given:
-        options = {name: x for name, x in options.items() if not name.startswith("max_seqlen")}
     precision = facts["options"]["precision"]
     if isinstance(precision, tuple) and "pv_accumulator" in precision[1]:
         options["precision"] = dataclasses.replace(problem.options()["precision"], min_seqlen=0)
@@ -239,7 +237,12 @@ def draw_e4m3(d: Draw) -> dict[str, Any]:
     facts["dtype"] = d.pick(("bfloat16", "float16"))
     for name in "qkv":
         shape, scale = arrays[name]["shape"], min(arrays[name]["scale"], 4.0)
-        arrays[name] |= {"dtype": "float8_e4m3fn", "scale": scale, "view": d.view(shape, 16)}
+        view = d.view(shape, 16)
+        if shape[-1] % 16 and not d.cpu:
+            # Rows begin at multiples of 16 bytes.
+            zeros = (0,) * (len(shape) - 1)
+            view = {"before": (*zeros, 0), "after": (*zeros, 8)}
+        arrays[name] |= {"dtype": "float8_e4m3fn", "scale": scale, "view": view}
     attention.draw_extras(d, facts, mask_chance=0.2)
     if facts["dtype"] == "float16" or d.chance(0.3):
         options["out_dtype"] = facts["dtype"]

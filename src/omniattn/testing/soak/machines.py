@@ -297,6 +297,10 @@ class JaxMachine(Machine):
         """A contiguous array, whatever the view is."""
         if dtype == "float64":
             raise NotHereError("JAX has no float64 unless it is told so")
+        if dtype == "float8_e4m3fn" and not self.on_cpu and values.shape[-1] % 16:
+            raise NotHereError(
+                "JAX has contiguous arrays only, and rows of e4m3 have to begin at multiples of 16 bytes"
+            )
         shape = tuple(values.shape if shape is None else shape)
         made = np.ascontiguousarray(np.broadcast_to(self._convert(values, dtype), shape))
         array = self._jax.device_put(made.reshape(shape), self._device)

@@ -117,8 +117,6 @@ def draw_mask(draw: Any, full: tuple[int, int, int, int], dtype: str, *, no_batc
     while len(shape) > 0 and shape[0] == 1 and draw.chance(0.3):
         shape = shape[1:]
     recipe: dict[str, Any] = {"shape": shape, "kind": kind, "view": draw.view(shape, 1)}
-    if recipe["view"].get("step"):
-        recipe["view"] = {**recipe["view"], "step": tuple(abs(s) for s in recipe["view"]["step"])}
     if kind.startswith("bool"):
         return {**recipe, "dtype": "bool"}
     scale = draw.weighted({1.0: 4.0, 0.01: 1.0, 30.0: 1.0})
