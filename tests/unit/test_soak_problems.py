@@ -1,4 +1,4 @@
-"""What ``omniattn verify --soak`` draws: the same of a seed, all as literals, and everything that calls may be given."""
+"""What ``omniattn verify --soak`` draws: the same of a seed, all as literals, everything that calls may be given."""
 
 from __future__ import annotations
 

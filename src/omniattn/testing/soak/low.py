@@ -172,9 +172,8 @@ class Quantized:
 
 def _flavour(m: Machine, problem: Problem, arrays: dict[str, Placed], options: dict[str, Any]) -> tuple[Any, str]:
     """Precision and grouping of the kernel that the call takes."""
-    function = omniattn.attention_varlen if problem.facts["packed"] else omniattn.attention
     given = {name: x.array for name, x in arrays.items() if name not in "qkv"}
-    said = omniattn.explain(function, *(arrays[name].array for name in "qkv"), **given, **options)
+    said = omniattn.explain(*(arrays[name].array for name in "qkv"), **given, **options)
     precision: Any = said.problem.precision
     if m.on_cpu:
         return precision.on_cpu, "sm90"

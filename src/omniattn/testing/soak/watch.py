@@ -50,6 +50,8 @@ class Soak:
     seed : int
     only : int or None
         Number of the one problem to run.
+    count : int or None
+        Problems to end after, whatever the time is.
     library : str
         As `machines.machine` has it; empty: it chooses.
     cpu : bool
@@ -62,6 +64,7 @@ class Soak:
     seconds: float
     seed: int
     only: int | None = None
+    count: int | None = None
     library: str = ""
     cpu: bool = False
     hang: float = HANG
@@ -182,7 +185,8 @@ def run(soak: Soak, step: Callable[[Tally], None] = lambda _: None) -> Result:
                 number = outcome.number + 1
                 _add(soak, result, outcome)
                 step(result.tally)
-                if soak.only is not None or time.perf_counter() >= end:
+                enough = soak.count is not None and result.tally.total("problems") >= soak.count
+                if soak.only is not None or enough or time.perf_counter() >= end:
                     return result
                 if outcome.raised:
                     # Its GPU may take no further calls.
