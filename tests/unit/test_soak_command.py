@@ -169,6 +169,15 @@ def test_after_an_error_a_new_process_goes_on(tmp_path: Path) -> None:
     assert result.tally.passed == 1
 
 
+def test_control_c_ends_a_soak_with_its_counts(tmp_path: Path) -> None:
+    def interrupt(tally: Tally) -> None:
+        if tally.total("problems") == 2:
+            raise KeyboardInterrupt
+
+    result = watch.run(watch.Soak(600.0, SEED, cpu=True, folder=tmp_path), interrupt)
+    assert result.tally.total("problems") == 2
+
+
 def test_no_gpu_is_exit_code_2(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
@@ -200,9 +209,7 @@ def test_options_that_do_not_go_together(words: list[str], name: str, capsys: py
 
 
 def test_refusals_are_listed_by_reason(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    fault(
-        tmp_path, "omniattn.attention = lambda *a, **o: (_ for _ in ()).throw(omniattn.errors.UnsupportedError('no'))"
-    )
+    fault(tmp_path, "def refuse(*a, **o): raise omniattn.errors.UnsupportedError('no')\nomniattn.attention = refuse")
     # Where everything is refused nothing has passed.
     only = ["verify", "--cpu", "--seed", str(SEED), "--only", str(FIRST_OF_ATTENTION)]
     assert main(only) == 1

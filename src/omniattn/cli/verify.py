@@ -169,7 +169,9 @@ def _soak(arguments: argparse.Namespace) -> int:
     shown = _Shown(enabled=not arguments.json)
     try:
         result = watch.run(
-            watch.Soak(60 * (arguments.soak or 0.0), seed, arguments.only, arguments.framework, arguments.cpu),
+            watch.Soak(
+                60 * (arguments.soak or 0.0), seed, only=arguments.only, library=arguments.framework, cpu=arguments.cpu
+            ),
             lambda tally: shown.step(tally.line(time.perf_counter() - start)),
         )
     except watch.CannotSoakError as error:

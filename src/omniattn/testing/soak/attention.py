@@ -273,7 +273,7 @@ def call(
 ) -> tuple[tuple[Any, ...], list[Grade]]:
     """Call the public function; its results, and whether it wrote where it may."""
     facts = problem.facts
-    function = omniattn.attention_varlen if facts["packed"] else omniattn.attention
+    function: Any = omniattn.attention_varlen if facts["packed"] else omniattn.attention
     options = {**problem.options(), **(more or {})}
     given = {name: x.array for name, x in arrays.items() if name not in "qkv"}
     out: Placed | None = None

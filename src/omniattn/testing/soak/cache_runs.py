@@ -149,8 +149,8 @@ class Run:
             first = lengths[b] - count
             keys = x["k"][rows]
             if angles and count:
-                turn = (m.f64(angles[name])[first : first + count][:, None] for name in ("cos", "sin"))
-                keys = _rotated(m, keys, *turn, facts["rope"].get("style", "half") == "interleaved")
+                cos, sin = (m.f64(angles[name])[first : first + count][:, None] for name in ("cos", "sin"))
+                keys = _rotated(m, keys, cos, sin, facts["rope"].get("style", "half") == "interleaved")
             self._tokens["k"][b] = m.cat([self._tokens["k"][b], keys], 0)
             self._tokens["v"][b] = m.cat([self._tokens["v"][b], x["v"][rows]], 0)
             if count and self._window:

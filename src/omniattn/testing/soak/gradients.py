@@ -35,6 +35,7 @@ def draw(d: Draw, *, packed: bool) -> dict[str, Any]:
     # Of o.sum() the gradient is one number, expanded.
     view = {"expand": tuple(range(len(o_shape)))} if d.chance(0.1) else d.view(o_shape, 8)
     arrays["do"] = {**d.numbers(o_shape, "io", loud=False), "view": view}
+    arrays["do"]["scale"] = min(arrays["do"]["scale"], 2.0)  # dS is 16 bits, and has to be below 65504 in fp16
     layout = options.get("layout", "NHD")
     lse_shape = (*o_shape[:-3], o_shape[-2], o_shape[-3]) if layout == "NHD" else o_shape[:-1]
     if d.chance(0.3):
@@ -77,7 +78,7 @@ def check(m: Machine, problem: Problem) -> list[Grade]:
         options["score_mod"] = mod.made
     forward_options = {name: x for name, x in options.items() if name != "wanted"}
     forward = {name: x.array for name, x in arrays.items() if name not in ("do", "dlse", "q", "k", "v")}
-    function = omniattn.attention_varlen if packed else omniattn.attention
+    function: Any = omniattn.attention_varlen if packed else omniattn.attention
     o, lse = function(*(arrays[name].array for name in "qkv"), **forward, **forward_options, return_lse=True)
     results, grades = _call(m, problem, arrays, o, lse, options)
     names = _wanted(problem)
@@ -122,7 +123,7 @@ def _call(
 ) -> tuple[tuple[Any, ...], list[Grade]]:
     facts = problem.facts
     packed = facts["packed"]
-    backward = omniattn.attention_varlen_backward if packed else omniattn.attention_backward
+    backward: Any = omniattn.attention_varlen_backward if packed else omniattn.attention_backward
     rooms: dict[str, Placed] = {}
     if m.writable:
         rooms = {

@@ -80,7 +80,7 @@ def _compact(problem: Problem, name: str, dim: int) -> np.ndarray[Any, Any]:
     facts, recipe = problem.facts, problem.facts["arrays"][name]
     x = np.broadcast_to(problem.numbers(name, recipe), recipe["shape"])
     if facts["packed"]:
-        spans = [span[1 if name == "q" else 2] for span in attention.parts(problem)]
+        spans = [rows if name == "q" else keys for _, rows, keys in attention.parts(problem)]
         rows = np.array([i for s in spans for i in range(s.start, s.stop)], dtype=np.int64)
         x = np.take(x, rows, axis=-3 if facts["options"].get("layout", "NHD") == "NHD" else -2)
     return np.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, dim - x.shape[-1])])
@@ -107,11 +107,12 @@ class Quantized:
         spans = attention.parts(problem)
         lengths: dict[str, Any] = {}
         self._spans: dict[str, list[Span]] = {}
-        for i, name in enumerate("qk", 1):
-            counts = [span[i].stop - span[i].start for span in spans]
+        for name in "qk":
+            own = [rows if name == "q" else keys for _, rows, keys in spans]
+            counts = [span.stop - span.start for span in own]
             begins = [sum(counts[:b]) if packed else 0 for b in range(len(counts))]
             if self.bits and packed:
-                begins = [span[i].start for span in spans]
+                begins = [span.start for span in own]
             self._spans[name] = [Span(b, begins[b], n, packed) for b, n in enumerate(counts)]
             if packed:
                 starts = facts["arrays"][f"cu_seqlens_{name}"]["values"] if self.bits else [*begins, sum(counts)]
@@ -124,10 +125,11 @@ class Quantized:
         self._x = x
         kind = {"int8": "int8", "int4": "int4", "fp8": "float8_e4m3"}[precision.qk]
         groups = {} if precision.qk == "fp8" else {"grouping": grouping, "smooth_q": precision.smooth_q}
-        self.qk = omniattn.quantize_qk(
-            x["q"], x["k"], layout=layout, dtype=kind, granularity=precision.granularity, smooth_k=precision.smooth_k,
-            with_bias=True, hadamard=precision.hadamard, seed=precision.seed, **groups, **lengths,
-        )  # fmt: skip
+        self._said: dict[str, Any] = {
+            "layout": layout, "dtype": kind, "granularity": precision.granularity, "smooth_k": precision.smooth_k,
+            "hadamard": precision.hadamard, "seed": precision.seed, **groups, **lengths,
+        }  # fmt: skip
+        self.qk = omniattn.quantize_qk(x["q"], x["k"], with_bias=True, **self._said)
         of_k = {name: value for name, value in lengths.items() if name.endswith("_k")}
         accumulator = "fp16" if precision.pv == "fp8" and precision.pv_accumulator == "fp16" else "fp32"
         self.v = None
@@ -136,6 +138,12 @@ class Quantized:
                 x["v"], layout=layout, dtype="float16" if precision.pv == "fp16" else "float8_e4m3",
                 smooth_v=precision.smooth_v, pv_accumulator=accumulator, **of_k,
             )  # fmt: skip
+
+    def apart(self) -> tuple[Any, Any]:
+        """Q and K of a batch, each quantized by a call that has nothing of the other."""
+        q, k = self._x["q"], self._x["k"]
+        none = k[:, :0] if self._said["layout"] == "NHD" else k[:, :, :0]
+        return omniattn.quantize_qk(q, none, **self._said), omniattn.quantize_qk(none, k, **self._said)
 
     def operands(self, mask: Any, sinks: Any, products: float) -> Operands:
         """What gives each sequence's operands in float64. products: `Limits.qk`."""
@@ -173,7 +181,8 @@ class Quantized:
 def _flavour(m: Machine, problem: Problem, arrays: dict[str, Placed], options: dict[str, Any]) -> tuple[Any, str]:
     """Precision and grouping of the kernel that the call takes."""
     given = {name: x.array for name, x in arrays.items() if name not in "qkv"}
-    said = omniattn.explain(*(arrays[name].array for name in "qkv"), **given, **options)
+    explain: Any = omniattn.explain
+    said = explain(*(arrays[name].array for name in "qkv"), **given, **options)
     precision: Any = said.problem.precision
     if m.on_cpu:
         return precision.on_cpu, "sm90"
@@ -211,7 +220,7 @@ def _on_operands(
 ) -> list[Grade]:
     """Attention on the operands beside the call that made them itself."""
     facts = problem.facts
-    function = omniattn.attention_varlen if facts["packed"] else omniattn.attention
+    function: Any = omniattn.attention_varlen if facts["packed"] else omniattn.attention
     options = {name: x for name, x in problem.options().items() if name != "precision"}
     given = {name: arrays[name].array for name in ("mask", "sinks") if name in arrays}
     precision = facts["options"]["precision"]
@@ -225,7 +234,16 @@ def _on_operands(
     m.synchronize()
     what = "attention on the operands of quantize_qk and quantize_v has other bits than precision="
     names = ("o of operands", "lse of operands")[: len(results)]
-    return [equal(m, name, a, b, what) for name, a, b in zip(names, results, again, strict=True)]
+    grades = [equal(m, name, a, b, what) for name, a, b in zip(names, results, again, strict=True)]
+    absolute = len(results) > 1 or "sinks" in given or options.get("softcap")
+    knobs = quantized.qk.problem
+    if not facts["packed"] and not knobs.smooth_q and not (absolute and knobs.smooth_k) and "precision" not in options:
+        apart = quantized.apart()
+        got = function(apart[0].q, apart[1].k, quantized.v, **given, **options)
+        got = got[0] if isinstance(got, tuple) else got
+        m.synchronize()
+        grades.append(equal(m, "o of operands apart", results[0], got, f"{what}, where Q and K are of two calls"))
+    return grades
 
 
 def draw_e4m3(d: Draw) -> dict[str, Any]:

@@ -62,7 +62,7 @@ def check(m: Machine, problem: Problem) -> list[Grade]:
     """Run a problem."""
     facts, arrays = problem.facts, attention.place(m, problem)
     of_v = facts["function"] == "quantize_v"
-    function = omniattn.quantize_v if of_v else omniattn.quantize_qk
+    function: Any = omniattn.quantize_v if of_v else omniattn.quantize_qk
     names = ("v",) if of_v else ("q", "k")
     given = {name: x.array for name, x in arrays.items() if name not in names}
     result, grades = unchanged(
@@ -184,7 +184,7 @@ def _rows(m: Machine, qk: Any, name: str, rows: Rows, x: Any, mean: Any) -> list
     host = m.host(size)[..., 0]
     groups = np.array(_groups(qk, count, is_q=name == "q"))
     largest = np.zeros((heads, int(groups.max()) + 1))
-    np.maximum.at(largest, (slice(None), groups), host)
+    np.maximum.at(largest.T, groups, host.T)
     wanted = largest[:, groups][..., None]
     slack = m.host(m.amax(slop, 1)) / most
     scale = np.where(wanted < _LEAST, 1.0, wanted / most)

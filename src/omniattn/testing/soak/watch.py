@@ -97,7 +97,10 @@ class _Worker:
             "library": soak.library, "cpu": soak.cpu, "seed": soak.seed, "first": first, "only": soak.only is not None,
         }  # fmt: skip
         command = [sys.executable, "-m", "omniattn.testing.soak.worker", json.dumps(options)]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, encoding="utf-8")
+        # Control-C is for the process that has the counts; it ends this one.
+        self.process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, text=True, encoding="utf-8", start_new_session=True
+        )
         self._lines: queue.Queue[str | None] = queue.Queue()
         threading.Thread(target=self._read, daemon=True).start()
 
@@ -156,7 +159,7 @@ def _dead(soak: Soak, number: int, what: str, seconds: float) -> dict[str, Any]:
 
 
 def run(soak: Soak, step: Callable[[Tally], None] = lambda _: None) -> Result:
-    """Run problems until the time is up.
+    """Run problems until the time is up, or somebody presses Control-C.
 
     Parameters
     ----------
@@ -192,6 +195,8 @@ def run(soak: Soak, step: Callable[[Tally], None] = lambda _: None) -> Result:
                     # Its GPU may take no further calls.
                     again = True
                     break
+        except KeyboardInterrupt:
+            return result
         finally:
             worker.process.kill()
             worker.process.wait()
