@@ -10,7 +10,7 @@
     caches. They use nothing of `omniattn.reference`.
 ``limits``, ``judge``
     How far an element may be from it, and the comparison.
-``machines``, ``views``
+``machines``, ``torch_machine``, ``chosen``, ``views``
     NumPy, torch, CuPy and JAX behind the few functions that this needs; arrays with guards and NaN around them.
 ``outcome``, ``program``
     Passed, refused or failed; a failure as a program.

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import omniattn
 from omniattn.testing.soak import outcome
-from omniattn.testing.soak.machines import NotHereError, machine
+from omniattn.testing.soak.chosen import machine
+from omniattn.testing.soak.machines import NotHereError
 from omniattn.testing.soak.problem import Problem
 
 _TEXT = '''\
@@ -48,7 +49,7 @@ def text_of(problem: Problem, text: str, *, library: str, cpu: bool, where: str)
     text : str
         What failed: error, tolerance, place.
     library : str
-        The framework, as `machines.machine` takes it.
+        The framework, as `chosen.machine` takes it.
     cpu : bool
     where : str
         Framework and device that it failed on.

@@ -53,7 +53,7 @@ class Soak:
     count : int or None
         Problems to end after, whatever the time is.
     library : str
-        As `machines.machine` has it; empty: it chooses.
+        As `chosen.machine` has it; empty: it chooses.
     cpu : bool
     hang : float
         Seconds after which a problem counts as hung.

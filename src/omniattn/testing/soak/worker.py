@@ -16,7 +16,8 @@ from typing import Any
 from omniattn.errors import ArgumentError, OmniattnError
 from omniattn.testing.frameworks import NoGpuError
 from omniattn.testing.soak import operations, outcome
-from omniattn.testing.soak.machines import Machine, machine
+from omniattn.testing.soak.chosen import machine
+from omniattn.testing.soak.machines import Machine
 
 
 def facts_of(m: Machine) -> dict[str, Any]:
