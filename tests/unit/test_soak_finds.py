@@ -268,6 +268,16 @@ def test_errors_are_failures_and_refusals_are_counted_apart(
     )
 
 
+def test_refusals_of_a_kind_have_one_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = first("low precision", lambda f: f["options"]["precision"] == ("Int8", {"granularity": "per_token"}))
+    for dims in ("64", "216 and 256 of v"):
+        what = f"no attention kernel serves int8 float16, head_dim {dims} on compute capability 9.0: it has {dims}; x"
+        error = UnsupportedError(what, instead="another one")
+        assert outcome._reason(error, one) == (
+            "no attention kernel serves int8 float16 on compute capability 9.0 with granularity='per_token'"
+        )
+
+
 #: Put into other processes by the environment: adds to one element of every o of attention.
 FAULTY = """\
 import os

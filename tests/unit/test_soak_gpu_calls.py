@@ -57,10 +57,14 @@ def pretend_gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(attention, "expected", lambda *a: None)
     for name in ("_compare_tokens", "_compare_untouched"):
         monkeypatch.setattr(cache_runs.Run, name, lambda self: None)
-    monkeypatch.setattr(cache_runs.Run, "_copied", lambda self, function, planes, pairs: getattr(omniattn, function)(
-        self.cache, pairs))  # fmt: skip
+    monkeypatch.setattr(cache_runs.Run, "_copied", _copied)
     for name in (*LAST, *MIDDLE):
         monkeypatch.setattr(omniattn, name, _planned(name, getattr(omniattn, name)))
+
+
+def _copied(self: Any, function: str, planes: tuple[str, ...], pairs: list[tuple[int, int]]) -> None:
+    if pairs:  # explain has nothing to say of none
+        getattr(omniattn, function)(self.cache, pairs)
 
 
 def _planned(name: str, function: Any) -> Any:
@@ -82,7 +86,7 @@ def _planned(name: str, function: Any) -> Any:
 def test_every_problem_is_a_legal_call(monkeypatch: pytest.MonkeyPatch) -> None:
     planned: Counter[str] = Counter()
     refused = 0
-    for number in range(700):
+    for number in range(400):
         one = problem(9, number, cpu=False)
         shapes = [recipe["shape"] for recipe in one.facts["arrays"].values()]
         if sum(map(math.prod, shapes)) > 1 << 20 or max(one.facts.get("lengths", [0])) > 600:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 import time
 import traceback
 from typing import Any
@@ -48,13 +49,25 @@ class Outcome:
     seconds: float
 
 
-def _reason(error: Exception) -> str:
+#: What selection says where no row serves a call: head dims and each row's reason differ between problems.
+_NO_ROW = re.compile(r"(no .* serves .*?), head_dim .*? (on compute capability [\d.]+)(?::.*)?", re.DOTALL)
+#: Knobs that GPUs lack values of.
+_LACKING = ("granularity", "pv", "pv_accumulator")
+
+
+def _reason(error: Exception, problem: Problem) -> str:
     """Why something was refused, without what differs between two problems of the same kind."""
     if isinstance(error, KernelNotFoundError):
         return f"no binary of a kernel could be had: {error.advice}"
-    if isinstance(error, UnsupportedError):
+    if not isinstance(error, UnsupportedError):
+        return str(error)
+    found = _NO_ROW.fullmatch(error.what)
+    if found is None:
         return error.what
-    return str(error)
+    precision = problem.facts.get("options", {}).get("precision")
+    knobs = precision[1] if isinstance(precision, tuple) else {}
+    asked = ", ".join(f"{name}={knobs[name]!r}" for name in _LACKING if name in knobs)
+    return f"{found[1]} {found[2]}" + (f" with {asked}" if asked else "")
 
 
 def run(m: Machine, problem: Problem) -> Outcome:
@@ -72,7 +85,7 @@ def run(m: Machine, problem: Problem) -> Outcome:
             grades = operations.check(m, problem)
             m.synchronize()
     except (NotHereError, UnsupportedError, KernelNotFoundError) as error:
-        return outcome(REFUSED, 0.0, _reason(error))
+        return outcome(REFUSED, 0.0, _reason(error, problem))
     except Exception as error:  # noqa: BLE001 - a legal call raises nothing, whatever its class is
         frames = "".join(traceback.format_tb(error.__traceback__)[-3:])
         return outcome(FAILED, math.inf, f"raised {type(error).__name__}: {error}\n{frames}", True)
