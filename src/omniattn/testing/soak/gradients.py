@@ -92,7 +92,8 @@ def check(m: Machine, problem: Problem) -> list[Grade]:
         grades.append(grade(m, name, result, values[name], bounds[name]))
     for name, result in autograd.items():
         # Sinks and masks have gradients of their own type.
-        rounded = limits.ROUNDING[m.dtype_name(result)] * abs(values[name])
+        dtype = m.dtype_name(result)
+        rounded = limits.ROUNDING[dtype] * abs(values[name]) + limits.LEAST[dtype]
         grades.append(grade(m, f"{name} by autograd", result, values[name], bounds[name] + rounded))
     return grades
 
