@@ -140,6 +140,18 @@ def test_numbers_are_made_of_seed_number_and_name() -> None:
     assert not np.array_equal(one.numbers("q", q), other.numbers("q", q))
 
 
+def test_masks_of_every_kind_and_rank_have_numbers(drawn: list[Problem]) -> None:
+    made: dict[str, set[int]] = {}
+    for one in drawn:
+        mask = one.facts["arrays"].get("mask")
+        if mask and np.prod(mask["shape"]) < 1000:
+            values = one.numbers("mask", mask)
+            assert values.shape == views.stored(mask["shape"], mask["view"])
+            made.setdefault(mask["kind"], set()).add(values.ndim)
+    assert len(made) == 7
+    assert {1, 2, 3, 4} <= set().union(*made.values())  # of rank 0 in some seeds
+
+
 @pytest.mark.parametrize(
     "view",
     [

@@ -84,7 +84,9 @@ def low(dtype: str, qk: str, pv: str, accumulator: str, *, cpu: bool) -> Limits:
     divided = 0.0 if pv != "fp8" else ROUNDING["float8_e4m3"]
     out = 2 * ROUNDING[dtype] + divided + 8 * unit
     lse = 64 * unit if cpu else 0.02
-    return Limits(products, 8 * unit, 8 * unit if cpu else 4e-6, p, subnormal, out, 2 * LEAST[dtype], lse, 4e-6,
+    # All of it is fp32, whatever the arrays are.
+    least = max(2 * LEAST[dtype], LEAST["float32"])
+    return Limits(products, 8 * unit, 8 * unit if cpu else 4e-6, p, subnormal, out, least, lse, 4e-6,
                   0.06 if pv == "fp8" else 0.0)  # fmt: skip
 
 
@@ -94,7 +96,8 @@ def decode(dtype: str, *, codes: bool, value_codes: bool, recent: bool, cpu: boo
     if cpu:
         # Codes become fp32 numbers, whatever q is.
         unit = ROUNDING["float32"] if codes or value_codes or dtype != "float64" else ROUNDING["float64"]
-        return replace(found, qk=16 * unit, p=32 * unit, out=found.out + 4 * unit)
+        least = LEAST["float64" if unit < ROUNDING["float32"] else "float32"]
+        return replace(found, qk=16 * unit, p=32 * unit, out=found.out + 4 * unit, least=max(found.least, least))
     half = ROUNDING["float16"]
     # With codes, q and the products of P with scales are fp16.
     qk = 4 * half if codes else found.qk

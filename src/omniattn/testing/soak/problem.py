@@ -64,7 +64,8 @@ class Problem:
             if kind == "additive_lowest":
                 lowest = -65504.0 if recipe["dtype"] == "float16" else -3.3895e38
                 made = np.where(rng.random(shape) < 0.5, made, np.float32(lowest))
-                made[..., : made.shape[-2] // 2 if made.ndim > 1 else 0, :] = lowest
+                if made.ndim > 1:  # rows that have nothing else
+                    made[..., : made.shape[-2] // 2, :] = lowest
             return np.where(_hidden(kind, rng, shape), np.float32(-np.inf), made)
         if kind.startswith("bool"):
             return ~_hidden(kind, rng, shape)
