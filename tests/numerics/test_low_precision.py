@@ -227,3 +227,11 @@ def test_what_is_no_precision() -> None:
         low_precision.attention(q, k, v, precision=oa.Int8(), accumulator="fp16")
     with pytest.raises(ArgumentError, match="pv_accumulator='fp16'"):
         low_precision.attention(q, k, v, precision=oa.Int8(pv_accumulator="fp16"), accumulator="two_level")
+
+
+@pytest.mark.parametrize("precision", ["int8", "int4", "fp8"])
+def test_a_batch_of_no_sequences_may_have_a_mask(precision: str) -> None:
+    q, k = np.zeros((0, 5, 2, 16), np.float32), np.zeros((0, 31, 2, 16), np.float32)
+    mask = np.zeros((0, 1, 5, 31), bool)
+    o, lse = oa.attention(q, k, k, precision=precision, mask=mask, return_lse=True)
+    assert (o.shape, lse.shape) == ((0, 5, 2, 16), (0, 2, 5))

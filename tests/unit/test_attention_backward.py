@@ -420,3 +420,22 @@ def test_names_of_a_programs_operands() -> None:
     names = operand_names(call.operation, False, problem)
     assert names == (*ARRAYS, "dq", "dv", "dsinks", "workspace")
     assert len(set(names)) == len(names)
+
+
+def test_strides_of_an_empty_lse_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NumPy gives strides of 0 to arrays without elements, and a GPU library may do the same."""
+    described = arrays.describe
+
+    def on_gpu(value: Any, name: str, *rest: Any) -> Any:
+        t = described(value, name)
+        t.device = "cuda"
+        return t
+
+    info = runtime.DeviceInfo(0, "Hopper", (9, 0), 132, 227 << 10, 50 << 20, (13, 0))
+    monkeypatch.setattr(arrays, "describe", on_gpu)
+    monkeypatch.setattr(runtime, "device_info", lambda ordinal: info)
+    monkeypatch.setattr(runtime, "has_tensor_maps", lambda: True)
+    x = np.zeros((0, 7, 4, 8), np.float16)
+    lse = np.lib.stride_tricks.as_strided(np.zeros(0, np.float32), (0, 4, 7), (0, 0, 0))
+    assert lse.strides == (0, 0, 0)
+    assert oa.explain(oa.attention_backward, x, x, x, x, x, lse).problem.forward.batch == 0

@@ -117,7 +117,8 @@ def _with_rows(forward: AttentionProblem, tensors: dict[str, Tensor], function: 
     if q.device == "cuda":
         values.check_strides(do, function)
         for t in of_rows:
-            if t.shape[-1] > 1 and t.strides[-1] != 1:
+            # Libraries may give any strides to an array without elements.
+            if 0 not in t.shape and t.shape[-1] > 1 and t.strides[-1] != 1:
                 raise StrideError(
                     t.argument, "stride 1 along the sequence", f"strides {tuple(t.strides)}", function=function,
                     hint="A contiguous copy has such strides",

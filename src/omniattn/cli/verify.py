@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import secrets
+import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -26,6 +28,11 @@ max|o - ref| <= 2 max|same-dtype baseline - ref| + rounding;
 low-precision attention with its emulation on the CPU (cosine, relative L1, LSE); quantizers and appended bytes with the
 CPU bit for bit; decode with the CPU within tolerances. Exit code: 0 all passed; 1 a kernel failed; 2 there is no GPU to
 test (--cpu tests the CPU backend).
+
+With --soak MINUTES it runs random problems of every operation instead, through the public functions, beside float64 on
+the same device, each element with a tolerance of its own; NaN, a write outside of an array, other bits in a repeated
+call, an error and a hang are failures too. The first failure is written as a small program that reproduces it. Every
+problem is made of the seed and its number: --seed N --only NUMBER runs it again.
 """
 
 #: Operations that ``--cpu`` tests. What the quantizers must give is what they give on the CPU, so they have nothing to
@@ -78,12 +85,26 @@ def add_parser(commands: Any) -> None:
         "--jobs", type=int, metavar="N",
         help="processes that compute references and compile (default: a core each, 16 at most; 1: this one only)",
     )  # fmt: skip
+    parser.add_argument(
+        "--soak", type=float, metavar="MINUTES", help="random problems of every operation beside float64, for so long"
+    )
+    parser.add_argument("--seed", type=int, metavar="N", help="of random problems (default: another one every time)")
+    parser.add_argument("--only", type=int, metavar="NUMBER", help="the one random problem of this number and --seed")
+    parser.add_argument(
+        "--framework", default="", metavar="NAME",
+        help="arrays of random problems: torch, cupy, jax; with --cpu numpy (default), torch, jax",
+    )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command; returns the exit code."""
+    if arguments.soak is not None or arguments.only is not None:
+        return _soak(arguments)
+    for option in ("seed", "framework"):
+        if getattr(arguments, option) not in (None, ""):
+            raise ArgumentError(f"--{option}", "to be used with --soak or --only", "neither")
     for option in ("kernel", "all", "jobs"):
         if arguments.cpu and getattr(arguments, option):
             raise ArgumentError(f"--{option}", "to be used without --cpu, which runs no kernel", "both")
@@ -119,6 +140,90 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         _show(outcomes, framework, seconds, left_out)
     return code
+
+
+def _check_soak(arguments: argparse.Namespace) -> None:
+    for option in ("kernel", "all", "jobs"):
+        if getattr(arguments, option):
+            raise ArgumentError(f"--{option}", "to be used without --soak and --only", "both")
+    # Written so that NaN fails.
+    if arguments.soak is not None and not 0 < arguments.soak < float("inf"):
+        raise ArgumentError("--soak", "a number of minutes > 0", arguments.soak)
+    for option in ("seed", "only"):
+        value = getattr(arguments, option)
+        if value is not None and value < 0:
+            raise ArgumentError(f"--{option}", "an integer >= 0", value)
+    if arguments.only is not None and arguments.seed is None:
+        raise ArgumentError("--only", "to be used with --seed: a problem is made of both", "--only alone")
+
+
+def _soak(arguments: argparse.Namespace) -> int:
+    """Random problems; the exit code."""
+    from omniattn.testing.soak import watch
+
+    _check_soak(arguments)
+    if not arguments.json:
+        console.require_rich()
+    seed = secrets.randbelow(2**31) if arguments.seed is None else arguments.seed
+    start = time.perf_counter()
+    shown = _Shown(enabled=not arguments.json)
+    try:
+        result = watch.run(
+            watch.Soak(
+                60 * (arguments.soak or 0.0), seed, only=arguments.only, library=arguments.framework, cpu=arguments.cpu
+            ),
+            lambda tally: shown.step(tally.line(time.perf_counter() - start)),
+        )
+    except watch.CannotSoakError as error:
+        print(f"omniattn verify: {error}", file=sys.stderr)
+        return error.code
+    finally:
+        shown.end()
+    tally, seconds = result.tally, time.perf_counter() - start
+    # Where everything was refused nothing has passed.
+    code = 1 if tally.failures or not tally.passed else 0
+    if arguments.json:
+        facts = {"seed": seed, "ok": code == 0, "seconds": seconds, "program": str(result.program or "") or None}
+        console.print_json({**facts, **result.machine, **tally.as_json()})
+        return code
+    header = ["operation", "precision", "problems", "refused", "failed", "worst error / tolerance"]
+    console.print_table(result.machine.get("where", ""), header, tally.rows(), numeric=(2, 3, 4, 5))
+    for reason, count in tally.reasons.most_common():
+        console.print_line(f"refused, {count}: {reason}")
+    for failure in tally.failures:
+        console.print_line(f"FAILED, problem {failure.number}, {failure.operation}, {failure.precision}:")
+        console.print_line(failure.text)
+    if result.program is not None:
+        console.print_line(f"the first failure as a program: {result.program}")
+    counts = f"{tally.passed} passed, {tally.total('failed')} failed, {tally.total('refused')} refused"
+    console.print_line(f"seed {seed}: {tally.total('problems')} problems in {seconds:.0f} s, {counts}")
+    return code
+
+
+class _Shown:
+    """Counts while they grow: one line that is rewritten, or in a pipe a line every half minute."""
+
+    def __init__(self, *, enabled: bool) -> None:
+        self._enabled, self._tty = enabled, enabled and sys.stdout.isatty()
+        self._last, self._width = -float("inf"), 0
+
+    def step(self, text: str) -> None:
+        """Show a line, if it is time for one."""
+        now = time.perf_counter()
+        if not self._enabled or now - self._last < (0.2 if self._tty else 30.0):
+            return
+        self._last = now
+        if self._tty:
+            text = text[: console.width() - 1]
+            print("\r" + text.ljust(self._width), end="", flush=True)
+            self._width = len(text)
+        else:
+            print(text, flush=True)
+
+    def end(self) -> None:
+        """Clear the line."""
+        if self._tty and self._width:
+            print("\r" + " " * self._width + "\r", end="", flush=True)
 
 
 def prebuilt(specs: Sequence[KernelSpec], cc: tuple[int, int]) -> list[KernelSpec]:

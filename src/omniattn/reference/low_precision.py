@@ -235,9 +235,9 @@ def attend(
     lead = (problem.heads_q,) if problem.varlen else (problem.batch, problem.heads_q)
     o = np.zeros((*lead, problem.rows_q, problem.head_dim), dtype=_F)
     lse = np.full((*lead, problem.rows_q), -np.inf, dtype=_F)
-    if not problem.varlen:
-        longest_q = longest_k = None
-    rows, keys = _extent(longest_q, all_q, "max_seqlen_q"), _extent(longest_k, all_k, "max_seqlen_k")
+    rows, keys = problem.rows_q, problem.rows_k
+    if problem.varlen:
+        rows, keys = _extent(longest_q, all_q, "max_seqlen_q"), _extent(longest_k, all_k, "max_seqlen_k")
     full_mask = (
         None if mask is None else checks.broadcast_mask(mask, (problem.batch, problem.heads_q, rows, keys), _NAME)
     )

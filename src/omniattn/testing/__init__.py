@@ -10,6 +10,8 @@ What ``omniattn verify`` and the GPU tests run stands in modules that are import
     A row of the registry through its cases, forced.
 ``ahead``
     References and binaries made in other processes before they are asked for.
+``soak``
+    Random problems of every operation beside float64: ``omniattn verify --soak``.
 ``frameworks``
     NumPy, torch, CuPy and JAX behind the few operations that cases need.
 """

@@ -1,0 +1,45 @@
+"""``omniattn verify --soak`` on the arrays of torch and JAX, on the CPU."""
+
+from __future__ import annotations
+
+import pytest
+
+from omniattn.testing.soak import outcome
+from omniattn.testing.soak.chosen import machine
+from omniattn.testing.soak.operations import OPERATIONS, problem
+
+pytest.importorskip("ml_dtypes")
+
+#: Problems of each operation.
+_COUNT = 2
+
+
+@pytest.mark.frameworks
+@pytest.mark.parametrize("library", ["torch", "jax"])
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_problems_pass(library: str, operation: str) -> None:
+    pytest.importorskip(library)
+    m = machine(library, cpu=True)
+    assert (m.library, m.on_cpu) == (library, True)
+    numbers = (n for n in range(999) if (p := problem(4, n, cpu=True)).operation == operation and p.dtype != "float64")
+    for _ in range(_COUNT):
+        found = outcome.run(m, problem(4, next(numbers), cpu=True))
+        assert (found.status, found.text) == (outcome.PASSED, "")
+
+
+@pytest.mark.frameworks
+def test_gradients_of_autograd_are_compared() -> None:
+    pytest.importorskip("torch")
+    m = machine("torch", cpu=True)
+    drawn = (problem(4, n, cpu=True) for n in range(999))
+    one = next(p for p in drawn if p.operation == "attention_backward" and p.facts["autograd"])
+    names = {grade.name for grade in OPERATIONS[one.operation].check(m, one)}
+    assert any(name.endswith("by autograd") for name in names)
+
+
+@pytest.mark.frameworks
+def test_what_a_framework_lacks_is_refused() -> None:
+    pytest.importorskip("jax")
+    wide = next(p for n in range(999) if (p := problem(4, n, cpu=True)).dtype == "float64")
+    found = outcome.run(machine("jax", cpu=True), wide)
+    assert (found.status, found.text) == (outcome.REFUSED, "JAX has no float64 unless it is told so")

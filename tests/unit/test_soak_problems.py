@@ -1,0 +1,188 @@
+"""What ``omniattn verify --soak`` draws: the same of a seed, all as literals, everything that calls may be given."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+
+import omniattn
+from omniattn.problems import precision
+from omniattn.testing.inputs import GENERATORS
+from omniattn.testing.soak import draw, machines, mods, views
+from omniattn.testing.soak.operations import OPERATIONS, problem
+from omniattn.testing.soak.problem import Problem
+
+#: Problems within which everything is drawn.
+N = 4000
+#: Arguments that problems leave at their defaults: arrays and caches are positional, streams are another test's.
+LEFT = {"stream", "q", "k", "v", "do", "o", "lse", "o_a", "lse_a", "o_b", "lse_b", "cache", "copies", "like"}
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["CPU", "GPU"])
+def drawn(request: pytest.FixtureRequest) -> list[Problem]:
+    return [problem(1, number, cpu=request.param) for number in range(N)]
+
+
+def _said(of: Problem) -> dict[str, set[str]]:
+    """Arguments that a problem gives to each function."""
+    facts = of.facts
+    names = {*facts.get("arrays", ()), *facts.get("options", ())}
+    names |= {name for name in ("out", "score_mod") if name in facts} | set(facts.get("given", ()))
+    if of.operation == "caches":
+        cache = "PagedKVCache" if "block_size" in facts else "KVCache"
+        common = {"seq_lens", *({"block_table"} if "block_size" in facts else ())}
+        recent = "recent_window" in facts["cache"] and "block_size" in facts
+        own = {*facts["cache"], *(name for name in ("k_mean", "k_channel_scale") if name in facts)}
+        rope = facts.get("rope", {})
+        append = {"cu_seqlens"} if any(step["packed"] for step in facts["steps"]) else set()
+        append |= ({"cos", "sin"} if rope else set()) | ({"rope"} if "style" in rope else set())
+        slots = {"recent_slots"} if recent else set()
+        extents = {"num_blocks", "block_size", "batch", "max_seqlen", "num_kv_heads", "head_dim"}
+        return {
+            cache: own | slots | extents, "append": append | common | slots, "decode": names | common | slots,
+        }  # fmt: skip
+    function = facts.get("function", of.operation)
+    if of.operation in ("low precision", "e4m3 arrays"):
+        function = "attention_varlen" if facts["packed"] else "attention"
+    return {function: names}
+
+
+def test_every_operation_and_every_argument_is_drawn(drawn: list[Problem]) -> None:
+    assert {one.operation for one in drawn} == set(OPERATIONS)
+    said: dict[str, set[str]] = {}
+    for one in drawn:
+        for function, names in _said(one).items():
+            said.setdefault(function, set()).update(names)
+    missing = {
+        name: sorted(set(inspect.signature(getattr(omniattn, name)).parameters) - said[name] - LEFT) for name in said
+    }
+    assert missing == {name: [] for name in said}
+    functions = {name for name in omniattn.__all__ if inspect.isfunction(getattr(omniattn, name))}
+    # Copies follow an append; explain launches nothing.
+    assert functions - set(said) == {"copy_blocks", "copy_recent", "explain"}
+
+
+def test_every_knob_and_value_of_a_precision_is_drawn(drawn: list[Problem]) -> None:
+    found: dict[str, dict[str, set[Any]]] = {}
+    for one in drawn:
+        given = one.facts.get("options", {}).get("precision")
+        if isinstance(given, tuple):
+            for knob, value in given[1].items():
+                found.setdefault(given[0], {}).setdefault(knob, set()).add(value)
+    for kind in (omniattn.Int8, omniattn.Int4, omniattn.Fp8):
+        assert set(found[kind.__name__]) == {field.name for field in dataclasses.fields(kind)}
+    assert found["Int8"]["granularity"] | {"per_thread"} == set(precision.GRANULARITIES)
+    assert found["Int4"]["pv"] | {"auto"} == set(precision.PV_TYPES)
+    assert found["Int8"]["pv_accumulator"] | {"auto"} == set(precision.PV_ACCUMULATORS)
+    assert {
+        one.facts["options"]["precision"] for one in drawn if isinstance(one.facts["options"].get("precision"), str)
+    } == set(precision.PRECISIONS) - {"exact"}
+
+
+def test_kinds_formats_layouts_and_edges_are_drawn(drawn: list[Problem]) -> None:
+    recipes = [recipe for one in drawn for recipe in one.facts["arrays"].values()]
+    kinds = {recipe["kind"] for recipe in recipes if "kind" in recipe}
+    assert set(draw.KINDS) <= set(GENERATORS)
+    masks = {"bool", "bool_rows", "bool_keys", "additive", "additive_hiding", "additive_keys", "additive_lowest"}
+    assert kinds == {*draw.KINDS, *masks, "uniform"}
+    assert {"float32", "io", "bool", "float8_e4m3fn", "int32"} == {recipe["dtype"] for recipe in recipes}
+    assert {name for recipe in recipes for name in recipe.get("view", ())} == {
+        "order", "before", "after", "step", "expand",
+    }  # fmt: skip
+    assert {s for recipe in recipes for s in recipe.get("view", {}).get("step", ())} == {-1, 1, 2}
+    assert {one.facts["score_mod"] for one in drawn if "score_mod" in one.facts} == set(mods.MODS)
+    options = [one.facts["options"] for one in drawn]
+    assert {option["layout"] for option in options if "layout" in option} == {"NHD", "HND"}
+    assert {bool(option.get("causal")) for option in options} == {True, False}
+    assert any(option.get("softmax_scale", 1) < 0 for option in options)
+    dims = {one.facts["head_dims"] for one in drawn if "head_dims" in one.facts}
+    assert {dim for dim, _ in dims} == set(range(8, 257, 8))
+    assert any(a != b for a, b in dims)
+    caches = [one.facts["cache"] for one in drawn if one.operation == "caches"]
+    assert {cache["k_dtype"] for cache in caches} == {"bf16", "fp16", "fp8", "int8", "int4"}
+    assert {cache.get("layout", "fragment") for cache in caches} == {"fragment", "fbgemm"}
+    queries = {n for one in drawn for n in one.facts.get("queries", ())}
+    assert {0, 1, 15, 16, 17, 63, 64, 65, 127, 128, 129} <= queries
+    dense = [one.facts["arrays"]["q"]["shape"] for one in drawn if one.operation == "attention"]
+    assert any(shape[0] == 0 for shape in dense)
+    assert any(0 in shape[1:3] for shape in dense)
+    dtypes = {"float16", "bfloat16"} | ({"float32", "float64"} if "float64" in _dtypes(drawn) else set())
+    assert _dtypes(drawn) == dtypes
+
+
+def _dtypes(drawn: list[Problem]) -> set[str]:
+    return {one.dtype for one in drawn if one.operation == "attention"}
+
+
+def test_a_problem_is_made_of_its_seed_and_number_alone(drawn: list[Problem]) -> None:
+    cpu = "float64" in _dtypes(drawn)
+    for number in range(0, 300, 7):
+        again = problem(1, number, cpu=cpu)
+        assert again == drawn[number]
+        assert ast.literal_eval(repr(again.facts)) == again.facts
+    others = [problem(2, number, cpu=cpu) for number in range(100)]
+    assert [one.facts for one in others] != [one.facts for one in drawn[:100]]
+
+
+def test_numbers_are_made_of_seed_number_and_name() -> None:
+    one = next(p for n in range(50) if (p := problem(3, n, cpu=True)).operation == "attention")
+    q = one.facts["arrays"]["q"]
+    assert np.array_equal(one.numbers("q", q), one.numbers("q", q))
+    assert not np.array_equal(one.numbers("q", q), one.numbers("k", q))
+    other = dataclasses.replace(one, number=one.number + 1)
+    assert not np.array_equal(one.numbers("q", q), other.numbers("q", q))
+
+
+def test_masks_of_every_kind_and_rank_have_numbers(drawn: list[Problem]) -> None:
+    made: dict[str, set[int]] = {}
+    for one in drawn:
+        mask = one.facts["arrays"].get("mask")
+        if mask and np.prod(mask["shape"]) < 1000:
+            values = one.numbers("mask", mask)
+            assert values.shape == views.stored(mask["shape"], mask["view"])
+            made.setdefault(mask["kind"], set()).add(values.ndim)
+    assert len(made) == 7
+    assert {1, 2, 3, 4} <= set().union(*made.values())  # of rank 0 in some seeds
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        {},
+        {"order": (1, 0, 2)},
+        {"before": (1, 0, 8), "after": (0, 2, 8)},
+        {"step": (2, -1, 1), "order": (1, 0, 2)},
+        {"expand": (1,), "before": (1, 1, 0), "after": (1, 1, 16)},
+    ],
+    ids=str,
+)
+def test_views_hold_their_numbers_amid_nan_and_guards(view: views.View) -> None:
+    m = machines.Machine()
+    values = np.random.default_rng(0).standard_normal(views.stored((3, 4, 8), view)).astype(np.float32)
+    placed = m.place(values, "float32", view, (3, 4, 8))
+    assert np.array_equal(placed.array, np.broadcast_to(values, (3, 4, 8)))
+    assert np.isnan(placed.base).sum() == placed.base.size - values.size
+    if "expand" in view:
+        return
+    room = m.room((3, 4, 8), "float32", view)
+    room.array[...] = 1.0
+    assert m.guarded(room)
+    if view.get("before"):
+        room.base.reshape(-1)[0] = 0.0
+        assert not m.guarded(room)
+
+
+def test_nothing_of_it_imports_a_framework() -> None:
+    code = (
+        "import sys, omniattn.testing.soak.worker, omniattn.testing.soak.watch, omniattn.cli;"
+        "print([name for name in ('torch', 'jax', 'cupy') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
