@@ -59,16 +59,17 @@ def candidates(problem: AttentionProblem, target: Target) -> tuple[Candidate, ..
     tuple of Candidate
         Empty where no kernel serves the call.
     """
-    found: dict[Candidate, None] = {}
-    for folded in (False, True) if can_have_heads_as_queries(problem) else (False,):
-        told = heads_as_queries(problem) if folded else problem
-        views = (told, keys_as_tiles(told)) if can_have_keys_as_tiles(told) else (told,)
-        for view in views:
-            ways = list(_whole(view, target))
-            if not (folded and _shares_all_heads(problem)):
-                ways += _split(view, target)
-            found.update((replace(way, heads_as_queries=folded), None) for way in ways)
+    found = [way for view in _views(problem) for way in (*_whole(view, target), *_split(view, target))]
+    if can_have_heads_as_queries(problem):
+        for view in _views(heads_as_queries(problem)):
+            ways = (*_whole(view, target), *(() if _shares_all_heads(problem) else _split(view, target)))
+            found += [replace(way, heads_as_queries=True) for way in ways]
     return tuple(found)
+
+
+def _views(p: AttentionProblem) -> tuple[AttentionProblem, ...]:
+    """The call, and with numbers a key as tiles where it can have them."""
+    return (p, keys_as_tiles(p)) if can_have_keys_as_tiles(p) else (p,)
 
 
 def _shares_all_heads(p: AttentionProblem) -> bool:
@@ -77,8 +78,7 @@ def _shares_all_heads(p: AttentionProblem) -> bool:
 
 
 def _whole(p: AttentionProblem, target: Target) -> Iterator[Candidate]:
-    rows = preferred_products(fitting_rows(REGISTRY, "attention", p, target), p, target)
-    for row in _smallest(rows, p):
+    for row in _rows("attention", p, target):
         for mask in mask_inputs(row, p):
             way = Candidate(row, mask=mask)
             yield way
@@ -101,10 +101,8 @@ def _tails(row: KernelSpec, p: AttentionProblem, target: Target) -> Iterator[Tai
 
 
 def _split(p: AttentionProblem, target: Target) -> Iterator[Candidate]:
-    rows = fitting_rows(REGISTRY, "attention_split", p, target)
-    rows = [row for row in rows if TAIL not in row.tuned_for]
     typical = of_equal_lengths(p)
-    for row in _smallest(rows, p):
+    for row in _rows("attention_split", p, target):
         for shared in _shared(row, p, typical):
             schedules: Iterable[Any] = (StreamK(target.sm_count * row.ctas_per_sm),)
             if not (p.varlen and row.arch_specific):
@@ -141,6 +139,26 @@ def _numbers(row: KernelSpec, shared: SharedRows, p: AttentionProblem, target: T
     for n in sorted(n for n in numbers if fewest <= n <= longest):
         found.setdefault((-(-items * n // ctas), -(-longest // n)), n)
     return tuple(SplitKV(n) for n in found.values())
+
+
+def _rows(op: str, p: AttentionProblem, target: Target) -> tuple[KernelSpec, ...]:
+    """The rows of an operation that can serve a call and are worth a look.
+
+    Kept by the rows that fit, which are those of the registry: they are the same for calls of most lengths.
+    """
+    fitting = fitting_rows(REGISTRY, op, p, target)
+    key = op, target.cc, p.score_mods, p.own_head_dim_v, p.packed_lists, *map(id, fitting)
+    found = _kept.get(key)
+    if found is None:
+        if len(_kept) >= _MAX_KEPT:
+            _kept.clear()
+        rows = fitting if op == "attention_split" else preferred_products(fitting, p, target)
+        found = _kept[key] = tuple(_smallest([row for row in rows if TAIL not in row.tuned_for], p))
+    return found
+
+
+_kept: dict[tuple[Any, ...], tuple[KernelSpec, ...]] = {}
+_MAX_KEPT = 4096
 
 
 def _smallest(rows: Iterable[KernelSpec], p: AttentionProblem) -> list[KernelSpec]:
