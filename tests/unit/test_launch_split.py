@@ -14,7 +14,7 @@ from omniattn.launch.structs import ATTN_COMBINE, ATTN_FWD_SPLIT_FORMS_SM90, ATT
 from omniattn.plan.attention import plan_attention
 from omniattn.problems import AttentionProblem, AttentionStrides, Target
 from omniattn.problems.memory import WORKSPACE_ALIGNMENT
-from omniattn.problems.split import SplitKV, shared_rows
+from omniattn.problems.split import SplitKV, gqa_packing
 from omniattn.registry import REGISTRY, KernelSpec, by_name
 from omniattn.runtime.record import LaunchRecord, TensorMap
 from omniattn.select import select_attention, select_split
@@ -187,8 +187,8 @@ def combine(record: LaunchRecord, workspace: np.ndarray, o: np.ndarray, lse: np.
 
 def carried_out(p: AttentionProblem, spec: KernelSpec, splits: int) -> None:
     """Both records of a split in NumPy against the definition, in float64."""
-    heads, pack = shared = shared_rows(p, spec.block_m)
-    (main, merged), num_bytes = attn_fwd_split.build(spec, COMBINE, p, HOPPER, shared, SplitKV(splits))
+    heads, pack = pack_gqa = gqa_packing(p, spec.block_m)
+    (main, merged), num_bytes = attn_fwd_split.build(spec, COMBINE, p, HOPPER, pack_gqa, SplitKV(splits))
     rng = np.random.default_rng(p.seqlen_q * 1000 + splits)
     s = p.strides
     assert s is not None
@@ -266,7 +266,7 @@ def test_few_queries_are_split(extents: tuple[int, ...], right: int) -> None:
     spec, schedule = chosen.main.spec, chosen.schedule
     assert isinstance(schedule, SplitKV)
     assert (spec.op, spec.dtype, spec.head_dim) == ("attention_split", "bfloat16", 128)
-    time = Walk(p, spec, chosen.shared, HOPPER.sm_count).split_us(schedule.splits)
+    time = Walk(p, spec, chosen.pack_gqa, HOPPER.sm_count).split_us(schedule.splits)
     assert time < 0.9 * unsplit_us(p, whole.spec, HOPPER)
     launches = plan_attention(p, HOPPER, None)
     merging = ["attention_combine"] if schedule.splits > 1 else []
@@ -308,7 +308,7 @@ def test_parts_of_packed_sequences_do_not_count(parts: int) -> None:
     found, wanted = (select_split(p, HOPPER, select_attention(p, HOPPER)) for p in (divided, whole))
     assert found is not None
     assert wanted is not None
-    assert (found.main.spec, found.shared, found.schedule) == (wanted.main.spec, wanted.shared, wanted.schedule)
+    assert (found.main.spec, found.pack_gqa, found.schedule) == (wanted.main.spec, wanted.pack_gqa, wanted.schedule)
 
 
 def test_forced_rows() -> None:
@@ -325,13 +325,13 @@ def test_boxes_and_workspace(spec: KernelSpec) -> None:
     """A copy brings whole tiles of rows, from boxes that a tensor map may have; results have places of their own."""
     for hq, hk in ((32, 8), (7, 1), (48, 1), (128, 1), (12, 4), (256, 2), (5, 5)):
         p = problem_of(2, 9, 5000, hq, hk, d=spec.head_dim, dtype=spec.dtype)
-        shared = shared_rows(p, spec.block_m)
-        (main, merged), num_bytes = attn_fwd_split.build(spec, COMBINE, p, HOPPER, shared, SplitKV(3))
+        pack_gqa = gqa_packing(p, spec.block_m)
+        (main, merged), num_bytes = attn_fwd_split.build(spec, COMBINE, p, HOPPER, pack_gqa, SplitKV(3))
         for m in main.tensor_maps:
             assert all(1 <= n <= 256 for n in m.box)
             assert all(x > 0 and x % 16 == 0 for x in m.strides_bytes)
         assert np.prod(main.tensor_maps[0].box[1:]) == spec.block_m
-        f, ml = fields_of_record(main, ATTN_FWD_SPLIT_SM90), 2 * 9 * shared.pack * hq // shared.heads * 3
+        f, ml = fields_of_record(main, ATTN_FWD_SPLIT_SM90), 2 * 9 * pack_gqa.pack * hq // pack_gqa.heads * 3
         assert f["partial_ml"].offset % WORKSPACE_ALIGNMENT == 0
         assert f["partial_ml"].offset >= 4 * ml * spec.head_dim
         assert num_bytes == f["partial_ml"].offset + 8 * ml

@@ -16,7 +16,7 @@ from omniattn.launch.structs import ATTN_COMBINE, ATTN_INT8_SPLIT_SM90
 from omniattn.plan.attention import plan_attention
 from omniattn.problems import AttentionProblem, Descale, Descales, Fp8, Int4, Int8, QuantizeProblem
 from omniattn.problems.precision import FP8_ARRAYS
-from omniattn.problems.split import SplitKV, shared_rows
+from omniattn.problems.split import SplitKV, gqa_packing
 from omniattn.reference.dequantize import contents, dequantize_qk, dequantize_v
 from omniattn.reference.e4m3 import decode_e4m3
 from omniattn.reference.quantize import KEY_ORDER
@@ -139,12 +139,12 @@ def operands_of(p: AttentionProblem, seed: int) -> tuple[QuantizeProblem, dict[s
 def carried_out(p: AttentionProblem, spec: KernelSpec, splits: int) -> None:
     """Both records of a split in NumPy against attention on the operands' numbers, in float64."""
     p = dataclasses.replace(p, precision=INT8)
-    shared = shared_rows(p, spec.block_m)
+    pack_gqa = gqa_packing(p, spec.block_m)
     schedule = SplitKV(splits)
     whole, arrays, (q, k, v) = operands_of(p, p.seqlen_q * 1000 + splits)
     merge = by_name("attn_combine_lse_sm90_fp16")
     (main, merged), num_bytes = attn_fwd_split.build(
-        spec, merge, p, HOPPER, shared, schedule, places=attn_int8.given(whole)
+        spec, merge, p, HOPPER, pack_gqa, schedule, places=attn_int8.given(whole)
     )
     memory = {name: x.ravel().view(np.uint8 if x.itemsize == 1 else x.dtype) for name, x in arrays.items()}
     sinks = np.linspace(-1.0, 2.0, p.num_q_heads) if p.sinks != "none" else None
@@ -320,14 +320,14 @@ def test_few_queries_are_split(extents: tuple[int, ...], right: int, lse: bool) 
     assert (spec.op, spec.qk, spec.dtype, spec.head_dim) == ("attention_split", "int8", "bfloat16", 128)
     assert spec.lse == lse
     assert isinstance(chosen.schedule, SplitKV)
-    time = Walk(p, spec, chosen.shared, HOPPER.sm_count).split_us(chosen.schedule.splits)
+    time = Walk(p, spec, chosen.pack_gqa, HOPPER.sm_count).split_us(chosen.schedule.splits)
     assert time < 0.9 * unsplit_us(p, whole.spec, HOPPER)
     launches = plan_attention(p, HOPPER, None)
     assert [r.spec.op for r in launches.records][-2:] == ["attention_split", "attention_combine" + "_lse" * lse]
     # O has the same bits with an LSE and without: the same tiles and splits.
     other = select_split(dataclasses.replace(p, lse=not lse), HOPPER, whole)
     assert other is not None
-    assert (other.shared, other.schedule, other.main.spec.block_m) == (chosen.shared, chosen.schedule, spec.block_m)
+    assert (other.pack_gqa, other.schedule, other.main.spec.block_m) == (chosen.pack_gqa, chosen.schedule, spec.block_m)
     assert any("splits of the keys" in reason for reason in launches.selection.why)
     # What quantizes takes longer than exact attention, and `explain` says so.
     assert any("precision='exact' for few queries" in reason for reason in launches.selection.why)

@@ -383,10 +383,10 @@ def test_few_queries_are_split(changes: dict[str, Any], kind: str, head_dim: int
     assert chosen is not None
     tile = {96: 128}.get(head_dim, head_dim)
     assert chosen.main.spec.name == f"attn_int8_sm90_bf16_d{tile}_m128n64_split_{kind}"
-    assert chosen.shared == ONE_HEAD
+    assert chosen.pack_gqa == ONE_HEAD
     assert isinstance(chosen.schedule, SplitKV)
     assert chosen.schedule.splits >= 2
-    walk = split_model.Walk(p, chosen.main.spec, chosen.shared, HOPPER.sm_count)
+    walk = split_model.Walk(p, chosen.main.spec, chosen.pack_gqa, HOPPER.sm_count)
     time = walk.split_us(chosen.schedule.splits)
     assert time < 0.9 * split_model.unsplit_us(p, whole.spec, HOPPER)
     launches = plan_attention(p, HOPPER, None)
@@ -395,7 +395,7 @@ def test_few_queries_are_split(changes: dict[str, Any], kind: str, head_dim: int
     other = select_split(dataclasses.replace(p, lse=not lse), HOPPER, whole)
     assert other is not None
     # O has the same bits.
-    assert (other.shared, other.schedule, other.main.spec) == (chosen.shared, chosen.schedule, chosen.main.spec)
+    assert (other.pack_gqa, other.schedule, other.main.spec) == (chosen.pack_gqa, chosen.schedule, chosen.main.spec)
 
 
 @pytest.mark.parametrize("itemsize", [2, 4])

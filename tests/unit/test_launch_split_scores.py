@@ -23,7 +23,7 @@ from omniattn.launch.structs import (
 from omniattn.plan.attention import plan_attention
 from omniattn.problems import AttentionProblem, Target
 from omniattn.problems.score_mod import BlockMaskProblem, ModArray, ScoreModProblem
-from omniattn.problems.split import SplitKV, shared_rows_on_mma_sync
+from omniattn.problems.split import SplitKV, gqa_packing_on_mma_sync
 from omniattn.registry import by_name
 from omniattn.runtime.record import TensorMap
 from omniattn.select import MaskInput, choices, select_attention, select_split
@@ -99,7 +99,7 @@ def test_heads_that_share_a_tile(
     queries: int, heads: tuple[int, int], changes: dict[str, Any], expected: tuple[int, int]
 ) -> None:
     p = dataclasses.replace(problem_of(1, queries, 32768, *heads, d=128, dtype="bfloat16"), **changes)
-    assert shared_rows_on_mma_sync(p, 64) == expected
+    assert gqa_packing_on_mma_sync(p, 64) == expected
 
 
 @pytest.mark.parametrize(
@@ -113,14 +113,14 @@ def test_heads_that_share_a_tile(
 )
 @pytest.mark.parametrize("changes", [{}, {"softcap": 30.0}], ids=["plain", "softcap"])
 def test_heads_share_tiles_where_the_gpu_is_busy(
-    extents: tuple[int, ...], shared: tuple[int, int], changes: dict[str, Any]
+    extents: tuple[int, ...], pack_gqa: tuple[int, int], changes: dict[str, Any]
 ) -> None:
     """One split: K and V are read once for the heads of a kv head."""
     b, hq, hk, sq, sk = extents
     p = dataclasses.replace(problem_of(b, sq, sk, hq, hk, d=128, dtype="bfloat16"), **changes)
     split = select_split(p, HOPPER, select_attention(p, HOPPER))
     assert split is not None
-    assert (split.shared, split.schedule) == (shared, SplitKV(1))
+    assert (split.pack_gqa, split.schedule) == (pack_gqa, SplitKV(1))
 
 
 def test_heads_with_lists_of_their_own() -> None:
@@ -259,7 +259,7 @@ def test_modified_scores(changes: dict[str, Any], lists: bool, target: Target) -
 )
 @pytest.mark.parametrize("by_head", [False, True], ids=["one mask", "a mask a head"])
 def test_scores_on_wgmma(
-    queries: int, changes: dict[str, Any], kernel: str, shared: tuple[int, int], by_head: bool
+    queries: int, changes: dict[str, Any], kernel: str, pack_gqa: tuple[int, int], by_head: bool
 ) -> None:
     """Lists and bits of the rows of a tile, or tiles of a bias, partial results in place of o and the LSE."""
     p = dataclasses.replace(problem_of(1, queries, 32768, 32, 8, d=128, dtype="bfloat16"), **changes)
@@ -271,7 +271,7 @@ def test_scores_on_wgmma(
     assert kernel in record.spec.name
     assert merge.spec.op == "attention_combine"
     merged = fields_of_record(merge, ATTN_COMBINE)
-    heads, pack = shared
+    heads, pack = pack_gqa
     assert [merged[x] for x in ("heads", "rows", "pack", "pack_heads")] == [32 // heads, queries * pack, pack, heads]
     if not record.spec.arch_specific:
         return
@@ -314,4 +314,4 @@ def test_unused_rows_are_not_worth_a_few_tiles() -> None:
     p = problem_of(8, 32, 8192, 40, 8, d=64, dtype="bfloat16")
     split = select_split(p, AMPERE, select_attention(p, AMPERE))
     assert split is not None
-    assert split.shared == (1, 1)
+    assert split.pack_gqa == (1, 1)

@@ -26,7 +26,7 @@ from omniattn.plan.attention import plan_attention
 from omniattn.problems import AttentionProblem, AttentionStrides
 from omniattn.problems.memory import WORKSPACE_ALIGNMENT
 from omniattn.problems.score_mod import ScoreModProblem
-from omniattn.problems.split import StreamK, shared_rows
+from omniattn.problems.split import StreamK, gqa_packing
 from omniattn.registry import REGISTRY, by_name
 from omniattn.select import select_attention, select_split
 from tests.unit.launch_fakes import fields_of_record
@@ -155,8 +155,8 @@ def carried_out(
     rows_q, rows_k, d = cu_q[-1] + behind, cu_k[-1] + behind, 8
     sinks = rng.normal(size=heads[0]) if with_sinks else None
     p = packed_problem(len(lengths_q), rows_q, rows_k, *heads, d, *window, sinks="none" if sinks is None else "float32")
-    shared = shared_rows(dataclasses.replace(p, seqlen_q=max(*lengths_q, 1)), SMALL.block_m)
-    (main, merge), num_bytes = attn_fwd_shares.build(SMALL, COMBINE, p, shared, StreamK(ctas))
+    pack_gqa = gqa_packing(dataclasses.replace(p, seqlen_q=max(*lengths_q, 1)), SMALL.block_m)
+    (main, merge), num_bytes = attn_fwd_shares.build(SMALL, COMBINE, p, pack_gqa, StreamK(ctas))
     f, m = fields_of_record(main, ATTN_FWD_SHARES_SM90), fields_of_record(merge, ATTN_COMBINE_PACKED)
     assert (main.grid[0], merge.overlap, f["tiles.num_items"]) == (ctas, True, ctas)
     pack, of_heads = f["tiles.pack"], f["tiles.pack_heads"]
@@ -423,10 +423,10 @@ def test_few_queries_on_8_bits(extents: tuple[int, ...], precision: Int8 | Fp8, 
     assert {r.spec.op for r in launches.records[:-2]} <= {"quantize", "quantize_fp8_sums", "quantize_values"}
     assert main.grid == (HOPPER.sm_count, 1, 1)
     f, m = fields_of_record(main, ATTN_INT8_SHARES_SM90), fields_of_record(merge, ATTN_COMBINE_PACKED)
-    shared = f["tiles.pack_heads"]
-    assert shared == m["pack_heads"] == hq // hk <= f["tiles.pack"] == m["pack"] <= 8
-    assert f["fwd.num_q_heads"] == hq // shared
-    assert f["map_q"].dims == (128, shared, n * sq, hq // shared, 1)
+    sharing = f["tiles.pack_heads"]
+    assert sharing == m["pack_heads"] == hq // hk <= f["tiles.pack"] == m["pack"] <= 8
+    assert f["fwd.num_q_heads"] == hq // sharing
+    assert f["map_q"].dims == (128, sharing, n * sq, hq // sharing, 1)
     assert np.prod(f["map_q"].box[1:]) == main.spec.block_m
     assert all(f[name] == m[name] for name in ("partial_o", "partial_ml", "partial_lse", "cuts"))
     assert (m["partial_lse"] is not None) == lse

@@ -12,7 +12,7 @@ from omniattn.bench.candidate_cases import candidate_cases
 from omniattn.errors import UnsupportedError
 from omniattn.plan.stages import launches_of
 from omniattn.problems import AttentionProblem, Target
-from omniattn.problems.split import ONE_HEAD, SharedRows, SplitKV, StreamK, TailSplit, Whole
+from omniattn.problems.split import ONE_HEAD, PackGQA, SplitKV, StreamK, TailSplit, Whole
 from omniattn.select import Candidate, MaskInput, candidates, choices
 from tests.unit.every_call import PAIRS, WIDTHS, call, exact_calls, low_precision_calls
 from tests.unit.shape_plans import GPUS, problem_of
@@ -86,7 +86,7 @@ def test_numbers_of_splits_make_other_rounds() -> None:
     of_row: dict[tuple[Any, ...], list[int]] = {}
     for way in ways(problem):
         if isinstance(way.schedule, SplitKV):
-            of_row.setdefault((way.row.name, way.shared), []).append(way.schedule.splits)
+            of_row.setdefault((way.row.name, way.pack_gqa), []).append(way.schedule.splits)
     assert of_row
     for (name, _), numbers in of_row.items():
         assert numbers == sorted(set(numbers)), name
@@ -118,8 +118,8 @@ def test_query_heads_of_one_query_are_queries_too() -> None:
 
 
 def test_heads_share_rows_or_not() -> None:
-    shared = {way.shared for way in ways(call((1, 16, 32768, 8, 2), (128, 0))) if way.row.op == "attention_split"}
-    assert {ONE_HEAD, SharedRows(4, 4)} <= shared
+    found = ways(call((1, 16, 32768, 8, 2), (128, 0)))
+    assert {ONE_HEAD, PackGQA(4, 4)} <= {way.pack_gqa for way in found if way.row.op == "attention_split"}
 
 
 @pytest.mark.parametrize("width", [*WIDTHS, *PAIRS], ids=str)

@@ -6,14 +6,14 @@ from dataclasses import asdict, replace
 
 from ..problems import AttentionProblem
 from ..problems.memory import aligned
-from ..problems.split import SharedRows, StreamK
+from ..problems.split import PackGQA, StreamK
 from ..registry import KernelSpec
 from ..runtime.record import LaunchRecord
 from . import tile_order
 from .attn_fwd import SINKS_KINDS, forward_values
-from .attn_fwd_sm90 import operand_map, shared_rows_map
+from .attn_fwd_sm90 import operand_map, packed_gqa_map
 from .attn_int8 import OperandPlaces
-from .attn_int8_sm90 import flush_keys, key_maps, shared_queries_map
+from .attn_int8_sm90 import flush_keys, key_maps, packed_operands_map
 from .host_struct import At, HostStruct, member
 from .score_forms import form_values
 from .structs import (
@@ -43,14 +43,14 @@ def build(
     spec: KernelSpec,
     combine: KernelSpec,
     problem: AttentionProblem,
-    shared: SharedRows,
+    pack_gqa: PackGQA,
     schedule: StreamK,
     begin: int = 0,
     places: OperandPlaces | None = None,
 ) -> tuple[tuple[LaunchRecord, ...], int]:
     """The launches of a call, and where their workspace ends.
 
-    shared: query heads that share the rows of a tile. begin: where the workspace begins. places: of quantized operands.
+    pack_gqa: heads that share the rows of a tile. begin: where the workspace begins. places: of quantized operands.
     """
     p, s, ctas = problem, problem.strides, schedule.ctas
     assert s is not None
@@ -63,13 +63,13 @@ def build(
         "cuts": At("workspace", begin + cuts),
     }
     # Rows are those of packed sequences, which the kernel counts by itself; of a few heads it makes one.
-    told = replace(p, num_q_heads=p.num_q_heads // shared.heads)
+    told = replace(p, num_q_heads=p.num_q_heads // pack_gqa.heads)
     unused = dict.fromkeys(("num_splits", "num_queries", "num_tiles", "first_tile"), 0)
-    tiles = asdict(tile_order.first(ctas)) | unused | {"pack": shared.pack, "pack_heads": shared.heads}
+    tiles = asdict(tile_order.first(ctas)) | unused | {"pack": pack_gqa.pack, "pack_heads": pack_gqa.heads}
     if places is None:
-        layout, values = _on_16_bits(spec, p, told, shared, partial)
+        layout, values = _on_16_bits(spec, p, told, pack_gqa, partial)
     else:
-        layout, values = _on_8_bits(spec, p, told, shared, partial, places)
+        layout, values = _on_8_bits(spec, p, told, pack_gqa, partial, places)
     values |= member("tiles", tiles)
     main = LaunchRecord(spec, (ctas, 1, 1), 32 * spec.num_warps, *layout.pack(values))
     merged = {
@@ -81,8 +81,8 @@ def build(
         "o_stride_h": s.o[2],
         "lse_stride_h": s.lse[1],
         "block_m": spec.block_m,
-        "pack": shared.pack,
-        "pack_heads": shared.heads,
+        "pack": pack_gqa.pack,
+        "pack_heads": pack_gqa.heads,
         "head_dim": p.head_dim_v,
         "sinks_kind": SINKS_KINDS[p.sinks],
         "num_ctas": ctas,
@@ -93,13 +93,13 @@ def build(
 
 
 def _on_16_bits(
-    spec: KernelSpec, p: AttentionProblem, told: AttentionProblem, shared: SharedRows, partial: dict[str, object]
+    spec: KernelSpec, p: AttentionProblem, told: AttentionProblem, pack_gqa: PackGQA, partial: dict[str, object]
 ) -> tuple[HostStruct, dict[str, object]]:
     """Arguments of attention, but for its tiles; told: the problem of packed heads."""
     s, kv_shape = p.strides, (1, p.seqlen_k, p.num_kv_heads)
     assert s is not None
     values = {
-        "map_q": shared_rows_map(p, shared, spec.block_m),
+        "map_q": packed_gqa_map(p, pack_gqa, spec.block_m),
         "map_k": operand_map("k", p.dtype, (*kv_shape, p.head_dim), s.k, spec.block_n),
         "map_v": operand_map("v", p.dtype, (*kv_shape, p.head_dim_v), s.v, spec.block_n),
         **member("fwd", forward_values(told, 0)),
@@ -114,7 +114,7 @@ def _on_8_bits(
     spec: KernelSpec,
     p: AttentionProblem,
     told: AttentionProblem,
-    shared: SharedRows,
+    pack_gqa: PackGQA,
     partial: dict[str, object],
     places: OperandPlaces,
 ) -> tuple[HostStruct, dict[str, object]]:
@@ -123,7 +123,7 @@ def _on_8_bits(
     k, v = key_maps(spec, p, places, 1)
     forward = forward_values(told, 0, operands=(at["q_int"], at["k_int"], at["v"]), starts=places.starts)
     values = {
-        "map_q": shared_queries_map(spec, p, places, shared, 1),
+        "map_q": packed_operands_map(spec, p, places, pack_gqa, 1),
         "map_k": k,
         "map_v": v,
         **member("fwd", forward),

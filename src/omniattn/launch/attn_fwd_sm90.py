@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 from ..problems import UNLIMITED, AttentionProblem, Target
 from ..problems.memory import ITEMSIZE
 from ..problems.shares import even_share, short_tile, takes_even_share
-from ..problems.split import SharedRows
+from ..problems.split import PackGQA
 from ..registry import KernelSpec
 from ..runtime.record import LaunchRecord, TensorMap
 from . import tile_order
@@ -90,14 +90,14 @@ def operand_map(
     return mapped(name, 0, dtype, (head_dim, seqlen, heads, batch), strides_bytes, (PANEL, rows, 1, 1))
 
 
-def shared_rows_map(problem: AttentionProblem, shared: SharedRows, rows: int) -> TensorMap:
+def packed_gqa_map(problem: AttentionProblem, pack_gqa: PackGQA, rows: int) -> TensorMap:
     """Of q, of which heads share the rows of a tile: (head_dim, heads, seq, heads / shared, batch).
 
     Rows that are no head's lie beyond the second dimension: zeros.
     """
     p, s = problem, problem.strides
     assert s is not None
-    (heads, pack), (b, seq, head) = shared, (2 * x for x in s.q)
+    (heads, pack), (b, seq, head) = pack_gqa, (2 * x for x in s.q)
     return mapped(
         "q", 0, p.dtype, (p.head_dim, heads, p.seqlen_q, p.num_q_heads // heads, 1 if p.varlen else p.batch),
         (head, seq, heads * head, b), (PANEL, pack, rows // pack, 1, 1),

@@ -6,14 +6,14 @@ from dataclasses import asdict, dataclass, replace
 
 from ..problems import AttentionProblem, Target
 from ..problems.memory import aligned
-from ..problems.split import ONE_HEAD, SharedRows, SplitKV, TailSplit, is_final
+from ..problems.split import ONE_HEAD, PackGQA, SplitKV, TailSplit, is_final
 from ..registry import KernelSpec
 from ..runtime.record import LaunchRecord
 from . import tile_order
 from .attn_fwd import SINKS_KINDS, forward_values, num_m_blocks
-from .attn_fwd_sm90 import operand_map, shared_rows_map
+from .attn_fwd_sm90 import operand_map, packed_gqa_map
 from .attn_int8 import OperandPlaces
-from .attn_int8_sm90 import flush_keys, key_maps, shared_queries_map
+from .attn_int8_sm90 import flush_keys, key_maps, packed_operands_map
 from .host_struct import At, member, strides
 from .masks import MaskPlaces, memory_of
 from .score_forms import bias_map, form_values
@@ -52,7 +52,7 @@ class _Split:
 
     spec: KernelSpec
     problem: AttentionProblem
-    shared: SharedRows
+    pack_gqa: PackGQA
     schedule: SplitKV | TailSplit
 
     @property
@@ -66,12 +66,12 @@ class _Split:
     @property
     def heads(self) -> int:
         """What a kernel takes for heads."""
-        return self.problem.num_q_heads // self.shared.heads
+        return self.problem.num_q_heads // self.pack_gqa.heads
 
     @property
     def rows(self) -> int:
         """What it takes for the queries of each."""
-        return self.problem.seqlen_q * self.shared.pack
+        return self.problem.seqlen_q * self.pack_gqa.pack
 
     @property
     def blocks(self) -> int:
@@ -99,7 +99,7 @@ class _Split:
 
     def tile_values(self) -> dict[str, object]:
         """The member ``tiles``."""
-        (heads, pack), tail = self.shared, self.tail
+        (heads, pack), tail = self.pack_gqa, self.tail
         few = (0, 0) if tail is None else (tail.num_tiles, tail.first_tile)
         own = {
             "num_splits": self.splits, "pack": pack, "num_queries": self.problem.seqlen_q, "pack_heads": heads,
@@ -119,10 +119,10 @@ class _Split:
 
 
 def workspace(
-    spec: KernelSpec, problem: AttentionProblem, shared: SharedRows, schedule: SplitKV | TailSplit
+    spec: KernelSpec, problem: AttentionProblem, pack_gqa: PackGQA, schedule: SplitKV | TailSplit
 ) -> tuple[int, int]:
     """Where bases and denominators lie behind the partial O of a call, and the bytes of both."""
-    return _Split(spec, problem, shared, schedule).workspace()
+    return _Split(spec, problem, pack_gqa, schedule).workspace()
 
 
 def combine_threads(columns: int, num_splits: int) -> int:
@@ -138,7 +138,7 @@ def build(
     combine: KernelSpec | None,
     problem: AttentionProblem,
     target: Target,
-    shared: SharedRows,
+    pack_gqa: PackGQA,
     schedule: SplitKV | TailSplit,
     masks: MaskPlaces | None = None,
     begin: int = 0,
@@ -146,11 +146,11 @@ def build(
 ) -> tuple[tuple[LaunchRecord, ...], int]:
     """The launches of a call, and where their workspace ends.
 
-    combine: None where one split leaves nothing to merge. shared: query heads that share rows of a tile. masks: what
+    combine: None where one split leaves nothing to merge. pack_gqa: query heads that share rows of a tile. masks: what
     was made of the mask, where attention does not read it itself. begin: where the memory of partial results begins.
     places: of quantized operands.
     """
-    split = _Split(spec, problem, shared, schedule)
+    split = _Split(spec, problem, pack_gqa, schedule)
     if combine is None:
         nothing: dict[str, At | None] = {"partial_o": None, "partial_ml": None}
         if spec.arch_specific:
@@ -182,8 +182,8 @@ def _main_sm90(
 ) -> tuple[LaunchRecord, ...]:
     spec, p, s = split.spec, split.problem, split.problem.strides
     assert s is not None
-    pack, extent = split.shared.pack, p.mask_extent
-    q = shared_rows_map(p, split.shared, spec.block_m)
+    pack, extent = split.pack_gqa.pack, p.mask_extent
+    q = packed_gqa_map(p, split.pack_gqa, spec.block_m)
     kv_shape = (p.batch, p.seqlen_k, p.num_kv_heads)
     values = {
         "map_q": q,
@@ -196,7 +196,7 @@ def _main_sm90(
     layout = ATTN_FWD_SPLIT_SM90
     if spec.score_mods:
         layout = ATTN_FWD_SPLIT_FORMS_SM90
-        values |= {"map_bias": bias_map(spec, p, q, masks, split.shared), **member("forms", form_values(p, masks))}
+        values |= {"map_bias": bias_map(spec, p, q, masks, split.pack_gqa), **member("forms", form_values(p, masks))}
     if p.score_mod is not None:
         layout = ATTN_FWD_SPLIT_MOD_SM90
         values |= member("arrays", array_values(p.score_mod))
@@ -217,8 +217,8 @@ def _main_int8(
     """
     spec, p, at = split.spec, split.problem, places.at
     forms, factors = spec.score_mods, spec.value_factors
-    assert split.shared == ONE_HEAD or not forms
-    q = shared_queries_map(spec, p, places, split.shared, p.batch)
+    assert split.pack_gqa == ONE_HEAD or not forms
+    q = packed_operands_map(spec, p, places, split.pack_gqa, p.batch)
     k, v = key_maps(spec, p, places, p.batch)
     told = replace(split.told, sinks=p.sinks)
     forward = forward_values(told, split.blocks, operands=(at["q_int"], at["k_int"], at["v"]), starts=places.starts)
@@ -235,7 +235,7 @@ def _main_int8(
         **partial,
     }
     if forms:
-        values |= {"map_bias": bias_map(spec, p, q, shared=split.shared), **member("forms", form_values(p, masks))}
+        values |= {"map_bias": bias_map(spec, p, q, pack_gqa=split.pack_gqa), **member("forms", form_values(p, masks))}
     if factors:
         values |= member("factors", places.value_factors())
         del values["partial_lse"]
@@ -249,7 +249,7 @@ def _main_sm80(split: _Split, partial: dict[str, At | None], masks: MaskPlaces |
     spec, problem, told, (rows, keys) = split.spec, split.problem, split.told, split.problem.mask_extent
     blocks = num_m_blocks(told, spec.block_m)
     tiles = blocks * told.num_q_heads * (1 if problem.varlen else problem.batch)
-    values, layout = forward_values(told, blocks, mask_extent=(rows * split.shared.pack, keys)), ATTN_FWD_SPLIT_SM80
+    values, layout = forward_values(told, blocks, mask_extent=(rows * split.pack_gqa.pack, keys)), ATTN_FWD_SPLIT_SM80
     if spec.score_mods:
         layout = ATTN_FWD_SPLIT_FORMS_SM80
         memory = dict(zip(("mask_first_byte", "mask_end_byte"), memory_of(problem), strict=True))
@@ -258,8 +258,8 @@ def _main_sm80(split: _Split, partial: dict[str, At | None], masks: MaskPlaces |
         layout = ATTN_FWD_SPLIT_MOD_SM80
         values = member("call", values) | member("arrays", array_values(problem.score_mod))
     grid = (tiles, split.splits, 1)
-    values = member("call", values) | partial | {"pack_log2": split.shared.pack.bit_length() - 1}
-    values["pack_heads"] = split.shared.heads
+    values = member("call", values) | partial | {"pack_log2": split.pack_gqa.pack.bit_length() - 1}
+    values["pack_heads"] = split.pack_gqa.heads
     return (LaunchRecord(spec, grid, 32 * spec.num_warps, *layout.pack(values)),)
 
 
@@ -288,11 +288,11 @@ def _merge(combine: KernelSpec, split: _Split, partial: dict[str, At | None]) ->
         "num_splits": split.splits,
         "heads": heads,
         "rows": rows,
-        "pack": split.shared.pack,
+        "pack": split.pack_gqa.pack,
         "head_dim": p.head_dim_v,
         "threads_log2": threads.bit_length() - 1,
         "sinks_kind": SINKS_KINDS[p.sinks],
-        "pack_heads": split.shared.heads,
+        "pack_heads": split.pack_gqa.heads,
         **of_tail,
         "zero": 0,
     }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..problems import AttentionProblem, Target
 from ..problems.quantize import Strides3
-from ..problems.split import SharedRows
+from ..problems.split import PackGQA
 from ..registry import KernelSpec
 from ..runtime.record import LaunchRecord, TensorMap
 from . import tile_order
@@ -53,11 +53,11 @@ def key_maps(
     return k, _map(at["v"], (keys, pad, kv, batch), of_v, (spec.block_n, spec.head_dim))
 
 
-def shared_queries_map(
-    spec: KernelSpec, problem: AttentionProblem, places: OperandPlaces, shared: SharedRows, batch: int
+def packed_operands_map(
+    spec: KernelSpec, problem: AttentionProblem, places: OperandPlaces, pack_gqa: PackGQA, batch: int
 ) -> TensorMap:
-    """Of q, of which heads share the rows of a tile, as `attn_fwd_sm90.shared_rows_map`."""
-    (heads, pack), (b, seq, head) = shared, places.strides[0]
+    """Of q, of which heads share the rows of a tile, as `attn_fwd_sm90.packed_gqa_map`."""
+    (heads, pack), (b, seq, head) = pack_gqa, places.strides[0]
     return mapped(
         *places.at["q_int"], "uint8", (places.width, heads, problem.seqlen_q, problem.num_q_heads // heads, batch),
         (head, seq, heads * head, b), (row_bytes(spec), pack, spec.block_m // pack, 1, 1),

@@ -8,7 +8,7 @@ from typing import Any
 from ..problems import AttentionProblem
 from ..problems.memory import ITEMSIZE, WORKSPACE_ALIGNMENT
 from ..problems.quantize import carve
-from ..problems.split import ONE_HEAD, SharedRows
+from ..problems.split import ONE_HEAD, PackGQA
 from ..registry import KernelSpec
 from ..registry.masks import MASK_TILE, MAX_TILES, PACK_TILES
 from ..runtime.record import LaunchRecord
@@ -40,13 +40,13 @@ class MaskExtents:
     cols: int
 
     @classmethod
-    def of(cls, problem: AttentionProblem, shared: SharedRows = ONE_HEAD) -> MaskExtents:
+    def of(cls, problem: AttentionProblem, pack_gqa: PackGQA = ONE_HEAD) -> MaskExtents:
         """Those of a call's mask, as the rows of a tile have it that heads share."""
         b, h, q, _ = _strides(problem)
         rows, cols = problem.mask_extent
-        one_row = not q and (shared.pack == 1 or not h)
-        heads = problem.num_q_heads // shared.heads
-        return cls(problem.batch if b else 1, heads if h else 1, 1 if one_row else rows * shared.pack, cols)
+        one_row = not q and (pack_gqa.pack == 1 or not h)
+        heads = problem.num_q_heads // pack_gqa.heads
+        return cls(problem.batch if b else 1, heads if h else 1, 1 if one_row else rows * pack_gqa.pack, cols)
 
     @property
     def m_tiles(self) -> int:
@@ -131,10 +131,10 @@ def pay(problem: AttentionProblem) -> bool:
 
 
 def shapes(
-    problem: AttentionProblem, num_m_blocks: int, *, listed: bool = True, shared: SharedRows = ONE_HEAD
+    problem: AttentionProblem, num_m_blocks: int, *, listed: bool = True, pack_gqa: PackGQA = ONE_HEAD
 ) -> dict[str, tuple[tuple[int, ...], str]]:
     """Shape and dtype of what the kernels make, by name: ``bits`` or ``key_bias``, ``kinds``, and ``lists``."""
-    e = MaskExtents.of(problem, shared)
+    e = MaskExtents.of(problem, pack_gqa)
     tiles = (e.batch, e.heads, e.m_tiles, e.n_tiles)
     packed: dict[str, tuple[tuple[int, ...], str]] = (
         {"bits": ((*tiles, _WORDS), "uint32")}
@@ -169,12 +169,12 @@ def workspace_bytes(problem: AttentionProblem, num_m_blocks: int) -> int:
 
 
 def places(
-    problem: AttentionProblem, num_m_blocks: int, memory: At, *, listed: bool = True, shared: SharedRows = ONE_HEAD
+    problem: AttentionProblem, num_m_blocks: int, memory: At, *, listed: bool = True, pack_gqa: PackGQA = ONE_HEAD
 ) -> MaskPlaces:
     """Where everything is, from ``memory`` on, every array at a multiple of `WORKSPACE_ALIGNMENT`."""
     assert memory.offset % WORKSPACE_ALIGNMENT == 0
-    e = MaskExtents.of(problem, shared)
-    offsets, num_bytes = carve(shapes(problem, num_m_blocks, listed=listed, shared=shared))
+    e = MaskExtents.of(problem, pack_gqa)
+    offsets, num_bytes = carve(shapes(problem, num_m_blocks, listed=listed, pack_gqa=pack_gqa))
     at = {name: At(memory.operand, memory.offset + offset) for name, offset in offsets.items()}
     per_m = _WORDS * e.n_tiles if problem.mask == "bool" else 0
     per_head = per_m * e.m_tiles if problem.mask == "bool" else MASK_TILE * e.n_tiles
@@ -200,7 +200,7 @@ def build(
     lead_rows: int,
     num_m_blocks: int,
     memory: At,
-    shared: SharedRows = ONE_HEAD,
+    pack_gqa: PackGQA = ONE_HEAD,
 ) -> tuple[tuple[LaunchRecord, ...], MaskPlaces]:
     """The launches before attention, and where it finds what they make.
 
@@ -218,7 +218,7 @@ def build(
         Tiles of query rows of a head; of packed sequences as `attn_fwd.num_m_blocks` bounds them.
     memory : At
         At a multiple of `WORKSPACE_ALIGNMENT`, `workspace_bytes` long.
-    shared : SharedRows
+    pack_gqa : PackGQA
         Heads that share the rows of a tile; rows above are such then. At most 8 a query.
 
     Returns
@@ -230,23 +230,23 @@ def build(
     assert takes(problem), "attention reads this mask itself"
     assert block_m % MASK_TILE == 0 or MASK_TILE % block_m == 0
     assert lead_rows % MASK_TILE == 0
-    found = places(problem, num_m_blocks, memory, listed=listing is not None, shared=shared)
+    found = places(problem, num_m_blocks, memory, listed=listing is not None, pack_gqa=pack_gqa)
     if problem.batch * problem.num_q_heads * num_m_blocks == 0:
         return (), found
-    e = MaskExtents.of(problem, shared)
+    e = MaskExtents.of(problem, pack_gqa)
     masks = e.batch * e.heads
     records = []
     # A grid of 2^31 CTAs would write terabytes: one launch is enough.
     ctas = masks * e.m_tiles * -(-e.n_tiles // PACK_TILES)
     if ctas:
-        packing = MASK_PACK.pack(_pack_values(problem, e, found, shared))
+        packing = MASK_PACK.pack(_pack_values(problem, e, found, pack_gqa))
         records.append(LaunchRecord(pack, (ctas, 1, 1), 32 * pack.num_warps, *packing))
     if listing is None:
         return tuple(records), found
     # It begins while the kernel ahead ends, and waits for its kinds by itself.
     lists = list_record(
         listing, problem, e, found, block_m, lead_rows, num_m_blocks, broadcast_rows=e.rows == 1, overlap=bool(records),
-        pack=shared.pack,
+        pack=pack_gqa.pack,
     )  # fmt: skip
     return (*records, lists), found
 
@@ -352,7 +352,7 @@ def starts(*, given: bool) -> dict[str, object]:
     return {name: At(name) if given else None for name in ("cu_seqlens_q", "cu_seqlens_k")}
 
 
-def _pack_values(problem: AttentionProblem, e: MaskExtents, found: MaskPlaces, shared: SharedRows) -> dict[str, object]:
+def _pack_values(problem: AttentionProblem, e: MaskExtents, found: MaskPlaces, pack_gqa: PackGQA) -> dict[str, object]:
     """The fields of MaskPackParams."""
     strides = _strides(problem)
     first_byte, end_byte = memory_of(problem)
@@ -370,8 +370,8 @@ def _pack_values(problem: AttentionProblem, e: MaskExtents, found: MaskPlaces, s
         "mask_heads": e.heads,
         "rows": e.rows,
         "cols": e.cols,
-        "pack_log2": shared.pack.bit_length() - 1,
-        "pack_heads": shared.heads,
+        "pack_log2": pack_gqa.pack.bit_length() - 1,
+        "pack_heads": pack_gqa.heads,
         "m_tiles": e.m_tiles,
         "n_tiles": e.n_tiles,
         "total_q": problem.seqlen_q,

@@ -10,7 +10,7 @@ import math
 from ..problems import AttentionProblem
 from ..problems.attention import is_plain_scale
 from ..problems.memory import ITEMSIZE
-from ..problems.split import SharedRows
+from ..problems.split import PackGQA
 from ..registry import KernelSpec
 from ..runtime.record import TensorMap
 from .host_struct import At
@@ -91,11 +91,11 @@ def bias_map(
     problem: AttentionProblem,
     fallback: TensorMap,
     masks: MaskPlaces | None = None,
-    shared: SharedRows | None = None,
+    pack_gqa: PackGQA | None = None,
 ) -> TensorMap:
     """The tensor map of an additive mask's tiles; ``fallback``, which nobody reads, where there are none.
 
-    shared: where keys are split, heads that share the rows of a tile, in a dimension of their own.
+    pack_gqa: where keys are split, heads that share the rows of a tile, in a dimension of their own.
     """
     rows, keys = problem.mask_extent  # of packed sequences those of the longest
     if spec.bias_bytes == 0 or 0 in (problem.batch, rows, keys):
@@ -108,8 +108,8 @@ def bias_map(
     if masks is not None and masks.bias is not None:
         at, (b, h, q) = masks.bias, masks.bias_strides
     columns, batch = 128 // item, problem.batch if b else 1
-    if shared is not None:
-        heads, pack = shared
+    if pack_gqa is not None:
+        heads, pack = pack_gqa
         dims: tuple[int, ...] = (keys, heads, rows, problem.num_q_heads // heads if h else 1, batch)
         strides: tuple[int, ...] = (item * h, item * q, item * heads * h, item * b)
         box: tuple[int, ...] = (columns, pack, spec.block_m // pack, 1, 1)

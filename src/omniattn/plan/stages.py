@@ -117,20 +117,20 @@ def _attend(
     mask: _Mask,
 ) -> _Stage:
     """Attention, and what merges its partial results. row: the candidate's, with what the call adds to it."""
-    p, schedule, shared = problem, candidate.schedule, candidate.shared
+    p, schedule, pack_gqa = problem, candidate.schedule, candidate.pack_gqa
     begin = aligned(mask.end)
     if isinstance(schedule, Whole):
         return _Stage(mask.end, _whole(row, p, target, places, mask))
     if isinstance(schedule, SplitKV) and is_final(p, schedule.splits):
-        records, end = attn_fwd_split.build(row, None, p, target, shared, schedule, mask.places, begin)
+        records, end = attn_fwd_split.build(row, None, p, target, pack_gqa, schedule, mask.places, begin)
         return _Stage(end, records)
     rest = tail_row(row, p, target) if isinstance(schedule, TailSplit) else row
     assert rest is not None, "a tail is split by a kernel with the same tiles"
     merge = combine_of(rest, p, target, force)
     if isinstance(schedule, StreamK):
-        records, end = attn_fwd_shares.build(row, merge.spec, p, shared, schedule, begin, places)
+        records, end = attn_fwd_shares.build(row, merge.spec, p, pack_gqa, schedule, begin, places)
         return _Stage(end, records, (merge,))
-    split = attn_fwd_split.build(rest, merge.spec, p, target, shared, schedule, mask.places, begin, places)
+    split = attn_fwd_split.build(rest, merge.spec, p, target, pack_gqa, schedule, mask.places, begin, places)
     if isinstance(schedule, SplitKV):
         return _Stage(split[1], split[0], (merge,))
     first = _whole(row, p, target, places, mask, first_tiles=schedule.first_tile)
@@ -155,7 +155,7 @@ def _whole(
 
 def _mask(candidate: Candidate, problem: AttentionProblem, target: Target, force: str | None, end: int) -> _Mask:
     """What prepares the mask, as the candidate wants it."""
-    row, how, shared = candidate.row, candidate.mask, candidate.shared
+    row, how, pack_gqa = candidate.row, candidate.mask, candidate.pack_gqa
     if how in (MaskInput.IN_PLACE, MaskInput.AS_TILES):
         return _Mask(end)
     memory = At("workspace", aligned(end))
@@ -164,8 +164,8 @@ def _mask(candidate: Candidate, problem: AttentionProblem, target: Target, force
         records, places = masks.build_aligned(align.spec, problem, memory)
         return _Mask(memory.offset + places.num_bytes, records, (align,), places)
     # Kernels on mma.sync find masks by queries, others by rows of a tile.
-    by_rows = shared if row.arch_specific else ONE_HEAD
-    block_m = row.block_m // (shared.pack // by_rows.pack)
+    by_rows = pack_gqa if row.arch_specific else ONE_HEAD
+    block_m = row.block_m // (pack_gqa.pack // by_rows.pack)
     blocks = attn_fwd.num_m_blocks(replace(problem, seqlen_q=problem.seqlen_q * by_rows.pack), block_m)
     # Kernels of an architecture are persistent: they have an order of tiles. Splits have their own.
     ordered = row.arch_specific and candidate.schedule == WHOLE

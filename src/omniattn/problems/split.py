@@ -11,7 +11,7 @@ from .attention import AttentionProblem
 _ROWS_APART = 8
 
 
-class SharedRows(NamedTuple):
+class PackGQA(NamedTuple):
     """Query heads of one kv head that share the rows of a tile: row r is query ``r // pack`` of head ``r % pack``.
 
     Attributes
@@ -25,7 +25,7 @@ class SharedRows(NamedTuple):
     pack: int
 
 
-ONE_HEAD = SharedRows(1, 1)
+ONE_HEAD = PackGQA(1, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,13 +83,13 @@ def is_final(problem: AttentionProblem, num_splits: int) -> bool:
     return num_splits == 1 and not problem.precision.quantized
 
 
-def tiles_of_group(problem: AttentionProblem, block_m: int, shared: SharedRows) -> int:
+def tiles_of_group(problem: AttentionProblem, block_m: int, pack_gqa: PackGQA) -> int:
     """Tiles of rows of the query heads of one kv head."""
     group = problem.num_q_heads // problem.num_kv_heads
-    return group // shared.heads * -(-problem.seqlen_q * shared.pack // block_m)
+    return group // pack_gqa.heads * -(-problem.seqlen_q * pack_gqa.pack // block_m)
 
 
-def shared_rows(problem: AttentionProblem, block_m: int, *, whole: bool = False) -> SharedRows:
+def gqa_packing(problem: AttentionProblem, block_m: int, *, whole: bool = False) -> PackGQA:
     """The heads that make the fewest tiles; of those the ones that leave the fewest rows unused, then the most.
 
     whole: none may be unused.
@@ -98,7 +98,7 @@ def shared_rows(problem: AttentionProblem, block_m: int, *, whole: bool = False)
     return _fewest_tiles(problem, block_m, packs, 1, whole)
 
 
-def shared_rows_on_mma_sync(problem: AttentionProblem, block_m: int) -> SharedRows:
+def gqa_packing_on_mma_sync(problem: AttentionProblem, block_m: int) -> PackGQA:
     """The same where a CTA computes one tile; one head, unless that makes more tiles.
 
     Heads share the list of tiles that a block mask or a mask expression leaves, so they keep their own tiles where it
@@ -110,7 +110,7 @@ def shared_rows_on_mma_sync(problem: AttentionProblem, block_m: int) -> SharedRo
     return _fewest_tiles(problem, block_m, packs, -1, False)
 
 
-def shared_rows_with_scores(problem: AttentionProblem, block_m: int) -> SharedRows:
+def gqa_packing_with_scores(problem: AttentionProblem, block_m: int) -> PackGQA:
     """The same on wgmma with scores, whose masks are packed by the rows of a tile.
 
     User positions are those of a head's queries, one number a key is that of all rows, and so are the tiles that a
@@ -123,11 +123,11 @@ def shared_rows_with_scores(problem: AttentionProblem, block_m: int) -> SharedRo
     return _fewest_tiles(p, block_m, [1, 2, 4, _ROWS_APART], -1, False)
 
 
-def _fewest_tiles(problem: AttentionProblem, block_m: int, packs: list[int], order: int, whole: bool) -> SharedRows:
+def _fewest_tiles(problem: AttentionProblem, block_m: int, packs: list[int], order: int, whole: bool) -> PackGQA:
     """order: 1 for the most heads of equally good ones, -1 for the fewest."""
     group = problem.num_q_heads // problem.num_kv_heads
     of_heads = [max(n for n in range(1, pack + 1) if group % n == 0) for pack in packs]
-    ways = [SharedRows(*way) for way in zip(of_heads, packs, strict=True) if not whole or way[0] == way[1]]
+    ways = [PackGQA(*way) for way in zip(of_heads, packs, strict=True) if not whole or way[0] == way[1]]
     return min(ways, key=lambda way: (tiles_of_group(problem, block_m, way), way.pack / way.heads, -order * way.heads))
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from ..problems import UNLIMITED, AttentionProblem
-from ..problems.split import ONE_HEAD, WHOLE, Schedule, SharedRows, SplitKV, StreamK, TailSplit
+from ..problems.split import ONE_HEAD, WHOLE, PackGQA, Schedule, SplitKV, StreamK, TailSplit
 from ..registry import KernelSpec
 from ..registry.masks import MASK_TILE, MAX_TILES
 
@@ -34,7 +34,7 @@ class Candidate:
     ----------
     row : KernelSpec
         The kernel that attends.
-    shared : SharedRows
+    pack_gqa : PackGQA
         Query heads that share the rows of a tile.
     schedule : Schedule
         How keys are divided among CTAs.
@@ -44,7 +44,7 @@ class Candidate:
     """
 
     row: KernelSpec
-    shared: SharedRows = ONE_HEAD
+    pack_gqa: PackGQA = ONE_HEAD
     schedule: Schedule = WHOLE
     mask: MaskInput = MaskInput.IN_PLACE
     heads_as_queries: bool = False
@@ -53,8 +53,8 @@ class Candidate:
     def text(self) -> str:
         """The way in one line: kernel, heads that share a tile, schedule, mask; what is as usual is left out."""
         words = [self.row.name]
-        if self.shared != ONE_HEAD:
-            words.append("{} heads in {} rows".format(*self.shared))
+        if self.pack_gqa != ONE_HEAD:
+            words.append("{} heads in {} rows".format(*self.pack_gqa))
         if isinstance(self.schedule, SplitKV):
             words.append(f"{self.schedule.splits} splits")
         elif isinstance(self.schedule, StreamK):
@@ -123,7 +123,7 @@ def keys_as_tiles(problem: AttentionProblem) -> AttentionProblem:
     return replace(problem, keys_as_tiles=True, mask_map=True)
 
 
-def mask_inputs(row: KernelSpec, problem: AttentionProblem, shared: SharedRows = ONE_HEAD) -> tuple[MaskInput, ...]:
+def mask_inputs(row: KernelSpec, problem: AttentionProblem, pack_gqa: PackGQA = ONE_HEAD) -> tuple[MaskInput, ...]:
     """The ways in which ``row`` can get the mask of a call, the usual one first.
 
     ``problem`` is as the kernel is told of it: with numbers a key as tiles where that is wanted.
@@ -133,7 +133,7 @@ def mask_inputs(row: KernelSpec, problem: AttentionProblem, shared: SharedRows =
         return (MaskInput.AS_TILES,)
     can_pack = p.packs_mask
     if row.quantized:
-        return (_packed(row, p, shared),) if row.arch_specific and can_pack else (MaskInput.IN_PLACE,)
+        return (_packed(row, p, pack_gqa),) if row.arch_specific and can_pack else (MaskInput.IN_PLACE,)
     if p.varlen and not (row.lists and row.arch_specific):
         return (MaskInput.IN_PLACE,)
     if not of_hopper:
@@ -143,16 +143,16 @@ def mask_inputs(row: KernelSpec, problem: AttentionProblem, shared: SharedRows =
     elif p.aligns_mask:
         return (MaskInput.COPIED,)
     if can_pack:
-        packed = _packed(row, p, shared)
+        packed = _packed(row, p, pack_gqa)
         return (packed,) if of_hopper else (packed, MaskInput.IN_PLACE)
     return (MaskInput.LISTED if p.finds_tiles else MaskInput.IN_PLACE,)
 
 
-def _packed(row: KernelSpec, problem: AttentionProblem, shared: SharedRows) -> MaskInput:
+def _packed(row: KernelSpec, problem: AttentionProblem, pack_gqa: PackGQA) -> MaskInput:
     """Of a mask that is packed: whether what it leaves is listed."""
     if not row.lists:
         return MaskInput.PACKED
     # Heads that share a tile by queries, as on mma.sync, have no list in common where the mask is another for each.
     by_head = problem.strides is not None and problem.strides.mask[1] != 0 and problem.num_q_heads > 1
-    alone = not row.arch_specific and shared.heads > 1 and by_head
+    alone = not row.arch_specific and pack_gqa.heads > 1 and by_head
     return MaskInput.PACKED if alone else MaskInput.LISTED

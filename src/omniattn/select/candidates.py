@@ -9,14 +9,14 @@ from typing import Any
 from ..problems import UNLIMITED, AttentionProblem, Target
 from ..problems.split import (
     ONE_HEAD,
-    SharedRows,
+    PackGQA,
     SplitKV,
     StreamK,
     TailSplit,
+    gqa_packing,
+    gqa_packing_on_mma_sync,
+    gqa_packing_with_scores,
     is_final,
-    shared_rows,
-    shared_rows_on_mma_sync,
-    shared_rows_with_scores,
     tile_keys,
 )
 from ..registry import REGISTRY, KernelSpec
@@ -74,7 +74,7 @@ def _views(p: AttentionProblem) -> tuple[AttentionProblem, ...]:
 
 def _shares_all_heads(p: AttentionProblem) -> bool:
     """Whether kernels that split keys have all query heads of a kv head in one tile, as they come."""
-    return not p.score_mods and shared_rows(p, MASK_TILE).heads * p.num_kv_heads == p.num_q_heads
+    return not p.score_mods and gqa_packing(p, MASK_TILE).heads * p.num_kv_heads == p.num_q_heads
 
 
 def _whole(p: AttentionProblem, target: Target) -> Iterator[Candidate]:
@@ -103,37 +103,37 @@ def _tails(row: KernelSpec, p: AttentionProblem, target: Target) -> Iterator[Tai
 def _split(p: AttentionProblem, target: Target) -> Iterator[Candidate]:
     typical = of_equal_lengths(p)
     for row in _rows("attention_split", p, target):
-        for shared in _shared(row, p, typical):
+        for pack_gqa in _packings(row, p, typical):
             schedules: Iterable[Any] = (StreamK(target.sm_count * row.ctas_per_sm),)
             if not (p.varlen and row.arch_specific):
-                schedules = _numbers(row, shared, typical, target)
-            for mask in mask_inputs(row, p, shared):
-                yield from (Candidate(row, shared, schedule, mask) for schedule in schedules)
+                schedules = _numbers(row, pack_gqa, typical, target)
+            for mask in mask_inputs(row, p, pack_gqa):
+                yield from (Candidate(row, pack_gqa, schedule, mask) for schedule in schedules)
 
 
-def _shared(row: KernelSpec, p: AttentionProblem, typical: AttentionProblem) -> tuple[SharedRows, ...]:
+def _packings(row: KernelSpec, p: AttentionProblem, typical: AttentionProblem) -> tuple[PackGQA, ...]:
     """Heads that share the rows of a tile: as many as make the fewest tiles, the same without unused rows, one."""
     if not row.arch_specific:
-        ways = [shared_rows_on_mma_sync(p, row.block_m)]
+        ways = [gqa_packing_on_mma_sync(p, row.block_m)]
     elif row.score_mods:
         # A lane's two rows of scores share one scale of quantized operands: those of one head do.
-        ways = [] if row.quantized else [shared_rows_with_scores(typical, row.block_m)]
+        ways = [] if row.quantized else [gqa_packing_with_scores(typical, row.block_m)]
     else:
-        ways = [shared_rows(typical, row.block_m), shared_rows(typical, row.block_m, whole=True)]
+        ways = [gqa_packing(typical, row.block_m), gqa_packing(typical, row.block_m, whole=True)]
     # Packed heads that share no tiles would read K and V at different times.
     if not ways or not (p.varlen and row.arch_specific):
         ways.append(ONE_HEAD)
     return tuple(dict.fromkeys(ways))
 
 
-def _numbers(row: KernelSpec, shared: SharedRows, p: AttentionProblem, target: Target) -> tuple[SplitKV, ...]:
+def _numbers(row: KernelSpec, pack_gqa: PackGQA, p: AttentionProblem, target: Target) -> tuple[SplitKV, ...]:
     """Numbers of parts that keep a part of the SMs busy, or make a few rounds of CTAs."""
-    tiles = tile_keys(p, row.block_m, row.block_n, shared.pack)
-    items, longest = p.batch * p.num_q_heads // shared.heads * len(tiles), max(tiles, default=0)
+    tiles = tile_keys(p, row.block_m, row.block_n, pack_gqa.pack)
+    items, longest = p.batch * p.num_q_heads // pack_gqa.heads * len(tiles), max(tiles, default=0)
     ctas = target.sm_count * row.ctas_per_sm
     if items == 0 or longest == 0:
         return ()
-    fewest = 1 if is_final(p, 1) or shared.heads > 1 else 2
+    fewest = 1 if is_final(p, 1) or pack_gqa.heads > 1 else 2
     numbers = {fewest, 2, *(int(rounds * ctas) // items for rounds in _ROUNDS)}
     found: dict[tuple[int, int], int] = {}
     for n in sorted(n for n in numbers if fewest <= n <= longest):

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from ..problems import AttentionProblem, Target
-from ..problems.split import shared_rows, tiles_of_group
+from ..problems.split import gqa_packing, tiles_of_group
 from .attention import select_attention
 from .by_cost import ranked, reasons
 from .candidate import (
@@ -86,9 +86,9 @@ def choices(problem: AttentionProblem, target: Target, force: str | None = None)
     row = whole.spec
     usual = _because(Candidate(row, mask=mask_inputs(row, told)[0], heads_as_queries=folds), *whole.why, *more)
     if split is not None:
-        row, shared = split.main.spec, split.shared
-        mask = mask_inputs(row, of_split, shared)[0]
-        first = _because(Candidate(row, shared, split.schedule, mask, folds), *split.main.why, *more)
+        row, pack_gqa = split.main.spec, split.pack_gqa
+        mask = mask_inputs(row, of_split, pack_gqa)[0]
+        first = _because(Candidate(row, pack_gqa, split.schedule, mask, folds), *split.main.why, *more)
         return (first,) if named else (first, usual)
     tail = select_tail(told, target, whole, force)
     if tail is None:
@@ -107,7 +107,7 @@ def _folds(problem: AttentionProblem) -> bool:
     if not can_have_heads_as_queries(p):
         return False
     group = p.num_q_heads // p.num_kv_heads
-    return p.score_mods or tiles_of_group(p, _ROWS, shared_rows(p, _ROWS)) > 2 * -(-group // _ROWS)
+    return p.score_mods or tiles_of_group(p, _ROWS, gqa_packing(p, _ROWS)) > 2 * -(-group // _ROWS)
 
 
 def _takes_keys_as_tiles(problem: AttentionProblem, target: Target) -> bool:

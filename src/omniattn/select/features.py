@@ -131,10 +131,10 @@ def features(candidate: Candidate, problem: AttentionProblem, target: Target) ->
     if isinstance(schedule, StreamK):
         # A CTA begins in the middle of a tile, and may end in one.
         found = found._replace(tiles=found.tiles + schedule.ctas, longest=0.0, is_even=False)
-        merged = _partial_bytes(p, schedule.ctas * min(row.block_m, max(p.max_seqlen_q, 1) * candidate.shared.pack))
+        merged = _partial_bytes(p, schedule.ctas * min(row.block_m, max(p.max_seqlen_q, 1) * candidate.pack_gqa.pack))
     elif isinstance(schedule, SplitKV) and not is_final(p, splits):
         batch = 1 if p.varlen else p.batch
-        rows = batch * p.num_q_heads // candidate.shared.heads * p.seqlen_q * candidate.shared.pack
+        rows = batch * p.num_q_heads // candidate.pack_gqa.heads * p.seqlen_q * candidate.pack_gqa.pack
         merged = _partial_bytes(p, rows * splits)
     return Features((found,), prepared, preparing, merged)
 
@@ -164,10 +164,10 @@ def _resident(tiles: float, row: KernelSpec, target: Target) -> int:
 
 
 def _pass(candidate: Candidate, p: AttentionProblem, target: Target, splits: int) -> Pass:
-    row, (shared, pack) = candidate.row, candidate.shared
+    row, (sharing, pack) = candidate.row, candidate.pack_gqa
     lengths = sequences(p)
     batch = max(p.batch, 1) / len(lengths)
-    heads = batch * p.num_q_heads / shared
+    heads = batch * p.num_q_heads / sharing
     tiles = steps = longest = seen = 0.0
     is_even = len(lengths) == 1
     for queries, keys in lengths:

@@ -8,13 +8,13 @@ from functools import cached_property
 from ..problems import AttentionProblem, Target
 from ..problems.split import (
     ONE_HEAD,
+    PackGQA,
     Schedule,
-    SharedRows,
     SplitKV,
     StreamK,
-    shared_rows,
-    shared_rows_on_mma_sync,
-    shared_rows_with_scores,
+    gqa_packing,
+    gqa_packing_on_mma_sync,
+    gqa_packing_with_scores,
     tiles_of_group,
 )
 from ..registry import REGISTRY, KernelSpec
@@ -43,7 +43,7 @@ _BUSY = 4
 #: The same of calls that stream.
 _STREAM_TILES = 1.5
 #: Of heads that share tiles in a call that does: rows that tiles are counted by, and the fewest keys.
-_SHARED_ROWS, _SHARED_KEYS = 64, 64
+_PACKED_TILE_ROWS, _SHARED_KEYS = 64, 64
 #: The same rows of packed sequences; queries that are few whatever the keys; and rows of a kv head that are too many to
 #: look at one by one.
 _PACKED_ROWS, _FEW_QUERIES, _MOST_ROWS = 128, 8, 1 << 17
@@ -63,20 +63,20 @@ class SplitSelection:
     ----------
     main : Selection
         The kernel that attends.
-    shared : SharedRows
+    pack_gqa : PackGQA
     schedule : Schedule
     """
 
     main: Selection
-    shared: SharedRows
+    pack_gqa: PackGQA
     schedule: Schedule
 
 
 def _best_split(
-    problem: AttentionProblem, spec: KernelSpec, target: Target, shared: SharedRows, fewest: int
+    problem: AttentionProblem, spec: KernelSpec, target: Target, pack_gqa: PackGQA, fewest: int
 ) -> tuple[float, Schedule] | None:
     """The split that takes the shortest time, of those that make a few rounds of CTAs; None where there is none."""
-    walk = Walk(problem, spec, shared, target.sm_count)
+    walk = Walk(problem, spec, pack_gqa, target.sm_count)
     items = walk.heads * len(walk.tiles)
     usual, most = (min(walk.longest, max(rounds * walk.ctas // max(items, 1), fewest)) for rounds in (2, _ROUNDS))
     most = most if usual < _ROUNDS else usual
@@ -89,10 +89,10 @@ def _best_split(
 
 
 def _even_shares(
-    batches: tuple[AttentionProblem, ...], spec: KernelSpec, target: Target, shared: SharedRows
+    batches: tuple[AttentionProblem, ...], spec: KernelSpec, target: Target, pack_gqa: PackGQA
 ) -> tuple[float, Schedule]:
     """Of packed sequences: a share for every CTA that runs at the same time."""
-    return shares_us(batches, spec, shared, target), StreamK(target.sm_count * spec.ctas_per_sm)
+    return shares_us(batches, spec, pack_gqa, target), StreamK(target.sm_count * spec.ctas_per_sm)
 
 
 def _heads_share(problem: AttentionProblem, rows: int) -> bool:
@@ -100,8 +100,8 @@ def _heads_share(problem: AttentionProblem, rows: int) -> bool:
     V are read once for all heads of a tile.
     """
     p = problem
-    fewest = tiles_of_group(p, rows, shared_rows(p, rows))
-    return 2 * fewest <= tiles_of_group(p, _SHARED_ROWS, ONE_HEAD)
+    fewest = tiles_of_group(p, rows, gqa_packing(p, rows))
+    return 2 * fewest <= tiles_of_group(p, _PACKED_TILE_ROWS, ONE_HEAD)
 
 
 def _streams(problem: AttentionProblem, target: Target) -> bool:
@@ -113,7 +113,7 @@ def _streams(problem: AttentionProblem, target: Target) -> bool:
     if p.score_mods or p.varlen or p.precision.quantized or p.seqlen_k < _STREAM_KEYS or p.own_head_dim_v:
         return False
     heads = p.batch * p.num_kv_heads
-    if p.head_dim > 128 or tiles_of_group(p, _SHARED_ROWS, shared_rows_on_mma_sync(p, _SHARED_ROWS)) > 1:
+    if p.head_dim > 128 or tiles_of_group(p, _PACKED_TILE_ROWS, gqa_packing_on_mma_sync(p, _PACKED_TILE_ROWS)) > 1:
         return False
     # Rows that end within a sector; no tile on wgmma but a wider one; or rows of two copies, by all SMs.
     many = heads >= _STREAM_TILES * target.sm_count and p.num_q_heads > p.num_kv_heads
@@ -153,7 +153,7 @@ class _Call:
             return self.unsplit.arch_specific and not long and any(_heads_share(b, _PACKED_ROWS) for b in few)
         if p.seqlen_k < max(_SHARED_KEYS, _SYNC_RATIO * p.seqlen_q):
             return False
-        return (self.unsplit.arch_specific or not p.precision.quantized) and _heads_share(p, _SHARED_ROWS)
+        return (self.unsplit.arch_specific or not p.precision.quantized) and _heads_share(p, _PACKED_TILE_ROWS)
 
     def has_work_enough(self) -> bool:
         """Whether there is no need to look at splits; before anything that takes time, as most calls have it."""
@@ -194,32 +194,32 @@ class _Call:
         fitting = fitting_rows(REGISTRY, "attention_split", self.problem, self.target)
         return self.candidates([spec for spec in fitting if self.may_take(spec)])
 
-    def shared(self, spec: KernelSpec) -> tuple[SharedRows, ...]:
+    def packings(self, spec: KernelSpec) -> tuple[PackGQA, ...]:
         """The fewest tiles, and ways that leave fewer SMs idle, or fewer rows unused. A forced row has the fewest."""
         p, block_m = self.problem, spec.block_m
         if not spec.arch_specific:
-            ways = [shared_rows_on_mma_sync(p, block_m)]
+            ways = [gqa_packing_on_mma_sync(p, block_m)]
         elif p.varlen and spec.score_mods:
-            ways = [shared_rows_with_scores(self.typical, block_m)]
+            ways = [gqa_packing_with_scores(self.typical, block_m)]
         elif p.varlen:
-            ways = [shared_rows(self.typical, block_m)]
+            ways = [gqa_packing(self.typical, block_m)]
         elif spec.score_mods:
             # A lane's two rows of scores share one scale of quantized operands: those of one head do.
-            ways = [ONE_HEAD] if spec.quantized else [shared_rows_with_scores(p, block_m)]
+            ways = [ONE_HEAD] if spec.quantized else [gqa_packing_with_scores(p, block_m)]
         else:
-            ways = [shared_rows(p, block_m), shared_rows(p, block_m, whole=True)]
+            ways = [gqa_packing(p, block_m), gqa_packing(p, block_m, whole=True)]
         # Packed heads that share no tiles would read K and V at different times.
         if not p.varlen if spec.arch_specific else self.typical.seqlen_k >= _SYNC_KEYS:
             ways.append(ONE_HEAD)
         return tuple(dict.fromkeys(ways[:1] if self.is_forced else ways))
 
-    def gain(self, spec: KernelSpec, way: SharedRows) -> float:
+    def gain(self, spec: KernelSpec, way: PackGQA) -> float:
         """What a way has to gain over the first; with scores the model was measured on both."""
-        least = 1.0 if spec.score_mods or way == self.shared(spec)[0] else _GAIN
+        least = 1.0 if spec.score_mods or way == self.packings(spec)[0] else _GAIN
         # The model knows nothing of CTAs that load while others of their SM are between two tiles.
         return least / _BETWEEN if spec.arch_specific and spec.ctas_per_sm > 1 and spec.head_dim == 128 else least
 
-    def fewest(self, spec: KernelSpec, way: SharedRows) -> int:
+    def fewest(self, spec: KernelSpec, way: PackGQA) -> int:
         """Splits, at least.
 
         One split is the call without a split, unless heads share tiles that are fewer for it, or many keys long, or
@@ -230,7 +230,7 @@ class _Call:
         many = self.typical.seqlen_k >= _MANY_KEYS * self.typical.seqlen_q
         return 1 if way.heads > 1 and (many or self.heads_share) else _FEWEST_SPLITS
 
-    def best(self, spec: KernelSpec, way: SharedRows) -> tuple[float, Schedule] | None:
+    def best(self, spec: KernelSpec, way: PackGQA) -> tuple[float, Schedule] | None:
         """The fastest split of a way, and its time."""
         if self.problem.varlen and spec.arch_specific:
             return _even_shares(self.batches, spec, self.target, way)
@@ -288,7 +288,7 @@ def select_split(
     ways = [
         (best[0] / call.gain(spec, way), *best, spec, way)
         for spec in rows
-        for way in call.shared(spec)
+        for way in call.packings(spec)
         if (best := call.best(spec, way)) is not None
     ]
     whole = float("inf") if chosen is not None else call.whole_us()
@@ -297,7 +297,7 @@ def select_split(
         ways = [found for found in ways if not found[3].arch_specific]
     if not ways:
         return None
-    _, time, schedule, spec, shared = min(ways, key=lambda found: found[0])
+    _, time, schedule, spec, pack_gqa = min(ways, key=lambda found: found[0])
     model = f"{time:.0f} µs by the model, without a split {whole:.0f} µs"
     advice = advise(problem, target)
     if isinstance(schedule, SplitKV):
@@ -307,11 +307,11 @@ def select_split(
     why = (
         *([problem.note] if problem.note else []),
         f"{problem.dtype}, {problem.head_dims} in a tile of {spec.head_dim}",
-        f"{parts}, {shared.heads} query heads in the rows of a tile",
+        f"{parts}, {pack_gqa.heads} query heads in the rows of a tile",
         *((f"few queries on many keys: {model}",) if chosen is None else chosen.why),
         *([advice] if advice is not None else []),
     )
-    return SplitSelection(Selection(spec, why), shared, schedule)
+    return SplitSelection(Selection(spec, why), pack_gqa, schedule)
 
 
 def rows_to_compare(problem: AttentionProblem, target: Target, unsplit: Selection) -> list[KernelSpec]:

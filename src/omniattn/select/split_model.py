@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from ..problems import UNLIMITED, AttentionProblem, Target
 from ..problems.memory import ITEMSIZE
-from ..problems.split import ONE_HEAD, SharedRows, is_final, tile_keys
+from ..problems.split import ONE_HEAD, PackGQA, is_final, tile_keys
 from ..registry import KernelSpec
 from . import tile
 
@@ -81,12 +81,12 @@ def step_us(spec: KernelSpec, rows: int, ctas: int) -> float:
 class Walk:
     """What a kernel does with a problem, however its keys are split: tiles of queries, and the keys of each."""
 
-    def __init__(self, problem: AttentionProblem, spec: KernelSpec, shared: SharedRows, sm_count: int) -> None:
+    def __init__(self, problem: AttentionProblem, spec: KernelSpec, pack_gqa: PackGQA, sm_count: int) -> None:
         p = self.problem = problem
         self.sm_count, self.ctas, self.block_m = sm_count, sm_count * spec.ctas_per_sm, spec.block_m
-        self.tiles = tile_keys(p, spec.block_m, spec.block_n, shared.pack)
+        self.tiles = tile_keys(p, spec.block_m, spec.block_n, pack_gqa.pack)
         self.sm_share = _INT8_SM_SHARE if spec.quantized else _SM_SHARE
-        self.rows, self.heads = p.seqlen_q * shared.pack, p.batch * p.num_q_heads // shared.heads
+        self.rows, self.heads = p.seqlen_q * pack_gqa.pack, p.batch * p.num_q_heads // pack_gqa.heads
         self.longest = max(self.tiles, default=0)
         # Of K and V; quantized ones are as wide as the tile.
         key_bytes = 2 * spec.head_dim if spec.quantized else ITEMSIZE[p.dtype] * (p.head_dim + p.head_dim_v)
@@ -170,14 +170,14 @@ def _short_step_us(problem: AttentionProblem, spec: KernelSpec, rows: int, ctas:
     return step_us(spec, rows, ctas) if spec.quantized else tile.step_us(problem, spec, rows, ctas)
 
 
-def shares_us(batches: Sequence[AttentionProblem], spec: KernelSpec, shared: SharedRows, target: Target) -> float:
+def shares_us(batches: Sequence[AttentionProblem], spec: KernelSpec, pack_gqa: PackGQA, target: Target) -> float:
     """Time of packed sequences with even shares of all keys, the kernel that merges them included."""
     n, ctas = spec.ctas_per_sm, target.sm_count * spec.ctas_per_sm
     work = read = reread = 0.0
     for p in batches:
         row_bytes = 2 * spec.head_dim if spec.quantized else 2 * ITEMSIZE[p.dtype] * p.head_dim
-        heads, rows = p.batch * p.num_q_heads // shared.heads, p.seqlen_q * shared.pack
-        tiles = tile_keys(p, spec.block_m, spec.block_n, shared.pack)
+        heads, rows = p.batch * p.num_q_heads // pack_gqa.heads, p.seqlen_q * pack_gqa.pack
+        tiles = tile_keys(p, spec.block_m, spec.block_n, pack_gqa.pack)
         steps, apart = heads * sum(tiles), len(tiles) > _MOST_GANG
         own = sum(
             _item_us(p, spec, n) + _SHARE_ITEM_US + keys * _short_step_us(p, spec, rows - i * spec.block_m, n)
@@ -190,13 +190,13 @@ def shares_us(batches: Sequence[AttentionProblem], spec: KernelSpec, shared: Sha
         keys = heads_k * of_head * (len(tiles) if lost else 1)
         read += row_bytes * (keys + p.batch * p.num_q_heads * p.seqlen_q)
         reread += row_bytes * steps * spec.block_n
-    rows = min(max(p.seqlen_q for p in batches) * shared.pack, spec.block_m) * ctas
+    rows = min(max(p.seqlen_q for p in batches) * pack_gqa.pack, spec.block_m) * ctas
     partial = 2 * 4 * rows * (batches[0].head_dim_v + 2) / PARTIAL_BYTES
     begins = tile.LAUNCH_US + _WALK_US + _item_us(batches[0], spec, n)
     busy = max(work / ctas, read / tile.MEMORY, reread / tile.l2_rate(batches[0]))
-    is_wide = all(2 * p.seqlen_q * shared.pack <= spec.block_m for p in batches)
+    is_wide = all(2 * p.seqlen_q * pack_gqa.pack <= spec.block_m for p in batches)
     busy *= _WIDE if is_wide else 1.0
-    longest = -(-batches[0].max_seqlen_q * shared.pack // spec.block_m)
+    longest = -(-batches[0].max_seqlen_q * pack_gqa.pack // spec.block_m)
     is_mixed = batches[0].max_seqlen_q > batches[0].seqlen_q and 1 < longest <= _MOST_GANG
     busy *= _MIXED if is_mixed else 1.0
     return begins + busy + COMBINE_US + partial + (_ONE_CTA_US if n == 1 else 0.0)
