@@ -103,7 +103,7 @@ def test_heads_that_share_a_tile(
 
 
 @pytest.mark.parametrize(
-    ("extents", "shared"),
+    ("extents", "pack_gqa"),
     [
         ((64, 32, 8, 1, 1024), (4, 4)),
         ((32, 32, 8, 4, 4096), (4, 4)),
@@ -240,7 +240,7 @@ def test_modified_scores(changes: dict[str, Any], lists: bool, target: Target) -
 
 
 @pytest.mark.parametrize(
-    ("queries", "changes", "kernel", "shared"),
+    ("queries", "changes", "kernel", "pack_gqa"),
     [
         (16, {"softcap": 30.0}, "m192n64_split_softcap", (4, 4)),
         (16, {"mask": "bool"}, "m192n64_split_masks", (4, 4)),
