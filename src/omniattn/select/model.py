@@ -45,13 +45,13 @@ def _measured() -> tuple[Rates, Coefficients]:
     return rates, Coefficients(**data["coefficients"])
 
 
-def expected(rates: Rates) -> Coefficients:
-    """What work costs on a GPU, from what it costs on the one that was measured.
+def expected(rates: Rates, of: tuple[Rates, Coefficients] | None = None) -> Coefficients:
+    """What work costs on a GPU, from what it costs on the one that was measured, or on ``of``.
 
     What an SM does by itself goes with the clock, products with the tensor cores' rate too; L2 with SMs and clock;
     memory with its bandwidth. Rates that the driver does not say are those of the measured GPU.
     """
-    measured, found = _measured()
+    measured, found = _measured() if of is None else of
     clock = rates.clock_mhz / measured.clock_mhz if rates.clock_mhz else 1.0
     memory = rates.memory_gb_s / measured.memory_gb_s if rates.memory_gb_s else 1.0
     l2 = clock * rates.sm_count / measured.sm_count

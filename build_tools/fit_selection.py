@@ -1,0 +1,124 @@
+"""Fit the coefficients of costs to a result of ``omniattn bench candidates``, without a GPU.
+
+``python -m build_tools.fit_selection FILE [--other FILE] [--write]``: says how much longer than the fastest way the
+chosen ones take, by what the run chose and by the model, fitted to two thirds of the calls and judged on the others;
+``--other``: the result of another GPU, on which the coefficients that follow from its rates are judged, unfitted.
+``--write``: the coefficients go to ``src/omniattn/select/coefficients``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from omniattn.bench.candidate_cases import candidate_cases
+from omniattn.bench.candidates import CandidateReport, CandidateResult, WayResult
+from omniattn.bench.document import write
+from omniattn.bench.shape_plan import problem_of
+from omniattn.bench.timing import Timing
+from omniattn.problems import Target
+from omniattn.select import candidates, choices
+from omniattn.select.features import features
+from omniattn.select.model import Rates, expected
+from omniattn.tune.fit import judge
+from omniattn.tune.run import TuneResult, fitted, measured
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDER = ROOT / "src/omniattn/select/coefficients"
+#: GPUs whose results there are: compute capability, SMs, shared memory of a CTA; clock in MHz and memory in GB/s as the
+#: driver says them.
+GPUS: dict[str, tuple[Target, float, float]] = {
+    "NVIDIA H100 80GB HBM3": (Target((9, 0), 227 << 10, 132), 1980.0, 3352.0),
+    "NVIDIA H200": (Target((9, 0), 227 << 10, 132), 1980.0, 4916.0),
+}
+
+
+class UnknownError(Exception):
+    """A result that this code cannot read; the message says what of it."""
+
+
+def read(path: Path) -> tuple[list[CandidateResult], str]:
+    """Results of a file with the work of each way, and the GPU. Ways that this code does not have are left out."""
+    data = json.loads(path.read_text(encoding="utf-8"))
+    device = str(data["environment"].get("device"))
+    if data.get("bench") != "candidates" or device not in GPUS:
+        raise UnknownError(f"{path}: bench {data.get('bench')!r} on {device!r}; known: {', '.join(GPUS)}")
+    target, by_name = GPUS[device][0], {case.long_name: case for case in candidate_cases()}
+    rows: dict[str, list[Mapping[str, Any]]] = {}
+    for row in data["rows"]:
+        rows.setdefault(row["case"], []).append(row)
+    results = []
+    for name, of_case in rows.items():
+        if name not in by_name:
+            print(f"{path.name}: {name} is no case any more", file=sys.stderr)
+            continue
+        problem = problem_of(by_name[name])
+        chosen = (choice.candidate for choice in choices(problem, target))
+        known = {way.text: way for way in (*candidates(problem, target), *chosen)}
+        ways = []
+        for row in of_case:
+            way = known.get(row["way"])
+            if row["us"] is not None and way is not None:
+                work = features(way, problem, target)
+                ways.append(WayResult(way.text, Timing((row["us"],)), row["relative_l1"], row["chosen"], work))
+        results.append(CandidateResult(by_name[name], tuple(ways)))
+    return results, device
+
+
+def report(found: TuneResult, device: str) -> list[str]:
+    """What a reader has to know of a fit."""
+    lines = [f"{device}: {len(found.report.results)} calls, median error of a time {100 * found.error:.1f} %"]
+    lines.append("class | calls | chosen in the run: mean, worst | by the model, held out: mean, worst")
+    for name, gain in found.gains.items():
+        before, after = (
+            f"{100 * mean:.1f} %, {100 * worst:.0f} %"
+            for mean, worst in ((gain.before, gain.worst_before), (gain.after, gain.worst_after))
+        )
+        lines.append(f"{name} | {gain.calls} | {before} | {after}")
+    return lines
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--other", type=Path)
+    parser.add_argument("--write", action="store_true")
+    options = parser.parse_args(arguments)
+    try:
+        results, device = read(options.file)
+        other = None if options.other is None else read(options.other)
+    except (OSError, ValueError, UnknownError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    usable = [result for result in results if result.regret is not None and len(result.timed) > 1]
+    target, clock, memory = GPUS[device]
+    rates = Rates(target.cc, target.sm_count, clock, memory)
+    found = fitted(CandidateReport({}, tuple(usable)), usable, expected(rates))
+    print("\n".join(report(found, device)))
+    data = {
+        "device": device, "source": f"{options.file.name}, {len(usable)} calls", "cc": list(target.cc),
+        "sm_count": target.sm_count, "clock_mhz": clock, "memory_gb_s": memory,
+        "coefficients": {k: float(f"{x:.4g}") for k, x in dataclasses.asdict(found.coefficients).items()},
+    }  # fmt: skip
+    if other is not None:
+        there, name = other
+        of_other = GPUS[name]
+        scaled = expected(
+            Rates(of_other[0].cc, of_other[0].sm_count, of_other[1], of_other[2]), (rates, found.coefficients)
+        )
+        quality = judge([measured(result) for result in there if len(result.timed) > 1], scaled)
+        worst, call = quality.worst
+        print(f"{name}, not fitted: mean regret {100 * quality.mean:.1f} %, worst {100 * worst:.0f} % ({call})")
+    if options.write:
+        write(data, FOLDER / "sm_{}{}.json".format(*target.cc))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,44 @@
+"""``build_tools.fit_selection``: from a result file to coefficients, and what is said of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from build_tools import fit_selection
+from omniattn.bench.candidates import CandidateReport
+from omniattn.bench.document import write
+from omniattn.plan.tuning import parse
+from tests.unit.test_tune import CASES, other_gpu, simulated
+
+
+def result_file(path: Path, device: str, seed: int) -> Path:
+    report = CandidateReport({"device": device, "date": "2026-11-26"}, tuple(simulated(CASES, other_gpu(seed))))
+    write(report.to_dict(), path)
+    return path
+
+
+def test_fits_judges_and_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(fit_selection, "FOLDER", tmp_path)
+    here = result_file(tmp_path / "here.json", "NVIDIA H100 80GB HBM3", 6)
+    there = result_file(tmp_path / "there.json", "NVIDIA H200", 6)
+    assert fit_selection.main([str(here), "--other", str(there), "--write"]) == 0
+    said = capsys.readouterr().out
+    assert f"NVIDIA H100 80GB HBM3: {len(CASES)} calls" in said
+    assert "NVIDIA H200, not fitted: mean regret" in said
+    data = json.loads((tmp_path / "sm_90.json").read_text())
+    cc, _, coefficients = parse({**data, "format": 1}, "sm_90.json")
+    assert cc == (9, 0)
+    assert coefficients.launch == pytest.approx(other_gpu(6).launch, rel=0.1)
+
+
+def test_other_files_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "x.json").write_text("{")
+    assert fit_selection.main([str(tmp_path / "x.json")]) == 2
+    assert fit_selection.main([str(result_file(tmp_path / "y.json", "a GPU", 1))]) == 2
+    assert "known: NVIDIA H100" in capsys.readouterr().err
+    assert fit_selection.main([str(tmp_path / "missing.json")]) == 2
