@@ -6,6 +6,7 @@
 #include "attention/int8_forms.cuh"
 #include "attention/int8_forms_producer.cuh"
 #include "attention/int8_roles.cuh"
+#include "attention/int8_walk.cuh"
 #include "attention/mask_copies.cuh"
 #include "attention/value_factors.cuh"
 
@@ -15,7 +16,6 @@ class Int8FormsConsumer : public Int8Consumer<Config, FormsParams<Config>, Int8F
     using Tile = Int8Tile<Config>;
     using Scores = typename Tile::Scores;
     using Masks = MaskTiles<Config>;
-    using Packer = E4m3Packer<Config::kBlockN / 32, Config::kLse, Config::kFactors>;
     using Factor = typename Select<Config::kFactors, ValueFactor, NoValueFactor>::Type;  // of V
     using Base::group_;
     using Base::inner_at_;
@@ -70,8 +70,6 @@ class Int8FormsConsumer : public Int8Consumer<Config, FormsParams<Config>, Int8F
         const bool own[2] = {!Config::kVarlen || warp_row + (lane_ >> 2) < t.seqlen_q,
                              !Config::kVarlen || warp_row + (lane_ >> 2) + 8 < t.seqlen_q};
         const bool capped = Config::kSoftcap && (forms.forms & kFormSoftcap);
-        // Whether a tile that the mask leaves as it is goes to the exponentials as integers; or, with softcap, as a
-        // series in them.
         const bool plain = !this->has_delta() && !(forms.forms & kFormScaled) && (kIntegers || capped);
         this->find_key_scales(t);
         const float q_scale = this->scale_of_queries(t, warp_row);
@@ -79,16 +77,8 @@ class Int8FormsConsumer : public Int8Consumer<Config, FormsParams<Config>, Int8F
         const float q_scale2 = __shfl_sync(0xffffffffu, q_scale * (p_.softmax_scale * kLog2e), lane_);
         float row_shift[2] = {0.0f, 0.0f};
         CapRow cap[2];
-        if (capped) {
-#pragma unroll
-            for (int r = 0; r < 2; ++r) {
-                if (!Config::kBlockScales || (!Config::kFactors && params_.operands.row_bias != nullptr))
-                    row_shift[r] = row_bias_of(p_, params_.operands, t, warp_row + (lane_ >> 2) + 8 * r);
-                if (kSeries) cap[r] = CapRow(row_shift[r], forms);
-            }
-        }
+        if (capped) find_caps(t, warp_row, row_shift, cap);
         typename Tile::Queries q;
-        RowState<PRange>& rows = state.softmax;
         Scores s;  // integers, then floats
         // Integers take little time: their P is computed while the product of the last one runs, whose operands must
         // not be written. All others wait for it.
@@ -97,260 +87,82 @@ class Int8FormsConsumer : public Int8Consumer<Config, FormsParams<Config>, Int8F
         const uint32 opaque = Factor::opaque();
         typename Tile::RowSums sums = {};
         float alpha[2], sum[2], scale;
-        Factor of_v;  // of the step's keys
+        Factor factor;
         bool is_full = false;
+        Window window;
+        Walk w{{t, keys, warp_row, state, own, q, s, probs, fresh, opaque, sums, alpha, sum, factor, i, is_full},
+               forms,
+               steps,
+               plain,
+               q_scale,
+               q_scale2,
+               row_shift,
+               cap,
+               scale,
+               window};
+        look_ahead(w);
+        first_step(w);
 
-        // S(i), and A += P(i - 1) V(i - 1), which is still running at the end.
-        auto products = [&] {
-            ping_pong_.wait();
-            Tile::issue_qk(s, q, k_.next(inner_at_.stage * Tile::kKBytes));
-            Tile::issue_pv(state.acc, sums, probs, v_.next(inner_at_.stage * Tile::kKBytes));
-            ping_pong_.pass_on();
-            wgmma_wait<1>();
-            wgmma_pin(s);
-        };
-        auto finish_pv = [&] {
-            wgmma_wait<0>();
-            wgmma_pin(state.acc);
-            if (!Config::kFactors) wgmma_pin(sums);
-#pragma unroll
-            for (int k = 0; k < Config::kBlockN / 32; ++k) wgmma_pin(probs[k]);
-            if (Config::kFactors) return;
-            rows.l[0] += sums[0];
-            rows.l[1] += sums[2];
-        };
-        auto renew_probs = [&] {
-            if constexpr (kIntegers) {
-#pragma unroll
-                for (int k = 0; k < Config::kBlockN / 32; ++k)
-#pragma unroll
-                    for (int x = 0; x < 4; ++x) probs[k][x] = of_v.copy_of_operand(fresh[k][x], opaque);
-            }
-        };
-        auto release_stage = [&] {
-            __syncwarp();
-            this->release_inner();
-            is_full = this->is_inner_full();
-        };
-        auto exponentiate_integers = [&] {
-            sum[0] = sum[1] = 0.0f;
-            const float c[2] = {scale, scale};
-            rows.exponentiate_in_order<false, Config::kByRow>(s, c, Packer{{fresh, {}}, sum}, of_v.shift());
-        };
-        auto exponentiate_floats = [&](float factor) {
-            sum[0] = sum[1] = 0.0f;
-            const float c[2] = {factor, factor};
-            float f[Config::kNTiles * 4];
-            floats_of(s, f);
-            rows.exponentiate_in_order<false, Config::kByRow>(f, c, Packer{{fresh, {}}, sum}, of_v.shift());
-        };
-        // The same for redo(). With a factor of V that is not finite a hidden key's exponent is none either.
-        auto exponentiate_again = [&](float factor) {
-            if constexpr (Config::kFactors) {
-                sum[0] = sum[1] = 0.0f;
-                const float c[2] = {factor, factor};
-                float f[Config::kNTiles * 4];
-                floats_of(s, f);
-                rows.exponentiate_in_order<true, Config::kByRow>(f, c, Packer{{fresh, {}}, sum}, of_v.shift());
-            } else {
-                exponentiate_floats(factor);
-            }
-        };
-        // Softcap of a tile whose scores are near.
-        auto exponentiate_series = [&] {
-            if constexpr (kSeries) {
-                float f[Config::kNTiles * 4];
-                floats_of(s, f);
-                sum[0] = sum[1] = 0.0f;
-                const float none[2] = {};
-                CapSeries series(cap, scale * forms.cap_scale);
-                if constexpr (Config::kFactors) series.add(of_v.log2);
-                rows.exponentiate_in_order<false, Config::kByRow>(f, none, Packer{{fresh, {}}, sum}, series);
-            }
-        };
-        auto is_near = [&] {
-            float f[Config::kNTiles * 4];
-            floats_of(s, f);
-            return are_near(f, cap, scale * forms.cap_scale);
-        };
-        // Of this lane's rows, as in the plain kernel.
-        auto is_too_large = [&] {
-            uint32 signs[2];
-            past_largest(fresh, signs);
-            return (((own[0] ? signs[0] : 0) | (own[1] ? signs[1] : 0)) & kSigns) != 0;
-        };
-        // Of scores that are floats.
-        auto redo = [&](float factor) {
-            float f[Config::kNTiles * 4];
-            floats_of(s, f);
-            raise_on_grid(rows, f, factor, alpha, of_v.shift());
-            rescale(state.acc, alpha);
-#pragma unroll
-            for (int r = 0; r < 2; ++r) {
-                state.shrink[r] *= alpha[r];
-                state.lse_sum[r] *= alpha[r];
-            }
-            exponentiate_again(factor);
-            renew_probs();
-        };
-        // At the end of a step, when nothing but the product reads P any more.
-        auto add = [&] {
-            if constexpr (Config::kFactors && !kIntegers) {
-#pragma unroll
-                for (int k = 0; k < Config::kBlockN / 32; ++k)
-#pragma unroll
-                    for (int x = 0; x < 4; ++x) probs[k][x] = of_v.operand(probs[k][x]);
-            }
-            if (!Config::kLse) return;
-            of_v.add(state.lse_sum, sum);
-        };
-
-        // 32 entries ahead, one to a lane. By bits: those that are left to the slow path (something hides keys other
-        // than by bits, or it is the last step), that the mask leaves as they are, or hides. Entries one by one would
-        // be awaited at every step, and judged by a chain of dependent instructions.
-        int32 window_at, window;
-        uint32 rare, open, shut;
-        float window_k;  // kFactors: K's scales and V's factors of the entries
-        Factor window_v;
-        auto look_ahead = [&] {
-            window_at = i;
-            window = steps.entry(min_of(i + lane_, steps.count - 1));
-            if constexpr (Config::kFactors) {
-                window_k = this->scale_of_keys(FormSteps::tile(window));
-                window_v.set(this->factor_of_values(FormSteps::tile(window)));
-            }
-            const int32 kind = FormSteps::kind(window, group_);
-            rare = __ballot_sync(0xffffffffu, !plain || i + lane_ >= steps.count - 1 ||
-                                                  is_edge(keys, FormSteps::tile(window)) ||
-                                                  (kind != kTileFull && !(kIntegers && (forms.forms & kFormBits))));
-            open = __ballot_sync(0xffffffffu, kind == kTileFull);
-            shut = __ballot_sync(0xffffffffu, kind == kTileEmpty);
-        };
-        look_ahead();
-        auto entry_now = [&] { return __shfl_sync(0xffffffffu, window, i - window_at); };
-        auto scale_of_keys = [&] {
-            if constexpr (Config::kFactors) {
-                of_v = window_v.of_lane(i - window_at);
-                return __shfl_sync(0xffffffffu, window_k, i - window_at);
-            } else {
-                return this->scale_of_keys(Config::kBlockScales ? FormSteps::tile(entry_now()) : 0);
-            }
-        };
-        // Of the step's entry.
-        auto scale_of_tile = [&](int32 entry) {
-            if constexpr (Config::kFactors)
-                return q_scale * scale_of_keys();
-            else
-                return this->scale_of_tile(q_scale, FormSteps::tile(entry));
-        };
-        // Of the step's tile: scores to base 2.
-        auto base2_scale = [&] { return this->without_rounding(q_scale2 * scale_of_keys()); };
-
-        this->wait_outer();
-        q.take(smem_addr_at(&Int8Storage<Config>::q) + outer_at_.stage * Tile::kQBytes, group_, lane_);
-        auto release_queries = [&] {
-            if (!Tile::Queries::kTaken && i == steps.count - 1) this->release_outer();
-        };
-        this->wait_inner();
-        ping_pong_.wait();
-        Tile::issue_qk(s, q, k_.next(inner_at_.stage * Tile::kKBytes));
-        ping_pong_.pass_on();
-        if (Config::kEarlyChannels) {
-            named_barrier_sync(kFirstFreeBarrier + group_, 128);  // all four warps have read the last tile's
-            this->fetch_channels(t);
-        }
-        state.attended = true;
-        int32 entry = entry_now();
-        scale = scale_of_tile(entry);
-        wgmma_wait<0>();
-        wgmma_pin(s);
-        // Q's registers have been operands, so that loads of them have returned (Ring::release).
-        if (Tile::Queries::kTaken) this->release_outer();
-        release_queries();
-        {
-            make_floats(s);
-            float factor = form_scores(s, t, keys, warp_row, entry, scale, row_shift, bits_of(entry));
-            release_stage();
-            redo(factor);
-            add();
-        }
-
+        int32 entry;  // the step's, where its mask or an edge may hide keys
         const int32 flush_tiles = period_of(t, keys, steps);
         int32 flush_at = i + flush_tiles, far_end = 0;
         // Which of the four places of products a step takes has to be the same for all four warps.
 #pragma unroll 1
         for (++i; i < steps.count; ++i) {
             if (!is_full) this->wait_inner();
-            if (i - window_at == 32) look_ahead();
-            const int32 ahead = i - window_at;
+            if (i - window.at == 32) look_ahead(w);
+            const int32 ahead = i - window.at;
             // The first step from i on that one of these bits says, or that leaves the window or flushes.
             auto next_of = [&](uint32 steps) {
                 steps >>= ahead;
-                return min_of(steps != 0 ? i + __ffs(int32(steps)) - 1 : window_at + 32, flush_at);
+                return min_of(steps != 0 ? i + __ffs(int32(steps)) - 1 : window.at + 32, flush_at);
             };
-            // Whether P is there, scores are integers, the stage is still needed, P was too large.
+            // Whether P is there, scores are integers, the stage is still needed, P was too large. The loops that set
+            // them stand here, not in functions of their own: the compiler would order these variables otherwise.
             bool done = true, integers = false, held = false, again = false;
             entry = kNothingHidden;
             uint32 bits = 0xffffffffu;
-            const bool is_rare = (rare >> ahead & 1) || i == flush_at;
-            if (kIntegers && !is_rare && (open >> ahead & 1)) {
+            const bool is_rare = (window.rare >> ahead & 1) || i == flush_at;
+            if (kIntegers && !is_rare && (window.open >> ahead & 1)) {
                 // As in the plain kernel: rare cases leave the loop.
-                const int32 stop = next_of(rare | ~open);
+                const int32 stop = next_of(window.rare | ~window.open);
                 integers = true;
                 for (;;) {
-                    scale = base2_scale();
-                    products();
-                    exponentiate_integers();
-                    finish_pv();
-                    release_stage();
-                    renew_probs();
-                    again = is_too_large() || this->is_coarse(scale);
+                    take_integers<false>(w);
+                    again = w.signs_past_largest() != 0 || this->is_coarse(scale);
                     if (__any_sync(0xffffffffu, again || i + 1 >= stop || !is_full)) break;
-                    add();
+                    add(w);
                     ++i;
                 }
             } else if (kIntegers && !is_rare) {
-                const int32 stop = next_of(rare | open);
+                const int32 stop = next_of(window.rare | window.open);
                 integers = true;
                 for (;;) {
-                    scale = base2_scale();
-                    const uint32 own_bits = shut >> (i - window_at) & 1 ? 0 : load_bits();
-                    products();
-                    hide_by_bits(s, own_bits);
-                    exponentiate_integers();
-                    finish_pv();
-                    release_stage();
-                    renew_probs();
-                    again = is_too_large() || this->is_coarse(scale);
+                    take_integers<true>(w);
+                    again = w.signs_past_largest() != 0 || this->is_coarse(scale);
                     if (__any_sync(0xffffffffu, again || i + 1 >= stop || !is_full)) break;
-                    add();
+                    add(w);
                     ++i;
                 }
             } else if (kSeries && !is_rare) {
-                const int32 stop = next_of(rare);
+                const int32 stop = next_of(window.rare);
                 for (;;) {
-                    scale = q_scale * scale_of_keys();
-                    products();
-                    make_floats(s);
-                    done = i >= far_end && is_near();
-                    finish_pv();
-                    release_stage();
+                    issue_series(w);
+                    done = i >= far_end && is_near(w);
+                    w.finish_pv();
+                    this->release_stage(is_full);
                     if (!done) break;
-                    exponentiate_series();
-                    again = is_too_large();
+                    exponentiate_series(w);
+                    again = w.signs_past_largest() != 0;
                     if (__any_sync(0xffffffffu, again || i + 1 >= stop || !is_full)) break;
-                    add();
+                    add(w);
                     ++i;
                 }
                 if (!done && i >= far_end) far_end = i + kFarSteps;
             } else {
-                entry = entry_now();
+                entry = entry_now(w);
                 bits = bits_of(entry);
-                scale = scale_of_tile(entry);
-                products();
-                release_queries();
-                make_floats(s);
-                finish_pv();
+                take_anything(w, entry);
                 if (i == flush_at) {
                     this->flush(state);
                     flush_at += flush_tiles;
@@ -359,45 +171,238 @@ class Int8FormsConsumer : public Int8Consumer<Config, FormsParams<Config>, Int8F
                 held = true;
             }
             again = __any_sync(0xffffffffu, again);
-            float factor = 1.0f;
+            float to_base2 = 1.0f;
             if (!integers && (!done || again)) {
-                factor = form_scores(s, t, keys, warp_row, entry, scale, row_shift, bits);
-                if (held) release_stage();
+                to_base2 = form_scores(w, entry, bits);
+                if (held) this->release_stage(is_full);
                 if (!done) {
-                    exponentiate_floats(factor);
-                    renew_probs();
-                    again = __any_sync(0xffffffffu, is_too_large());
+                    exponentiate_floats<false>(w, to_base2);
+                    renew_probs(w);
+                    again = __any_sync(0xffffffffu, w.signs_past_largest() != 0);
                 }
             }
             if (again) {
                 if (integers) make_base2(s, scale);
-                redo(factor);
+                redo(w, to_base2);
             }
-            add();
+            add(w);
         }
-        if (!is_full) this->wait_inner();
-        Tile::issue_pv(state.acc, sums, probs, v_.next(inner_at_.stage * Tile::kKBytes));
-        finish_pv();
-        this->release_inner();
-        if (state.flushed) this->add_flushed(state);
+        this->take_last_product(w);
     }
 
   private:
+    // 32 entries of the list ahead, one to a lane. Entries one by one would be awaited at every step, and judged by a
+    // chain of dependent instructions. (The order of members is the compiler's order of registers: code depends on it.)
+    struct Window {
+        Factor v;  // kFactors: V's factor and K's scale of this lane's entry
+        float k;
+        // By bits: those that the mask hides, or leaves as they are, or that are left to the slow path (something hides
+        // keys other than by bits, or it is the last step).
+        uint32 shut, open, rare;
+        int32 entries, at;  // this lane's entry; the step of the first lane's
+    };
+    // What the steps share besides.
+    struct Walk : Int8Walk<Config, Int8FormsConsumer> {
+        const ScoreForms& forms;
+        const FormSteps& steps;
+        // Whether a tile that the mask leaves as it is goes to the exponentials as integers; or, with softcap, as a
+        // series in them.
+        const bool& plain;
+        const float& q_scale;  // of this lane's two rows
+        const float& q_scale2;  // with the softmax's scale in it, to base 2
+        float (&row_shift)[2];  // what softcap sees of a row beside its scores
+        CapRow (&cap)[2];  // kSeries: softcap of the row
+        float& scale;  // of the step's scores: to base 2 where the exponentials take integers, else to products
+        Window& window;
+    };
+
+    // With softcap: what it sees of this lane's rows beside their scores, and its series there.
+    OA_DEVICE void find_caps(const TileOf<Config>& t, int32 warp_row, float (&row_shift)[2], CapRow (&cap)[2]) const {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            if (!Config::kBlockScales || (!Config::kFactors && params_.operands.row_bias != nullptr))
+                row_shift[r] = row_bias_of(p_, params_.operands, t, warp_row + (lane_ >> 2) + 8 * r);
+            if (kSeries) cap[r] = CapRow(row_shift[r], params_.forms);
+        }
+    }
+
+    // The first step: S alone, by the slow path, which also raises the base of the softmax.
+    OA_DEVICE void first_step(Walk& w) {
+        this->wait_outer();
+        w.q.take(smem_addr_at(&Int8Storage<Config>::q) + outer_at_.stage * Tile::kQBytes, group_, lane_);
+        this->wait_inner();
+        ping_pong_.wait();
+        Tile::issue_qk(w.s, w.q, k_.next(inner_at_.stage * Tile::kKBytes));
+        ping_pong_.pass_on();
+        if (Config::kEarlyChannels) {
+            named_barrier_sync(kFirstFreeBarrier + group_, 128);  // all four warps have read the last tile's
+            this->fetch_channels(w.t);
+        }
+        w.state.attended = true;
+        int32 entry = entry_now(w);
+        w.scale = scale_of_tile(w, entry);
+        wgmma_wait<0>();
+        wgmma_pin(w.s);
+        // Q's registers have been operands, so that loads of them have returned (Ring::release).
+        if (Tile::Queries::kTaken) this->release_outer();
+        release_queries(w);
+        make_floats(w.s);
+        const float to_base2 = form_scores(w, entry, bits_of(entry));
+        this->release_stage(w.is_full);
+        redo(w, to_base2);
+        add(w);
+    }
+
+    // A step whose scores go to the exponentials as integers. kHide: the mask's bits hide some.
+    template <bool kHide>
+    OA_DEVICE void take_integers(Walk& w) {
+        w.scale = this->without_rounding(w.q_scale2 * scale_of_keys(w));
+        const uint32 bits = kHide && !(w.window.shut >> (w.i - w.window.at) & 1) ? load_bits() : 0;
+        issue_products(w);
+        if (kHide) hide_by_bits(w.s, bits);
+        exponentiate_integers(w);
+        w.finish_pv();
+        this->release_stage(w.is_full);
+        renew_probs(w);
+    }
+
+    // A step whose softcap is a series in the integers, up to its scores as floats.
+    OA_DEVICE void issue_series(Walk& w) {
+        w.scale = w.q_scale * scale_of_keys(w);
+        issue_products(w);
+        make_floats(w.s);
+    }
+    // Any other step, up to its scores as floats: form_scores does the rest. entry: the step's.
+    OA_DEVICE void take_anything(Walk& w, int32 entry) {
+        w.scale = scale_of_tile(w, entry);
+        issue_products(w);
+        release_queries(w);
+        make_floats(w.s);
+        w.finish_pv();
+    }
+
+    // S(i), and A += P(i - 1) V(i - 1), which is still running at the end.
+    OA_DEVICE void issue_products(Walk& w) {
+        ping_pong_.wait();
+        Tile::issue_qk(w.s, w.q, k_.next(inner_at_.stage * Tile::kKBytes));
+        Tile::issue_pv(w.state.acc, w.sums, w.probs, v_.next(inner_at_.stage * Tile::kKBytes));
+        ping_pong_.pass_on();
+        wgmma_wait<1>();
+        wgmma_pin(w.s);
+    }
+    // Q in shared memory, once the last scores are there.
+    OA_DEVICE void release_queries(Walk& w) {
+        if (!Tile::Queries::kTaken && w.i == w.steps.count - 1) this->release_outer();
+    }
+
+    // Entries from this step on.
+    OA_DEVICE void look_ahead(Walk& w) const {
+        Window& x = w.window;
+        x.at = w.i;
+        x.entries = w.steps.entry(min_of(w.i + lane_, w.steps.count - 1));
+        if constexpr (Config::kFactors) {
+            x.k = Base::scale_of_keys(FormSteps::tile(x.entries));
+            x.v.set(this->factor_of_values(FormSteps::tile(x.entries)));
+        }
+        const int32 kind = FormSteps::kind(x.entries, group_);
+        x.rare = __ballot_sync(0xffffffffu, !w.plain || w.i + lane_ >= w.steps.count - 1 ||
+                                                is_edge(w.keys, FormSteps::tile(x.entries)) ||
+                                                (kind != kTileFull && !(kIntegers && (w.forms.forms & kFormBits))));
+        x.open = __ballot_sync(0xffffffffu, kind == kTileFull);
+        x.shut = __ballot_sync(0xffffffffu, kind == kTileEmpty);
+    }
+    // The step's entry.
+    OA_DEVICE int32 entry_now(const Walk& w) const {
+        return __shfl_sync(0xffffffffu, w.window.entries, w.i - w.window.at);
+    }
+    // K's scale of the step's tile. kFactors: V's factor is taken with it.
+    OA_DEVICE float scale_of_keys(Walk& w) const {
+        if constexpr (Config::kFactors) {
+            w.factor = w.window.v.of_lane(w.i - w.window.at);
+            return __shfl_sync(0xffffffffu, w.window.k, w.i - w.window.at);
+        } else {
+            return Base::scale_of_keys(Config::kBlockScales ? FormSteps::tile(entry_now(w)) : 0);
+        }
+    }
+    // Of the step's integers to products. entry: the step's.
+    OA_DEVICE float scale_of_tile(Walk& w, int32 entry) const {
+        if constexpr (Config::kFactors)
+            return w.q_scale * scale_of_keys(w);
+        else
+            return Base::scale_of_tile(w.q_scale, FormSteps::tile(entry));
+    }
+
+    // P(i), except as operand: of integers, of floats (to_base2: times), of a tile whose scores are near (softcap).
+    OA_DEVICE void exponentiate_integers(Walk& w) const {
+        w.sum[0] = w.sum[1] = 0.0f;
+        const float c[2] = {w.scale, w.scale};
+        w.state.softmax.template exponentiate_in_order<false, Config::kByRow>(w.s, c, w.packer(), w.factor.shift());
+    }
+    // kHides: with a factor of V that is not finite a hidden key's exponent is none either.
+    template <bool kHides>
+    OA_DEVICE void exponentiate_floats(Walk& w, float to_base2) const {
+        w.sum[0] = w.sum[1] = 0.0f;
+        const float c[2] = {to_base2, to_base2};
+        float f[Config::kNTiles * 4];
+        floats_of(w.s, f);
+        w.state.softmax.template exponentiate_in_order<kHides, Config::kByRow>(f, c, w.packer(), w.factor.shift());
+    }
+    OA_DEVICE void exponentiate_series(Walk& w) const {
+        if constexpr (kSeries) {
+            float f[Config::kNTiles * 4];
+            floats_of(w.s, f);
+            w.sum[0] = w.sum[1] = 0.0f;
+            const float none[2] = {};
+            CapSeries series(w.cap, w.scale * w.forms.cap_scale);
+            if constexpr (Config::kFactors) series.add(w.factor.log2);
+            w.state.softmax.template exponentiate_in_order<false, Config::kByRow>(f, none, w.packer(), series);
+        }
+    }
+    // Whether softcap's series are for all of the step's scores.
+    OA_DEVICE bool is_near(const Walk& w) const {
+        float f[Config::kNTiles * 4];
+        floats_of(w.s, f);
+        return are_near(f, w.cap, w.scale * w.forms.cap_scale);
+    }
+
+    // P(i) anew, of scores that are floats, with the base raised to the largest.
+    OA_DEVICE void redo(Walk& w, float to_base2) const {
+        float f[Config::kNTiles * 4];
+        floats_of(w.s, f);
+        raise_on_grid(w.state.softmax, f, to_base2, w.alpha, w.factor.shift());
+        w.rescale_sums();
+        exponentiate_floats<Config::kFactors>(w, to_base2);
+        renew_probs(w);
+    }
+    // P(i) becomes the operand, where it is not computed in its place.
+    OA_DEVICE void renew_probs(const Walk& w) const {
+        if constexpr (kIntegers) w.renew_probs();
+    }
+    // At the end of a step, when nothing but the product reads P any more.
+    OA_DEVICE void add(const Walk& w) const {
+        if constexpr (Config::kFactors && !kIntegers) {
+#pragma unroll
+            for (int k = 0; k < Config::kBlockN / 32; ++k)
+#pragma unroll
+                for (int x = 0; x < 4; ++x) w.probs[k][x] = w.factor.operand(w.probs[k][x]);
+        }
+        w.add_sums();
+    }
+
     // What becomes of integers as floats before the softmax, in their registers. Returns what they are to be multiplied
-    // by in base 2. scale: to products (attention/int8_forms.cuh).
-    OA_DEVICE float form_scores(Scores& s, const TileOf<Config>& t, const Span& keys, int32 warp_row, int32 entry,
-                                float scale, const float (&row_shift)[2], uint32 bits) const {
+    // by in base 2. w.scale: to products (attention/int8_forms.cuh). entry: kNothingHidden, or the step's.
+    OA_DEVICE float form_scores(Walk& w, int32 entry, uint32 bits) const {
         const ScoreForms& forms = params_.forms;
         const bool capped = Config::kSoftcap && (forms.forms & kFormSoftcap);
         const bool mixed = entry != kNothingHidden && FormSteps::kind(entry, group_) != kTileFull;
         const int32 n = FormSteps::tile(entry);
         float f[Config::kNTiles * 4];
-        floats_of(s, f);
+        floats_of(w.s, f);
         ScoreFactors c{forms.factor, forms.factor2};
         if (capped || this->has_delta()) {
-            make_products(f, scale, row_shift, this->has_delta() ? this->delta_of(t) : nullptr);
+            make_products(f, w.scale, w.row_shift, this->has_delta() ? this->delta_of(w.t) : nullptr);
         } else {
-            c = {scale * c.natural, scale * c.base2};
+            c = {w.scale * c.natural, w.scale * c.base2};
         }
         if (capped) {
             if (below_cap(f, forms)) {
@@ -420,9 +425,10 @@ class Int8FormsConsumer : public Int8Consumer<Config, FormsParams<Config>, Int8F
             }
             if (bits != 0xffffffffu) hide_by_bits(f, bits);
         }
-        if (entry != kNothingHidden && is_edge(keys, n)) mask_edges(f, p_, t, warp_row, n * Config::kBlockN, lane_);
+        if (entry != kNothingHidden && is_edge(w.keys, n))
+            mask_edges(f, p_, w.t, w.warp_row, n * Config::kBlockN, lane_);
 #pragma unroll
-        for (int i = 0; i < Config::kNTiles * 4; ++i) put_float(s[i], f[i]);
+        for (int i = 0; i < Config::kNTiles * 4; ++i) put_float(w.s[i], f[i]);
         return c.base2;
     }
 

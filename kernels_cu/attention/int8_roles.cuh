@@ -314,6 +314,22 @@ class Int8Consumer : public ForwardConsumer<Config, Derived> {
         }
     }
 
+    // After the last read of a step's stage. is_full: whether the next one was seen to be.
+    OA_DEVICE void release_stage(bool& is_full) {
+        __syncwarp();
+        this->release_inner();
+        is_full = this->is_inner_full();
+    }
+    // Behind the last step: A += P V alone, and what was flushed. w: Int8Walk.
+    template <typename Walk>
+    OA_DEVICE void take_last_product(const Walk& w) {
+        if (!w.is_full) this->wait_inner();
+        Tile::issue_pv(w.state.acc, w.sums, w.probs, v_.next(inner_at_.stage * Tile::kKBytes));
+        w.finish_pv();
+        this->release_inner();
+        if (w.state.flushed) add_flushed(w.state);
+    }
+
     // O = O + A, A = 0.
     OA_DEVICE void flush(Rows& state) const {
         if (state.flushed) add_flushed(state);

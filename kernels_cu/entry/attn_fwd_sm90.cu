@@ -80,13 +80,25 @@ struct Config {
     static_assert((kCtas == 1 ? 2 : 1) <= kConsumers && kConsumers <= 4, "64 query rows each");
 };
 
-using FormsParams = Select<kHasScoreMod, AttnFwdModSm90Params, AttnFwdFormsSm90Params>::Type;
-using SplitFormsParams = Select<kHasScoreMod, AttnFwdSplitModSm90Params, AttnFwdSplitFormsSm90Params>::Type;
-using SplitParams = Select<Config::kVarlen, AttnFwdSharesSm90Params, AttnFwdSplitSm90Params>::Type;
-using PlainParams = Select<Config::kSplitKeys, SplitParams, AttnFwdSm90Params>::Type;
-using SplitScoresParams = Select<Config::kVarlen, AttnFwdSharesFormsSm90Params, SplitFormsParams>::Type;
-using ScoresParams = Select<Config::kSplitKeys, SplitScoresParams, FormsParams>::Type;
-using Params = Select<Config::kForms, ScoresParams, PlainParams>::Type;
+// Arguments by mode, how keys are divided among CTAs, and by what is done to scores: nothing, forms, or forms and the
+// user's expressions.
+struct WholeKeys {
+    using Plain = AttnFwdSm90Params;
+    using Forms = AttnFwdFormsSm90Params;
+    using Mod = AttnFwdModSm90Params;
+};
+struct SplitKeys {
+    using Plain = AttnFwdSplitSm90Params;
+    using Forms = AttnFwdSplitFormsSm90Params;
+    using Mod = AttnFwdSplitModSm90Params;
+};
+struct KeyShares {
+    using Plain = AttnFwdSharesSm90Params;
+    using Forms = AttnFwdSharesFormsSm90Params;
+    using Mod = AttnFwdSharesFormsSm90Params;  // which no row has
+};
+using Mode = Select<Config::kSplitKeys, Select<Config::kVarlen, KeyShares, SplitKeys>::Type, WholeKeys>::Type;
+using Params = Select<Config::kForms, Select<kHasScoreMod, Mode::Mod, Mode::Forms>::Type, Mode::Plain>::Type;
 using Tile = TileOf<Config>;
 using Masks = MaskTiles<Config>;
 struct Nothing {};

@@ -291,6 +291,20 @@ class Worker {
     Softmax rows_[Config::kMTiles];
 };
 
+// What the epilogue needs, to shared memory: loaded there, each would wait for L2, because there are no registers to
+// load ahead into.
+OA_DEVICE void copy_epilogue_operands(const AttnInt8Sm80Params& params, const FwdTile& t, SharedStorage& smem,
+                                      const ChannelScales<Config::kHeadDim>& channels, int32 columns, int tid) {
+    const AttnFwdParams& p = params.fwd;
+    const int32 kv_head = t.head_idx / (p.num_q_heads / p.num_kv_heads);
+    const int64 channel = (int64(t.sequence) * p.num_kv_heads + kv_head) * columns;
+    const QuantizedOperands& x = params.operands;
+    channels.fetch(x.v_scale + channel, x.v_mean == nullptr ? nullptr : x.v_mean + channel, columns);
+    const bool is_row = t.m0 + tid < t.seqlen_q;
+    cp_async_small<4>(smem_addr_of(smem.row_bias + tid), row_biases(p, x, t) + (is_row ? t.m0 + tid : 0),
+                      is_row ? 4 : 0);
+}
+
 extern "C" __global__ void __launch_bounds__(Config::kThreads, MIN_CTAS) attn_int8_mbarrier_sm90(
     const __grid_constant__ AttnInt8Sm80Params params) {
     extern __shared__ __align__(1024) uint8 smem_raw[];
@@ -356,15 +370,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, MIN_CTAS) attn_in
             copy_tile(n, 0, tid);
         }
         copy_scale(n);
-        // What the epilogue needs: loaded there, each would wait for L2, because there are no registers to load ahead
-        // into.
-        const int32 kv_head = t.head_idx / (p.num_q_heads / p.num_kv_heads);
-        const int64 channel = (int64(t.sequence) * p.num_kv_heads + kv_head) * columns;
-        const QuantizedOperands& x = params.operands;
-        channels.fetch(x.v_scale + channel, x.v_mean == nullptr ? nullptr : x.v_mean + channel, columns);
-        const bool is_row = t.m0 + tid < t.seqlen_q;
-        cp_async_small<4>(smem_addr_of(smem.row_bias + tid), row_biases(p, x, t) + (is_row ? t.m0 + tid : 0),
-                          is_row ? 4 : 0);
+        copy_epilogue_operands(params, t, smem, channels, columns, tid);
         mbarrier_arrive_after_copies(ring.full);
 
         // ldmatrix lanes: Q (A fragments) and V (B, transposed) walk 16 rows by 2 chunks; K (B) 2 x 8 rows by 2 chunks.

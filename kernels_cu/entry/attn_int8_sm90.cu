@@ -47,6 +47,7 @@
 // barriers. Rows of Q and K are min(HEAD_DIM, 128) bytes, those of V BLOCK_N, each with a swizzle of its length.
 #include "attention/int8_forms_roles.cuh"
 #include "attention/int8_roles.cuh"
+#include "attention/int8_walk.cuh"
 #include "attention/value_factors.cuh"
 #include "pipeline/warp_roles.cuh"
 #include "ptx/warpgroup.cuh"
@@ -103,7 +104,6 @@ using SharedStorage = Int8Storage<Config>;
 static_assert(sizeof(SharedStorage) == SMEM_BYTES, "the registry's smem_bytes must be this struct's size");
 
 using Tile = Int8Tile<Config>;
-using Packer = E4m3Packer<Config::kBlockN / 32, Config::kLse, Config::kFactors>;
 using PlainShift = Select<Config::kDelta, DeltaShift, NoShift>::Type;
 using Factor = Select<Config::kFactors, ValueFactor, NoValueFactor>::Type;  // of V
 using Shift = Select<Config::kFactors, ValueShift, PlainShift>::Type;
@@ -128,131 +128,21 @@ class PlainConsumer : public Int8Consumer<Config, PlainParams, PlainConsumer> {
         float q_scale[2];
         scales_of_queries(t, warp_row, q_scale);
         Tile::Queries q;
-        RowState<PRange>& rows = state.softmax;
         Tile::Scores s;
-        // The next P is computed while the product of the last one runs, whose operands must not be written.
         Tile::Probabilities probs, fresh;
         const uint32 opaque = Factor::opaque();
         Tile::RowSums sums = {};
         float c[2], alpha[2], sum[2];
-        Factor factor;  // of the step's keys
-        bool is_full = false;  // whether the next stage was seen to be
-
-        // kFactors: K's scale and V's factor of the block of 128 keys that comes next, a block ahead.
+        Factor factor;
+        bool is_full = false;
         float k_ahead = 1.0f, v_ahead = 1.0f;
-        auto look_ahead = [&](int32 n) {
-            k_ahead = this->scale_of_keys(n);
-            v_ahead = this->factor_of_values(n);
-        };
-        // Keys are walked from the last tile on.
-        auto enter_block = [&](int32 n) {
-            c[0] = q_scale[0] * k_ahead;
-            c[1] = Config::kSplitKeys ? q_scale[1] * k_ahead : c[0];
-            factor.set(v_ahead);
-            look_ahead(n - Config::kBlockTiles);  // before the first block: of any
-        };
-        if (Config::kFactors) look_ahead(keys.end - 1 - i);
-
-        // S(i), and A += P(i - 1) V(i - 1), which is still running at the end.
-        auto products = [&] {
-            if (!Config::kBlockScales) scales_of_scores(q_scale, keys.end - 1 - i, c);
-            ping_pong_.wait();
-            Tile::issue_qk(s, q, k_.next(inner_at_.stage * Tile::kKBytes));
-            Tile::issue_pv(state.acc, sums, probs, v_.next(inner_at_.stage * Tile::kKBytes));
-            ping_pong_.pass_on();
-            // From global memory, under the products.
-            int32 n = keys.end - 1 - i;
-            if (Config::kBlockScales && !Config::kFactors) scales_of_scores(q_scale, n, c);
-            if (Config::kFactors && uint32(n) % Config::kBlockTiles == Config::kBlockTiles - 1) enter_block(n);
-            wgmma_wait<1>();
-            wgmma_pin(s);
-        };
-        auto finish_pv = [&] {
-            wgmma_wait<0>();
-            wgmma_pin(state.acc);
-            if (!Config::kFactors) wgmma_pin(sums);
-#pragma unroll
-            for (int k = 0; k < Config::kBlockN / 32; ++k) wgmma_pin(probs[k]);
-            if (Config::kFactors) return;
-            rows.l[0] += sums[0];
-            rows.l[1] += sums[2];
-        };
-        auto renew_probs = [&] {
-#pragma unroll
-            for (int k = 0; k < Config::kBlockN / 32; ++k)
-#pragma unroll
-                for (int x = 0; x < 4; ++x) probs[k][x] = factor.copy_of_operand(fresh[k][x], opaque);
-        };
-        // After the last read of the stage.
-        auto release_stage = [&] {
-            __syncwarp();
-            release_inner();
-            is_full = is_inner_full();
-        };
-        // P(i), except as operand.
-        auto exponentiate = [&] {
-            sum[0] = sum[1] = 0.0f;
-            rows.exponentiate_in_order<false, Config::kByRow>(s, c, Packer{{fresh, {}}, sum}, shift_of(t, factor));
-        };
-        // Of this lane's rows. In packed tensors a tile's last rows may be the next sequence's; they must not take part
-        // in the vote, or a result would depend on its neighbour.
-        auto is_too_large = [&] {
-            uint32 signs[2];
-            past_largest(fresh, signs);
-            return (((own[0] ? signs[0] : 0) | (own[1] ? signs[1] : 0)) & kSigns) != 0 ||
-                   (!Config::kDelta && (this->is_coarse(c[0]) || (Config::kSplitKeys && this->is_coarse(c[1]))));
-        };
-        auto redo = [&] {
-            Shift shift = shift_of(t, factor);
-            rows.raise(s, c, alpha, shift);
-            rescale(state.acc, alpha);
-            state.shrink[0] *= alpha[0];
-            state.shrink[1] *= alpha[1];
-#pragma unroll
-            for (int r = 0; r < 2; ++r) {
-                state.lse_sum[r] *= alpha[r];
-                sum[r] = 0.0f;
-            }
-            rows.exponentiate_in_order<true, Config::kByRow>(s, c, Packer{{fresh, {}}, sum}, shift);
-            renew_probs();
-        };
-        auto add = [&] {
-            if (!Config::kLse) return;
-            factor.add(state.lse_sum, sum);
-        };
-        auto mask = [&] {
-            if (is_masked(keys, i)) mask_edges(s, p_, t, warp_row, (keys.end - 1 - i) * Config::kBlockN, lane_);
-        };
-
-        wait_outer();
-        q.take(smem_addr_at(&SharedStorage::q) + outer_at_.stage * Tile::kQBytes, group_, lane_);
-        wait_inner();
-        ping_pong_.wait();
-        Tile::issue_qk(s, q, k_.next(inner_at_.stage * Tile::kKBytes));
-        ping_pong_.pass_on();
-        if (Config::kEarlyChannels) {
-            named_barrier_sync(kFirstFreeBarrier + group_, 128);  // all four warps have read the last tile's
-            fetch_channels(t);
-        }
-        state.attended = true;
-        q_scale[0] *= p_.softmax_scale * kLog2e;
-        q_scale[1] *= p_.softmax_scale * kLog2e;
-        if (Config::kFactors) {
-            enter_block(keys.end - 1 - i);
-        } else {
-            scales_of_scores(q_scale, keys.end - 1 - i, c);
-        }
-        wgmma_wait<0>();
-        wgmma_pin(s);
-        // Q's registers have been operands, so that loads of them have returned (Ring::release).
-        if (Tile::Queries::kTaken || i == num_tiles - 1) release_outer();
-        mask();
-        rows.raise(s, c, alpha, shift_of(t, factor));
-        exponentiate();
-        renew_probs();
-        if (__any_sync(0xffffffffu, is_too_large())) redo();
-        add();
-        release_stage();
+        Walk w{{t, keys, warp_row, state, own, q, s, probs, fresh, opaque, sums, alpha, sum, factor, i, is_full},
+               q_scale,
+               c,
+               k_ahead,
+               v_ahead};
+        if (Config::kFactors) look_ahead(w, keys.end - 1 - i);
+        first_step(w, num_tiles);
 
         const int32 flush_tiles = this->tiles_to_flush(t, keys.first, keys.end);
         int32 flush_at = i + flush_tiles;
@@ -261,53 +151,149 @@ class PlainConsumer : public Int8Consumer<Config, PlainParams, PlainConsumer> {
         for (++i; i < num_tiles; ++i) {
             if (!is_full) wait_inner();
             if (i >= special) {
-                products();
+                issue_products(w);
                 if (!Tile::Queries::kTaken && i == num_tiles - 1) release_outer();
-                mask();
-                exponentiate();
-                finish_pv();
+                mask(w);
+                exponentiate(w);
+                w.finish_pv();
                 if (i == flush_at) {
                     flush(state);
                     flush_at += flush_tiles;
                 }
                 special = next_special(i);
-                renew_probs();
-                if (__any_sync(0xffffffffu, is_too_large())) redo();
-                release_stage();
+                w.renew_probs();
+                if (__any_sync(0xffffffffu, is_too_large(w))) redo(w);
+                release_stage(is_full);
             } else {
-                // The common case. Rare cases leave the loop, by one branch for all: a jump over them would cost ten
-                // cycles a step and more.
-                bool again, given = !Config::kDelta;
-                for (;;) {
-                    products();
-                    exponentiate();
-                    finish_pv();
-                    if (!Config::kDelta) release_stage();
-                    renew_probs();
-                    again = is_too_large();
-                    if (__any_sync(0xffffffffu, again || i + 1 >= special || (!Config::kDelta && !is_full))) break;
-                    if (Config::kDelta) {  // redo() needs the stage's delta_s
-                        release_stage();
-                        given = true;
-                        if (__any_sync(0xffffffffu, !is_full)) break;  // lanes may have asked at different times
-                        given = false;
-                    }
-                    add();
-                    ++i;
-                }
-                if (__any_sync(0xffffffffu, again)) redo();
-                if (!given) release_stage();
+                take_common_steps(w, special);
             }
-            add();
+            w.add_sums();
         }
-        if (!is_full) wait_inner();
-        Tile::issue_pv(state.acc, sums, probs, v_.next(inner_at_.stage * Tile::kKBytes));
-        finish_pv();
-        release_inner();
-        if (state.flushed) add_flushed(state);
+        take_last_product(w);
     }
 
   private:
+    // What the steps share besides.
+    struct Walk : Int8Walk<Config, PlainConsumer> {
+        float (&q_scale)[2];  // from the first step on with the softmax's scale in it
+        float (&c)[2];  // of the step's scores, to base 2
+        // kFactors: K's scale and V's factor of the block of 128 keys that comes next, a block ahead.
+        float &k_ahead, &v_ahead;
+    };
+
+    // The first step: S alone, and the base of the softmax.
+    OA_DEVICE void first_step(Walk& w, int32 num_tiles) {
+        wait_outer();
+        w.q.take(smem_addr_at(&SharedStorage::q) + outer_at_.stage * Tile::kQBytes, group_, lane_);
+        wait_inner();
+        ping_pong_.wait();
+        Tile::issue_qk(w.s, w.q, k_.next(inner_at_.stage * Tile::kKBytes));
+        ping_pong_.pass_on();
+        if (Config::kEarlyChannels) {
+            named_barrier_sync(kFirstFreeBarrier + group_, 128);  // all four warps have read the last tile's
+            fetch_channels(w.t);
+        }
+        w.state.attended = true;
+        w.q_scale[0] *= p_.softmax_scale * kLog2e;
+        w.q_scale[1] *= p_.softmax_scale * kLog2e;
+        if (Config::kFactors) {
+            enter_block(w, w.keys.end - 1 - w.i);
+        } else {
+            scales_of_scores(w.q_scale, w.keys.end - 1 - w.i, w.c);
+        }
+        wgmma_wait<0>();
+        wgmma_pin(w.s);
+        // Q's registers have been operands, so that loads of them have returned (Ring::release).
+        if (Tile::Queries::kTaken || w.i == num_tiles - 1) release_outer();
+        mask(w);
+        w.state.softmax.raise(w.s, w.c, w.alpha, shift_of(w.t, w.factor));
+        exponentiate(w);
+        w.renew_probs();
+        if (__any_sync(0xffffffffu, is_too_large(w))) redo(w);
+        w.add_sums();
+        release_stage(w.is_full);
+    }
+
+    // Steps before `special` as long as nothing rare happens; the last one's sums are left to the caller. Rare cases
+    // leave the loop, by one branch for all: a jump over them would cost ten cycles a step and more. (`|`, here and in
+    // is_too_large: of references `||` is not folded to the same code as of variables.)
+    OA_DEVICE void take_common_steps(Walk& w, int32 special) {
+        bool again, given = !Config::kDelta;
+        for (;;) {
+            issue_products(w);
+            exponentiate(w);
+            w.finish_pv();
+            if (!Config::kDelta) release_stage(w.is_full);
+            w.renew_probs();
+            again = is_too_large(w);
+            if (__any_sync(0xffffffffu, again | (w.i + 1 >= special) | (!Config::kDelta && !w.is_full))) break;
+            if (Config::kDelta) {  // redo() needs the stage's delta_s
+                release_stage(w.is_full);
+                given = true;
+                if (__any_sync(0xffffffffu, !w.is_full)) break;  // lanes may have asked at different times
+                given = false;
+            }
+            w.add_sums();
+            ++w.i;
+        }
+        if (__any_sync(0xffffffffu, again)) redo(w);
+        if (!given) release_stage(w.is_full);
+    }
+
+    // S(i), and A += P(i - 1) V(i - 1), which is still running at the end.
+    OA_DEVICE void issue_products(Walk& w) {
+        if (!Config::kBlockScales) scales_of_scores(w.q_scale, w.keys.end - 1 - w.i, w.c);
+        ping_pong_.wait();
+        Tile::issue_qk(w.s, w.q, k_.next(inner_at_.stage * Tile::kKBytes));
+        Tile::issue_pv(w.state.acc, w.sums, w.probs, v_.next(inner_at_.stage * Tile::kKBytes));
+        ping_pong_.pass_on();
+        // From global memory, under the products.
+        int32 n = w.keys.end - 1 - w.i;
+        if (Config::kBlockScales && !Config::kFactors) scales_of_scores(w.q_scale, n, w.c);
+        if (Config::kFactors && uint32(n) % Config::kBlockTiles == Config::kBlockTiles - 1) enter_block(w, n);
+        wgmma_wait<1>();
+        wgmma_pin(w.s);
+    }
+
+    // kFactors, of a block of 128 keys: what was loaded a block ahead is in force, and the next is loaded. Keys are
+    // walked from the last tile on.
+    OA_DEVICE void enter_block(Walk& w, int32 n) const {
+        w.c[0] = w.q_scale[0] * w.k_ahead;
+        w.c[1] = Config::kSplitKeys ? w.q_scale[1] * w.k_ahead : w.c[0];
+        w.factor.set(w.v_ahead);
+        look_ahead(w, n - Config::kBlockTiles);  // before the first block: of any
+    }
+    OA_DEVICE void look_ahead(Walk& w, int32 n) const {
+        w.k_ahead = this->scale_of_keys(n);
+        w.v_ahead = this->factor_of_values(n);
+    }
+
+    OA_DEVICE void mask(Walk& w) const {
+        if (is_masked(w.keys, w.i))
+            mask_edges(w.s, p_, w.t, w.warp_row, (w.keys.end - 1 - w.i) * Config::kBlockN, lane_);
+    }
+    // P(i), except as operand.
+    OA_DEVICE void exponentiate(Walk& w) const {
+        w.sum[0] = w.sum[1] = 0.0f;
+        w.state.softmax.exponentiate_in_order<false, Config::kByRow>(w.s, w.c, w.packer(), shift_of(w.t, w.factor));
+    }
+    // Whether P(i) needs a higher base, or its scale is too large for integers as scores.
+    OA_DEVICE bool is_too_large(const Walk& w) const {
+        const bool past = w.signs_past_largest() != 0;
+        if (Config::kDelta) return past;
+        const bool coarse[2] = {this->is_coarse(w.c[0]), Config::kSplitKeys && this->is_coarse(w.c[1])};
+        return past | coarse[0] | coarse[1];
+    }
+    // P(i) anew, with the base raised to the largest score.
+    OA_DEVICE void redo(Walk& w) const {
+        Shift shift = shift_of(w.t, w.factor);
+        w.state.softmax.raise(w.s, w.c, w.alpha, shift);
+        w.rescale_sums();
+        w.sum[0] = w.sum[1] = 0.0f;
+        w.state.softmax.exponentiate_in_order<true, Config::kByRow>(w.s, w.c, w.packer(), shift);
+        w.renew_probs();
+    }
+
     // What is added to the exponents of the step's tile: delta_s, or log2 of V's factor.
     OA_DEVICE ValueShift shift_of(const FwdTile&, const ValueFactor& factor) const { return factor.shift(); }
     OA_DEVICE PlainShift shift_of(const FwdTile& t, const NoValueFactor&) const {

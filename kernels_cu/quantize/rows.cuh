@@ -161,6 +161,144 @@ OA_DEVICE void rotated_rows(const uint4 (&raw)[kSteps], const float (&mean)[8], 
 OA_DEVICE bool to_e4m3(NoRotation) { return false; }
 OA_DEVICE bool to_e4m3(const Rotation& turn) { return turn.to_e4m3 != 0; }
 
+// The steps of quantize_rows. cc, ty: the thread's column of 8 channels and its first row; is_q: rows of Q, not of K.
+
+// This thread's channels of its rows; zeros where there are none.
+template <int kColumns>
+OA_DEVICE void load_rows(const QuantizeParams& p, int32 cc, int32 ty, const uint8* rows, int64 stride, int32 count,
+                         uint4 (&raw)[kSteps]) {
+    const uint8* from = rows + ty * stride + cc * 16;
+    uint64 policy = evict_first_policy();
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) {
+        bool inside = cc * 8 < p.head_dim && ty + i * kRowLanes < count;
+        raw[i] = inside ? load_input(from, policy) : uint4{0, 0, 0, 0};
+        from += kRowLanes * stride;
+    }
+}
+
+// K's mean, of the head that belongs to the block's: other CTAs make it.
+template <int kHeadDim>
+OA_DEVICE void fetch_key_mean(const QuantizeParams& p, const QuantizeItem& t, bool is_q, int32 cc,
+                              RowsStorage<kHeadDim>& s, float (&mean)[8]) {
+    int64 kv_at = int64(t.batch_idx) * p.num_kv_heads + (is_q ? t.head / (p.num_q_heads / p.num_kv_heads) : t.head);
+    const float* from[1] = {p.k_mean + kv_at * p.head_dim_pad};
+    float* to[1] = {s.mean};
+    fetch_channels<kHeadDim>(p.k_ready + kv_at, from, p.head_dim_pad, to);
+    __syncthreads();
+#pragma unroll
+    for (int j = 0; j < 8; ++j) mean[j] = s.mean[cc * 8 + j];
+}
+
+// What smoothing K takes away from every score of a query, q . k_mean, of the row that combine_rows gives to this lane.
+// One or two channels at a time, as in all steps: the kernel is short of registers. dots: for nothing else.
+template <typename Io, int kColumns>
+OA_DEVICE float dot_with_mean(const uint4 (&raw)[kSteps], const float (&mean)[8], float (&dots)[kSteps]) {
+    Io io;
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) dots[i] = 0.0f;
+#pragma unroll
+    for (int w = 0; w < 4; ++w) {
+#pragma unroll
+        for (int i = 0; i < kSteps; ++i) {
+            dots[i] = fmaf(low_float(io, word_of(raw[i], w)), mean[2 * w], dots[i]);
+            dots[i] = fmaf(high_float(io, word_of(raw[i], w)), mean[2 * w + 1], dots[i]);
+        }
+    }
+    return combine_rows<kColumns>(dots, SumOp{});
+}
+
+// The mean of a block of queries, which is an output too.
+template <typename Io, int kHeadDim>
+OA_DEVICE void mean_of_queries(const QuantizeParams& p, const QuantizeItem& t, bool only_amax, const uint8* rows,
+                               int64 stride, int32 count, const uint4 (&raw)[kSteps], RowsStorage<kHeadDim>& s,
+                               float (&mean)[8]) {
+    Io io;
+    int32 tid = threadIdx.x, cc = tid % (kHeadDim / 8);
+#pragma unroll
+    for (int w = 0; w < 4; ++w) {
+        float lo[2] = {}, hi[2] = {};
+#pragma unroll
+        for (int i = 0; i < kSteps; ++i) {
+            lo[i & 1] += low_float(io, word_of(raw[i], w));
+            hi[i & 1] += high_float(io, word_of(raw[i], w));
+        }
+        reinterpret_cast<float2*>(s.sums + tid * 8)[w] = {lo[0] + lo[1], hi[0] + hi[1]};
+    }
+    float sum = channel_sum<Io, kHeadDim>({rows, stride, 0, 0, count}, p.head_dim, s.sums);
+    if (tid < kHeadDim) {
+        float of_block = mul_rn(div_rn(sum, float(count)), kSumUnscale);
+        s.mean[tid] = of_block;
+        if (!only_amax && tid < p.head_dim_pad)
+            p.q_mean[(int64(t.unit) * p.slots_q + t.slot) * p.head_dim_pad + tid] = of_block;
+    }
+    __syncthreads();
+#pragma unroll
+    for (int j = 0; j < 8; ++j) mean[j] = s.mean[cc * 8 + j];
+}
+
+// The largest magnitude of the row that combine_rows gives to this lane, whatever the block. Rows that do not exist are
+// zeros, not minus the mean. turned: the rows as rotated_rows leaves them, read with a Rotation alone. most: for nothing
+// else.
+template <typename Io, int kColumns, typename Turn, int kRows>
+OA_DEVICE float largest_of_any_row(const uint4 (&raw)[kSteps], const float (&mean)[8], const float (&turned)[kRows][8],
+                                   float (&most)[kSteps], int32 ty, int32 count) {
+    Io io;
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) most[i] = 0.0f;
+    if constexpr (Turn::kPresent) {
+#pragma unroll
+        for (int i = 0; i < kSteps; ++i)
+#pragma unroll
+            for (int j = 0; j < 8; ++j) most[i] = max_abs_nan(most[i], turned[i][j]);
+    } else {
+#pragma unroll
+        for (int w = 0; w < 4; ++w) {
+#pragma unroll
+            for (int i = 0; i < kSteps; ++i) {
+                most[i] = max_abs_nan(most[i], low_float(io, word_of(raw[i], w)) - mean[2 * w]);
+                most[i] = max_abs_nan(most[i], high_float(io, word_of(raw[i], w)) - mean[2 * w + 1]);
+            }
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) most[i] = ty + i * kRowLanes < count ? most[i] : 0.0f;
+    return combine_rows<kColumns>(most, MaxOp{});
+}
+
+// kPerTensor, whose blocks collect their tensor's largest magnitude in a pass of their own: puts it in place of the
+// block's. False in that pass, whose work this ends.
+OA_DEVICE bool share_amax(const QuantizeParams& p, const QuantizeItem& t, bool is_q, bool only_amax, int64 at,
+                          uint32& amax) {
+    uint32* tensor_amax = (is_q ? p.q_amax : p.k_amax) + at;
+    uint32* tensor_done = (is_q ? p.q_amax_done : p.k_amax_done) + at;
+    if (only_amax) {
+        if (threadIdx.x == 0) {
+            reduce_max_global(tensor_amax, amax);
+            atomic_add_acq_rel(tensor_done, 1);
+        }
+        return false;
+    }
+    wait_for_own(tensor_done, uint32(blocks_of(t.len)));
+    amax = load_gpu(tensor_amax);
+    return true;
+}
+
+// The scale of a row's slot, once for the slot. Blocks of queries and tiles of keys begin at slots of their own in
+// packed arrays. The block's rows end with the sequence's last tile. first, count: the block's rows.
+template <typename Turn>
+OA_DEVICE void store_scale(const QuantizeParams& p, const QuantizeItem& t, const Turn& turn, bool is_q, int32 first,
+                           int32 count, const Grouping& grouping, int32 row, int32 slot, float scale,
+                           const GroupStorage& groups) {
+    int32 tile_rows = is_q ? kBlockRows : key_tile_of(p), tile_log2 = 31 - __clz(tile_rows);
+    if (row >> tile_log2 << tile_log2 < count && grouping.leads(row)) {
+        int32 tile = (first >> tile_log2) + (is_packed(p) ? first_slot(t.begin, t.batch_idx, tile_rows) : 0);
+        int64 at_slot = (int64(t.unit) * (is_q ? p.slots_q : p.tiles_k) + tile) * grouping.slots_of(tile_rows) + slot;
+        // Rows of e4m3 are NaN themselves.
+        (is_q ? p.q_scale : p.k_scale)[at_slot] = !is_q && !to_e4m3(turn) && groups.bad[slot] ? quiet_nan() : scale;
+    }
+}
+
 // Turn: NoRotation or Rotation.
 template <typename Io, int kHeadDim, typename Turn>
 OA_DEVICE void quantize_rows(const QuantizeParams& p, const Turn& turn, const QuantizeItem& t, RowsStorage<kHeadDim>& s,
@@ -177,67 +315,17 @@ OA_DEVICE void quantize_rows(const QuantizeParams& p, const Turn& turn, const Qu
                              : item_rows(p, t, p.k, p.k_stride_b, p.k_stride_s, p.k_stride_h, first);
 
     uint4 raw[kSteps];
-    {
-        const uint8* from = rows + ty * stride + cc * 16;
-        uint64 policy = evict_first_policy();
-#pragma unroll
-        for (int i = 0; i < kSteps; ++i) {
-            bool inside = cc * 8 < p.head_dim && ty + i * kRowLanes < count;
-            raw[i] = inside ? load_input(from, policy) : uint4{0, 0, 0, 0};
-            from += kRowLanes * stride;
-        }
-    }
+    load_rows<kColumns>(p, cc, ty, rows, stride, count, raw);
+
     bool full_bias = is_q && !only_amax && has(p, kFullBias);
     float mean[8] = {}, value[kSteps], dot = 0.0f;
-    if ((!is_q && has(p, kSmoothK)) || full_bias) {
-        int64 kv_at = int64(t.batch_idx) * p.num_kv_heads + (is_q ? t.head / (p.num_q_heads / p.num_kv_heads) : t.head);
-        const float* from[1] = {p.k_mean + kv_at * p.head_dim_pad};
-        float* to[1] = {s.mean};
-        fetch_channels<kHeadDim>(p.k_ready + kv_at, from, p.head_dim_pad, to);
-        __syncthreads();
-#pragma unroll
-        for (int j = 0; j < 8; ++j) mean[j] = s.mean[cc * 8 + j];
-    }
-    // One or two channels at a time: the kernel is short of registers.
+    if ((!is_q && has(p, kSmoothK)) || full_bias) fetch_key_mean<kHeadDim>(p, t, is_q, cc, s, mean);
     if (full_bias) {
-        // What smoothing K takes away from every score of a row: q . k_mean.
-#pragma unroll
-        for (int i = 0; i < kSteps; ++i) value[i] = 0.0f;
-#pragma unroll
-        for (int w = 0; w < 4; ++w) {
-#pragma unroll
-            for (int i = 0; i < kSteps; ++i) {
-                value[i] = fmaf(low_float(io, word_of(raw[i], w)), mean[2 * w], value[i]);
-                value[i] = fmaf(high_float(io, word_of(raw[i], w)), mean[2 * w + 1], value[i]);
-            }
-        }
-        dot = combine_rows<kColumns>(value, SumOp{});
+        dot = dot_with_mean<Io, kColumns>(raw, mean, value);
 #pragma unroll
         for (int j = 0; j < 8; ++j) mean[j] = 0.0f;
     }
-    if (is_q && has(p, kSmoothQ)) {
-#pragma unroll
-        for (int w = 0; w < 4; ++w) {
-            float lo[2] = {}, hi[2] = {};
-#pragma unroll
-            for (int i = 0; i < kSteps; ++i) {
-                lo[i & 1] += low_float(io, word_of(raw[i], w));
-                hi[i & 1] += high_float(io, word_of(raw[i], w));
-            }
-            reinterpret_cast<float2*>(s.sums + tid * 8)[w] = {lo[0] + lo[1], hi[0] + hi[1]};
-        }
-        float sum = channel_sum<Io, kHeadDim>({rows, stride, 0, 0, count}, p.head_dim, s.sums);
-        if (tid < kHeadDim) {
-            float of_block = mul_rn(div_rn(sum, float(count)), kSumUnscale);
-            s.mean[tid] = of_block;
-            if (!only_amax && tid < p.head_dim_pad)
-                p.q_mean[(int64(t.unit) * p.slots_q + t.slot) * p.head_dim_pad + tid] = of_block;
-        }
-        __syncthreads();
-#pragma unroll
-        for (int j = 0; j < 8; ++j) mean[j] = s.mean[cc * 8 + j];
-    }
-
+    if (is_q && has(p, kSmoothQ)) mean_of_queries<Io, kHeadDim>(p, t, only_amax, rows, stride, count, raw, s, mean);
     float turned[Turn::kPresent ? kSteps : 1][8];
     if constexpr (Turn::kPresent) rotated_rows<Io, kColumns>(raw, mean, turn, count, turned);
 
@@ -273,27 +361,7 @@ OA_DEVICE void quantize_rows(const QuantizeParams& p, const Turn& turn, const Qu
     }
     if (!regular) {
         forget(raw);
-        // Largest magnitude of every row; rows that do not exist are zeros, not minus the mean.
-#pragma unroll
-        for (int i = 0; i < kSteps; ++i) value[i] = 0.0f;
-        if constexpr (Turn::kPresent) {
-#pragma unroll
-            for (int i = 0; i < kSteps; ++i)
-#pragma unroll
-                for (int j = 0; j < 8; ++j) value[i] = max_abs_nan(value[i], turned[i][j]);
-        } else {
-#pragma unroll
-            for (int w = 0; w < 4; ++w) {
-#pragma unroll
-                for (int i = 0; i < kSteps; ++i) {
-                    value[i] = max_abs_nan(value[i], low_float(io, word_of(raw[i], w)) - mean[2 * w]);
-                    value[i] = max_abs_nan(value[i], high_float(io, word_of(raw[i], w)) - mean[2 * w + 1]);
-                }
-            }
-        }
-#pragma unroll
-        for (int i = 0; i < kSteps; ++i) value[i] = ty + i * kRowLanes < count ? value[i] : 0.0f;
-        float most = combine_rows<kColumns>(value, MaxOp{});
+        float most = largest_of_any_row<Io, kColumns, Turn>(raw, mean, turned, value, ty, count);
         bad = !is_finite(most);
         if (cc < 8) {
             reduce_max_shared(&groups.amax[group], bad ? 0 : __float_as_uint(most));
@@ -303,31 +371,10 @@ OA_DEVICE void quantize_rows(const QuantizeParams& p, const Turn& turn, const Qu
     }
     bool per_tensor = granularity_of(p) == kPerTensor;
     uint32 amax = groups.amax[group];
-    if (per_tensor) {
-        uint32* tensor_amax = (is_q ? p.q_amax : p.k_amax) + at;
-        uint32* tensor_done = (is_q ? p.q_amax_done : p.k_amax_done) + at;
-        if (only_amax) {
-            if (tid == 0) {
-                reduce_max_global(tensor_amax, amax);
-                atomic_add_acq_rel(tensor_done, 1);
-            }
-            return;
-        }
-        wait_for_own(tensor_done, uint32(blocks_of(t.len)));
-        amax = load_gpu(tensor_amax);
-    }
+    if (per_tensor && !share_amax(p, t, is_q, only_amax, at, amax)) return;
     float scale = scale_of(__uint_as_float(amax), levels_of(p)), inverse = div_rn(1.0f, scale);
     if (cc < 8) {
-        // Blocks of queries and tiles of keys begin at slots of their own in packed arrays. The block's rows end with
-        // the sequence's last tile.
-        int32 tile_rows = is_q ? kBlockRows : key_tile_of(p), tile_log2 = 31 - __clz(tile_rows);
-        if (own_row >> tile_log2 << tile_log2 < count && grouping.leads(own_row)) {
-            int32 tile = (first >> tile_log2) + (is_packed(p) ? first_slot(t.begin, t.batch_idx, tile_rows) : 0);
-            int64 at_slot =
-                (int64(t.unit) * (is_q ? p.slots_q : p.tiles_k) + tile) * grouping.slots_of(tile_rows) + slot;
-            // Rows of e4m3 are NaN themselves.
-            (is_q ? p.q_scale : p.k_scale)[at_slot] = !is_q && !to_e4m3(turn) && groups.bad[slot] ? quiet_nan() : scale;
-        }
+        store_scale(p, t, turn, is_q, first, count, grouping, own_row, slot, scale, groups);
         if (is_q && p.row_bias && own_row < count)
             p.row_bias[output_row(t, p.seqlen_q) + first + own_row] = bad ? quiet_nan() : dot;
     }

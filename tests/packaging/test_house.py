@@ -11,13 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from build_tools import checks, host_structs, kernels, record, wgmma_header
+from build_tools import checks, functions, host_structs, kernels, record, wgmma_header
 from build_tools.table import Table
 from omniattn.registry import REGISTRY
 
 ROOT = Path(__file__).resolve().parents[2]
 KERNELS = ROOT / "kernels_cu"
 MAX_LINES = 500
+MAX_FUNCTION_LINES = 150
 
 
 def python(*arguments: str) -> str:
@@ -58,6 +59,18 @@ def test_no_file_is_too_long() -> None:
     }
     assert len(lengths) > 20
     assert {name: length for name, length in lengths.items() if length > MAX_LINES} == {}
+
+
+def test_no_function_is_too_long() -> None:
+    lengths = {}
+    for path in code_files():
+        text = path.read_text(encoding="utf-8")
+        found = functions.python_functions(text) if path.suffix == ".py" else functions.device_functions(text)
+        for function in found:
+            lengths[f"{path.relative_to(ROOT).as_posix()}:{function.line} {function.name}"] = function.lines
+    assert sum("kernels_cu/" in name for name in lengths) > 1000
+    assert sum(".py:" in name for name in lengths) > 1000
+    assert {name: lines for name, lines in lengths.items() if lines > MAX_FUNCTION_LINES} == {}
 
 
 def test_generated_headers_are_what_their_generator_writes() -> None:
