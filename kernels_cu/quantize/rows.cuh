@@ -238,8 +238,7 @@ OA_DEVICE void mean_of_queries(const QuantizeParams& p, const QuantizeItem& t, b
 }
 
 // The largest magnitude of the row that combine_rows gives to this lane, whatever the block. Rows that do not exist are
-// zeros, not minus the mean. turned: the rows as rotated_rows leaves them, read with a Rotation alone. most: for nothing
-// else.
+// zeros, not minus the mean. turned: the rows as rotated_rows leaves them, read with a Rotation alone. most: scratch.
 template <typename Io, int kColumns, typename Turn, int kRows>
 OA_DEVICE float largest_of_any_row(const uint4 (&raw)[kSteps], const float (&mean)[8], const float (&turned)[kRows][8],
                                    float (&most)[kSteps], int32 ty, int32 count) {

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 pytest.importorskip("torch")
+pytestmark = pytest.mark.frameworks
 
 from omniattn.bench import candidates as bench
 from omniattn.bench.candidate_cases import candidate_cases
