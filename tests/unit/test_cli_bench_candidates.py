@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 pytest.importorskip("torch")
-pytestmark = pytest.mark.frameworks
 
 from omniattn.bench import candidates as bench
 from omniattn.bench.candidate_cases import candidate_cases
@@ -19,6 +18,8 @@ from omniattn.errors import UnsupportedError
 from omniattn.select import Candidate, candidates, choices
 from tests.unit.bench_fakes import CpuTorch, WallClock
 from tests.unit.shape_plans import GPUS, problem_of
+
+pytestmark = pytest.mark.frameworks
 
 CASES = (ShapeCase(64, 2, (40,) * 2, (40,) * 2), ShapeCase(64, 4, (1, 30, 7), (50, 30, 9), packed="three", group=2))
 SLOWEST: dict[str, float] = {}
