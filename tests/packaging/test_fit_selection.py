@@ -31,8 +31,8 @@ def test_fits_judges_and_writes(
     assert f"NVIDIA H100 80GB HBM3: {len(CASES)} calls" in said
     assert "NVIDIA H200, not fitted: mean regret" in said
     data = json.loads((tmp_path / "sm_90.json").read_text())
-    cc, _, coefficients = parse({**data, "format": 1}, "sm_90.json")
-    assert cc == (9, 0)
+    gpu, coefficients = parse({**data, "format": 1}, "sm_90.json")
+    assert gpu == ("NVIDIA H100 80GB HBM3", (9, 0), 132)
     assert coefficients.launch == pytest.approx(other_gpu(6).launch, rel=0.1)
 
 

@@ -53,7 +53,6 @@ def test_writes_a_file_that_is_used(
     try:
         found = tuning.target_of(DEVICE).tuning
         assert found is not None
-        assert found.digest == tuning.digest()
         assert main(["info", "--json"]) == 0
         assert json.loads(capsys.readouterr().out)["tuning"]["digest"] == found.digest
     finally:
@@ -62,11 +61,14 @@ def test_writes_a_file_that_is_used(
 
 def test_words_choose_calls(gpu: list[int], tmp_path: Path) -> None:
     pytest.importorskip("rich")
-    assert main(["tune", "--shapes", "d72", "--out", str(tmp_path / "t.json")]) == 0
-    assert gpu[0] == 3
+    assert main(["tune", "--shapes", "d72", "--shapes", "d256", "--out", str(tmp_path / "t.json")]) == 0
+    assert 12 <= gpu[0] < 60
 
 
-@pytest.mark.parametrize("options", [["--iters", "0"], ["--out", "/nowhere/at/all.json"], ["--shapes", "d71"]])
+@pytest.mark.parametrize(
+    "options",
+    [["--iters", "0"], ["--out", "/nowhere/at/all.json"], ["--shapes", "d71"], ["--shapes", "d72"], ["--out", "."]],
+)
 def test_bad_options(options: list[str], gpu: list[int], capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("rich")
     assert main(["tune", *options]) == 2

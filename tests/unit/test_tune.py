@@ -15,7 +15,7 @@ import pytest
 from omniattn.bench.candidate_cases import candidate_cases
 from omniattn.bench.candidates import CandidateReport, CandidateResult, WayResult
 from omniattn.bench.shape_cases import ShapeCase
-from omniattn.bench.timing import Timing
+from omniattn.bench.timing import BenchError, Timing
 from omniattn.errors import ArgumentError, UnsupportedError
 from omniattn.plan import tuning
 from omniattn.plan.attention import plan_attention
@@ -33,6 +33,7 @@ from tests.unit.every_call import call
 from tests.unit.shape_plans import GPUS, problem_of
 
 HOPPER = GPUS["H200"]
+DEVICE = DeviceInfo(0, "NVIDIA H100", (9, 0), 132, 227 << 10, 50 << 20, (13, 0))
 USUAL = expected(Rates((9, 0), 132))
 CASES = candidate_cases()[::9]
 
@@ -154,9 +155,10 @@ def test_gains_are_of_calls_that_were_not_fitted() -> None:
     assert {"long sequences", "few queries", "packed sequences"} <= set(found.gains)
 
 
-def test_too_few_calls_change_nothing() -> None:
+def test_too_few_calls_are_refused() -> None:
     results = simulated(CASES[:3], other_gpu(5))
-    assert fitted(CandidateReport({}, tuple(results)), results, USUAL).coefficients == USUAL
+    with pytest.raises(BenchError, match="3 calls have times"):
+        fitted(CandidateReport({}, tuple(results)), results, USUAL)
 
 
 def test_every_call_has_a_class() -> None:
@@ -169,7 +171,8 @@ def test_every_call_has_a_class() -> None:
 
 def content(**changes: Any) -> dict[str, Any]:
     data = {
-        "format": tuning.FORMAT, "device": "NVIDIA H100", "cc": [9, 0], "coefficients": dataclasses.asdict(USUAL)
+        "format": tuning.FORMAT, "device": "NVIDIA H100", "cc": [9, 0], "sm_count": 132,
+        "coefficients": dataclasses.asdict(USUAL),
     }  # fmt: skip
     return {**data, **changes}
 
@@ -182,8 +185,7 @@ def write(path: Path, data: Any) -> Path:
 def test_a_file_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     slow = dataclasses.asdict(USUAL) | {"launch_more": 1e6}
     monkeypatch.setenv(tuning.VARIABLE, str(write(tmp_path / "t.json", content(coefficients=slow))))
-    device = DeviceInfo(0, "NVIDIA H100", (9, 0), 132, 227 << 10, 50 << 20, (13, 0))
-    target = tuning.target_of(device)
+    target = tuning.target_of(DEVICE)
     assert target.tuning is not None
     few = call((1, 16, 32768, 32, 8), (128, 0))
     monkeypatch.setattr("omniattn.plan.attention.without_binary", lambda *_: None)
@@ -197,6 +199,8 @@ def test_a_file_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     # A kernel that is named is taken.
     name = "attn_fwd_sm90_bf16_d128_m128n128_split"
     assert plan_attention(few, target, name).selection.spec.name == name
+    with pytest.raises(ArgumentError, match="OMNIATTN_FORCE_KERNEL"):
+        plan_attention(few, target, "no_such_kernel")
 
 
 def test_a_kernel_that_cannot_be_had_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -236,9 +240,10 @@ def test_every_call_of_the_measured_ones_can_be_planned(monkeypatch: pytest.Monk
     ("data", "said"),
     [
         ([], "no JSON object"),
-        (content(format=0), "run 'omniattn tune' again"),
+        (content(format=0), "format 0, not 1"),
         (content(cc="9.0"), "cc '9.0'"),
         (content(coefficients={}), "coefficients of other names"),
+        (content(sm_count="132"), "sm_count '132'"),
         (content(coefficients=dataclasses.asdict(USUAL) | {"launch": float("nan")}), "coefficient launch is nan"),
         (content(coefficients=dataclasses.asdict(USUAL) | {"launch": -1.0}), "coefficient launch is -1.0"),
         (content(coefficients=dataclasses.asdict(USUAL) | {"l2": True}), "coefficient l2 is True"),
@@ -249,30 +254,31 @@ def test_every_call_of_the_measured_ones_can_be_planned(monkeypatch: pytest.Monk
 def test_bad_files_are_refused(data: Any, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(tuning.VARIABLE, str(write(tmp_path / "t.json", data)))
     with pytest.raises(ArgumentError, match="OMNIATTN_TUNING") as caught:
-        tuning.tuning_for((9, 0))
+        tuning.tuning_for(DEVICE)
     assert said in str(caught.value)
 
 
 def test_no_file_and_no_json_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(tuning.VARIABLE, str(tmp_path / "missing.json"))
-    with pytest.raises(ArgumentError, match="which is none"):
-        tuning.tuning_for((9, 0))
+    with pytest.raises(ArgumentError, match="a file that exists"):
+        tuning.tuning_for(DEVICE)
     (tmp_path / "t.json").write_text("{")
     monkeypatch.setenv(tuning.VARIABLE, str(tmp_path / "t.json"))
     with pytest.raises(ArgumentError, match=r"t\.json"):
-        tuning.tuning_for((9, 0))
+        tuning.tuning_for(DEVICE)
 
 
+@pytest.mark.parametrize("other", [{"cc": [8, 6]}, {"device": "NVIDIA H200"}, {"sm_count": 114}], ids=str)
 def test_a_file_of_another_gpu_is_not_used_and_that_is_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    other: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(tuning.VARIABLE, str(write(tmp_path / "t.json", content(cc=[8, 6]))))
+    monkeypatch.setenv(tuning.VARIABLE, str(write(tmp_path / "t.json", content(**other))))
     said: list[str] = []
     monkeypatch.setattr("omniattn.plan.tuning.log.warn_once", said.append)
-    assert tuning.tuning_for((9, 0)) is None
-    assert "compute capability 8.6, and is not used on this GPU, which has 9.0" in said[0]
+    assert tuning.tuning_for(DEVICE) is None
+    assert "is not used on NVIDIA H100 (compute capability 9.0, 132 SMs)" in said[0]
 
 
 def test_without_the_variable_nothing_changes() -> None:
-    assert tuning.tuning_for((9, 0)) is None
+    assert tuning.tuning_for(DEVICE) is None
     assert Target((9, 0), 227 << 10, 132).tuning is None

@@ -12,9 +12,10 @@ from omniattn.bench.option_problem import Result
 from omniattn.bench.report import geometric_mean
 from omniattn.bench.shape_cases import ShapeCase
 from omniattn.bench.shape_contenders import OwnCall, Tensors, own_call, tensors_of
-from omniattn.bench.timing import Clock, Timing, TorchClock, measure, require_torch
+from omniattn.bench.timing import BenchError, Clock, Timing, TorchClock, measure, require_torch
 from omniattn.errors import UnsupportedError
 from omniattn.plan.ways import describe_call
+from omniattn.runtime.env import forced_kernels
 from omniattn.select import Candidate, candidates, choices
 from omniattn.select.features import Features, features
 
@@ -157,14 +158,21 @@ def run_candidates(
     Raises
     ------
     BenchError
-        torch or a CUDA device is missing.
+        torch or a CUDA device is missing; OMNIATTN_FORCE_KERNEL is set.
     """
+    if forced_kernels() is not None:
+        raise BenchError("OMNIATTN_FORCE_KERNEL names kernels: unset it, as all ways are measured here")
     torch = require_torch()
     clock = TorchClock(torch, _FLUSH_BYTES)
     results = []
     for case in cases:
         progress(case.long_name)
-        results.append(_run_case(torch, clock, case, iters))
+        try:
+            results.append(_run_case(torch, clock, case, iters))
+        except RuntimeError as error:
+            if "OutOfMemory" not in type(error).__name__:
+                raise
+            results.append(CandidateResult(case, (), "the GPU has too little memory"))
         torch.cuda.empty_cache()
     return CandidateReport(environment(torch), tuple(results), command)
 

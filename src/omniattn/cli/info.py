@@ -98,7 +98,7 @@ def tuning_facts() -> dict[str, Any]:
         return {"error": str(error)}
     if found is None:
         return {}
-    return {"device": found[1].device, "cc": list(found[0]), "digest": found[1].digest}
+    return {"device": found[1].device, "cc": list(found[0].cc), "digest": found[1].digest}
 
 
 def gpus_and_driver() -> tuple[list[DeviceInfo], dict[str, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from omniattn.bench.timing import BenchError, require_torch
 from omniattn.cli import console
 from omniattn.errors import ArgumentError
 from omniattn.plan.tuning import VARIABLE
+from omniattn.runtime import env
 
 _DESCRIPTION = """\
 A call of attention can be run in several ways: tiles of several sizes, query heads that share them, keys divided among
@@ -46,15 +48,20 @@ def add_parser(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command; returns the exit code."""
-    from omniattn.tune.run import QUICK, tune
+    from omniattn.tune.run import FEWEST, QUICK, tune
 
     if arguments.iters < 1:
         raise ArgumentError("--iters", "an integer >= 1", arguments.iters)
-    if not arguments.out.resolve().parent.is_dir():
-        raise ArgumentError("--out", "a file in an existing folder", repr(str(arguments.out)))
+    folder = arguments.out.resolve().parent
+    if not folder.is_dir() or arguments.out.is_dir() or not os.access(folder, os.W_OK):
+        raise ArgumentError("--out", "a file in a folder that exists and can be written", repr(str(arguments.out)))
     console.require_rich()
     cases = chosen_cases(candidate_cases(), arguments.shapes, [])
     cases = cases[:: QUICK if arguments.quick else 1]
+    if len(cases) < FEWEST:
+        raise ArgumentError("--shapes", f"words that {FEWEST} calls have, or more", f"{len(cases)} calls")
+    if env.get(VARIABLE) is not None:
+        raise ArgumentError(VARIABLE, "to be unset: 'omniattn tune' compares with what is chosen without it", "a file")
     try:
         torch = require_torch()
         device = runtime.device_info(torch.cuda.current_device())

@@ -154,7 +154,7 @@ def _check_soak(arguments: argparse.Namespace) -> None:
         if value is not None and value < 0:
             raise ArgumentError(f"--{option}", "an integer >= 0", value)
     if arguments.only is not None and arguments.seed is None:
-        raise ArgumentError("--only", "to be used with --seed: a problem is made of both", "--only alone")
+        raise ArgumentError("--only", "a number beside --seed N, both as a soak has printed them", "--only alone")
 
 
 def _soak(arguments: argparse.Namespace) -> int:
@@ -195,6 +195,8 @@ def _soak(arguments: argparse.Namespace) -> int:
         console.print_line(failure.text)
     if result.program is not None:
         console.print_line(f"the first failure as a program: {result.program}")
+    if not tally.passed and not tally.failures:
+        console.print_line("nothing passed: every problem was refused, which the exit code 1 says")
     counts = f"{tally.passed} passed, {tally.total('failed')} failed, {tally.total('refused')} refused"
     console.print_line(f"seed {seed}: {tally.total('problems')} problems in {seconds:.0f} s, {counts}")
     return code

@@ -8,7 +8,7 @@ import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..errors import ArgumentError
 from ..problems import Target
@@ -22,31 +22,43 @@ VARIABLE = "OMNIATTN_TUNING"
 FORMAT = 1
 
 
-def parse(data: Any, name: str) -> tuple[tuple[int, int], str, Coefficients]:
-    """Compute capability, device and coefficients of a file's content. Raises ArgumentError, which names the field."""
+class Gpu(NamedTuple):
+    """What tells GPUs apart whose costs differ."""
+
+    name: str
+    cc: tuple[int, int]
+    sm_count: int
+
+
+def parse(data: Any, name: str) -> tuple[Gpu, Coefficients]:
+    """GPU and coefficients of a file's content. Raises ArgumentError, which names the field."""
 
     def refuse(what: str) -> ArgumentError:
-        return ArgumentError(VARIABLE, "a file that 'omniattn tune' has written", f"{name}: {what}")
+        expected = "a file that 'omniattn tune' has written"
+        return ArgumentError(VARIABLE, expected, f"{name}: {what}", hint="Run 'omniattn tune' again, or unset it")
 
     if not isinstance(data, Mapping):
         raise refuse("no JSON object")
     if data.get("format") != FORMAT:
-        raise refuse(f"format {data.get('format')!r}, not {FORMAT}: run 'omniattn tune' again")
-    cc, given = data.get("cc"), data.get("coefficients")
+        raise refuse(f"format {data.get('format')!r}, not {FORMAT}")
+    cc, sm_count, given = data.get("cc"), data.get("sm_count"), data.get("coefficients")
     if not (isinstance(cc, list) and len(cc) == 2 and all(isinstance(x, int) for x in cc)):
         raise refuse(f"cc {cc!r}")
+    if not isinstance(sm_count, int):
+        raise refuse(f"sm_count {sm_count!r}")
     if not isinstance(given, Mapping) or set(given) != set(NAMES):
-        raise refuse("coefficients of other names: run 'omniattn tune' again")
+        raise refuse("coefficients of other names")
     for key, value in given.items():
         usual = isinstance(value, (int, float)) and not isinstance(value, bool)
         if not usual or not math.isfinite(value) or value <= 0:
             raise refuse(f"coefficient {key} is {value!r}")
-    return (cc[0], cc[1]), str(data.get("device", "unknown")), Coefficients(**{n: float(given[n]) for n in NAMES})
+    gpu = Gpu(str(data.get("device", "unknown")), (cc[0], cc[1]), sm_count)
+    return gpu, Coefficients(**{n: float(given[n]) for n in NAMES})
 
 
 @functools.cache
-def from_file() -> tuple[tuple[int, int], Tuning] | None:
-    """Compute capability and content of the file; None where none is named. Asked once a process, as plans are kept.
+def from_file() -> tuple[Gpu, Tuning] | None:
+    """The GPU that was measured, and what the file says; None where none is named. Asked once a process, as plans are.
 
     Raises
     ------
@@ -60,27 +72,24 @@ def from_file() -> tuple[tuple[int, int], Tuning] | None:
         text = path.read_bytes()
         data = json.loads(text)
     except (OSError, ValueError) as error:
-        raise ArgumentError(VARIABLE, "a file that 'omniattn tune' has written", f"{path}: {error}") from None
-    cc, device, coefficients = parse(data, str(path))
-    return cc, Tuning(coefficients, device, hashlib.sha256(text).hexdigest())
+        expected = "a file that 'omniattn tune' has written"
+        raise ArgumentError(VARIABLE, expected, f"{path}: {error}", hint="Run 'omniattn tune', or unset it") from None
+    gpu, coefficients = parse(data, str(path))
+    return gpu, Tuning(coefficients, gpu.name, hashlib.sha256(text).hexdigest())
 
 
-def tuning_for(cc: tuple[int, int]) -> Tuning | None:
-    """What the file says of a GPU of this compute capability; None without one, or if it is of another."""
+def tuning_for(device: DeviceInfo) -> Tuning | None:
+    """What the file says of a GPU; None without one, or if another GPU was measured."""
     found = from_file()
     if found is None:
         return None
-    if found[0] != cc:
-        here, there = ("{}.{}".format(*x) for x in (cc, found[0]))
-        log.warn_once(f"{VARIABLE} is of compute capability {there}, and is not used on this GPU, which has {here}")
+    here = Gpu(device.name, device.cc, device.sm_count)
+    if found[0] != here:
+        said = "{0.name} (compute capability {0.cc[0]}.{0.cc[1]}, {0.sm_count} SMs)"
+        there, this = (said.format(gpu) for gpu in (found[0], here))
+        log.warn_once(f"{VARIABLE} was measured on {there}, and is not used on {this}: run 'omniattn tune' there")
         return None
     return found[1]
-
-
-def digest() -> str:
-    """Of the file that is used; empty without one."""
-    found = from_file()
-    return "" if found is None else found[1].digest
 
 
 def forget() -> None:
@@ -90,4 +99,4 @@ def forget() -> None:
 
 def target_of(device: DeviceInfo) -> Target:
     """A GPU as selection and builders see it."""
-    return Target(device.cc, device.max_smem_optin, device.sm_count, tuning_for(device.cc))
+    return Target(device.cc, device.max_smem_optin, device.sm_count, tuning_for(device))

@@ -58,7 +58,7 @@ def _file(name: str, value: str) -> Path:
     except RuntimeError as error:  # ~nobody
         raise ArgumentError(name, "a file", f"{value!r}: {error}") from None
     if not path.is_file():
-        raise ArgumentError(name, "a file", f"{value!r}, which is none")
+        raise ArgumentError(name, "a file that exists", repr(value), hint="Correct the path, or unset it")
     return path
 
 

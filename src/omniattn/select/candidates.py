@@ -95,8 +95,11 @@ def _tails(row: KernelSpec, p: AttentionProblem, target: Target) -> Iterator[Tai
     rounds, rest = divmod(tiles, target.sm_count)
     if rounds == 0 or rest == 0 or tail_row(row, p, target) is None:
         return
-    most = {-(-rest * n // target.sm_count): n for n in range(1, _TAIL_SPLITS + 1)}
-    for splits in (n for n in most.values() if n >= 2):
+    steps = -(-p.seqlen_k // row.block_n)
+    fewest: dict[tuple[int, int], int] = {}
+    for n in range(2, min(_TAIL_SPLITS, steps) + 1):
+        fewest.setdefault((-(-rest * n // target.sm_count), -(-steps // n)), n)
+    for splits in fewest.values():
         yield TailSplit(splits, rounds * target.sm_count, rest)
 
 

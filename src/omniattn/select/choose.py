@@ -18,7 +18,7 @@ from .candidate import (
     keys_as_tiles,
     mask_inputs,
 )
-from .choice import named_ops
+from .choice import forced, named_ops
 from .split import select_split
 from .tail import select_tail
 
@@ -54,7 +54,7 @@ def _because(candidate: Candidate, *why: str) -> Choice:
 
 
 def choices(problem: AttentionProblem, target: Target, force: str | None = None) -> tuple[Choice, ...]:
-    """Ways to run a call, the best one first; the last one needs the fewest kernels.
+    """Ways to run a call, the best one first.
 
     Parameters
     ----------
@@ -70,8 +70,10 @@ def choices(problem: AttentionProblem, target: Target, force: str | None = None)
     UnsupportedError
         No kernel serves it on this GPU.
     """
-    named = named_ops(force) & {"attention", "attention_split"}
-    if target.tuning is not None and not named:
+    of_attention = {op for op in named_ops(force) if op.startswith("attention") and "backward" not in op}
+    named = of_attention & {"attention", "attention_split"}
+    if target.tuning is not None and not of_attention:
+        forced(force, (), lambda spec: None)  # an unknown name is an error here too
         ways = ranked(problem, target, target.tuning.coefficients)
         if ways:
             return tuple(Choice(way, partial(reasons, problem, target, ways, us, way)) for us, way in ways)

@@ -13,6 +13,7 @@ from ..problems.attention import WIDE_WINDOW
 from ..problems.memory import ITEMSIZE
 from ..problems.shares import even_share, short_tile, takes_even_share
 from ..registry import KernelSpec
+from .features import SECTOR, sequences
 
 #: `KernelSpec.tuned_for` of tiles that only this module chooses.
 SMALL = "small"
@@ -32,8 +33,6 @@ _GAIN, _FAR = 0.985, 0.88
 _WIDER, _UNALIGNED, _FEW_KEYS = 0.9, 0.6, 0.9
 #: The same of the large tile of 128, which two warpgroups share, and of small ones that run at once.
 _LARGE_WIDER = 0.96
-#: Bytes of a sector.
-SECTOR = 32
 #: A launch; memory and L2, bytes a microsecond; where rows of K and V end within a sector of 32 bytes.
 LAUNCH_US, MEMORY, _L2, _L2_PARTS = 5.6, 3.97e6, 1e7, 1.6e6
 #: The same of packed sequences with several tiles of queries, which are not at the same keys at the same time.
@@ -57,8 +56,6 @@ _FLATTERY, _NO_EDGE = 1.06, 0.03
 _FOUR_GROUPS, _FOUR_PACKED = 256, 1.05
 #: What a causal list of tiles is longer than its mean.
 _UNEVEN = 0.16
-#: Lengths that stand for those of packed sequences; what the longest one is of the mean, at most.
-_QUANTILES, _MOST_OF_MEAN = 4, 4.0
 
 
 def _tile_steps(sq: int, sk: int, block_m: int, block_n: int, left: int, right: int) -> list[int]:
@@ -73,28 +70,6 @@ def _tile_steps(sq: int, sk: int, block_m: int, block_n: int, left: int, right: 
         begin = 0 if left == UNLIMITED else min(max(first - left, 0), sk)
         found.append(max(-(-end // block_n) - begin // block_n, 0))
     return found
-
-
-def _lengths(p: AttentionProblem) -> list[tuple[int, int]]:
-    """Queries and keys of sequences that stand for all: of packed ones what the host knows, the mean and the longest.
-
-    Quantiles of lengths from 0 to the longest, with that mean: `longest * u ** (longest / mean - 1)`, u from 0 to 1. A
-    longest one that is given too large would make nearly all of them too short.
-    """
-    if not p.varlen:
-        return [(p.seqlen_q, p.seqlen_k)]
-    found = []
-    for rows, longest in ((p.seqlen_q, p.max_seqlen_q), (p.seqlen_k, p.max_seqlen_k)):
-        mean = -(-rows // max(p.batch, 1))
-        if p.batch <= 1 or longest <= mean or rows == 0:
-            found.append([mean] * _QUANTILES)
-            continue
-        power = min(longest, rows) / mean
-        power = min(power, _MOST_OF_MEAN) - 1
-        sizes = [((i + 0.5) / _QUANTILES) ** power for i in range(_QUANTILES)]
-        found.append([max(1, round(mean * _QUANTILES * size / sum(sizes))) for size in sizes])
-    pairs = list(zip(*found, strict=True))
-    return pairs[:1] if len(set(pairs)) == 1 else pairs
 
 
 def item_us(problem: AttentionProblem, spec: KernelSpec, ctas: int) -> float:
@@ -119,7 +94,7 @@ def step_us(problem: AttentionProblem, spec: KernelSpec, rows: int, ctas: int) -
 def tile_us(problem: AttentionProblem, spec: KernelSpec, target: Target) -> float:
     """Time of exact attention by ``spec``."""
     p, batch = problem, max(problem.batch, 1)
-    lengths = _lengths(p)
+    lengths = sequences(p)
     if not (p.batch and all(map(min, lengths)) and p.num_q_heads):
         return 0.0
     causal = p.window_right != UNLIMITED

@@ -8,6 +8,7 @@ from typing import Any
 
 from omniattn.bench.candidates import CandidateReport, CandidateResult, run_candidates
 from omniattn.bench.shape_cases import ShapeCase
+from omniattn.bench.timing import BenchError
 from omniattn.plan.tuning import FORMAT
 from omniattn.problems.target import Coefficients
 from omniattn.runtime.device import DeviceInfo
@@ -17,8 +18,8 @@ from omniattn.version import __version__
 
 #: Parts that calls are divided into: each is judged by coefficients that were fitted to the others.
 _PARTS = 3
-#: Calls below which nothing is held out, and nothing can be fitted.
-_FEWEST = 12
+#: Calls below which nothing is fitted.
+FEWEST = 12
 #: One call in so many is measured with ``--quick``.
 QUICK = 5
 
@@ -119,7 +120,7 @@ def tune(
     Raises
     ------
     BenchError
-        torch or a CUDA device is missing.
+        torch or a CUDA device is missing; too few calls have a time.
     """
     report = run_candidates(cases, iters=iters, command=command, progress=progress)
     progress("fitting")
@@ -129,17 +130,22 @@ def tune(
 
 
 def fitted(report: CandidateReport, results: Sequence[CandidateResult], start: Coefficients) -> TuneResult:
-    """The coefficients that explain results, and how good the choices are that they make."""
+    """The coefficients that explain results, and how good the choices are that they make.
+
+    Raises
+    ------
+    BenchError
+        They are too few.
+    """
+    if len(results) < FEWEST:
+        raise BenchError(f"{len(results)} calls have times of several ways, and a fit needs {FEWEST}")
     calls = [measured(result) for result in results]
     after: dict[str, float] = {}
-    if len(calls) >= _FEWEST:
-        for part in range(_PARTS):
-            others = [call for i, call in enumerate(calls) if i % _PARTS != part]
-            after.update(judge(calls[part::_PARTS], fit(others, start)).regrets)
-    found = fit(calls, start) if len(calls) >= _FEWEST else start
-    quality = judge(calls, found)
-    after = after or quality.regrets
-    return TuneResult(report, found, _gains(results, after), quality.error)
+    for part in range(_PARTS):
+        others = [call for i, call in enumerate(calls) if i % _PARTS != part]
+        after.update(judge(calls[part::_PARTS], fit(others, start)).regrets)
+    found = fit(calls, start)
+    return TuneResult(report, found, _gains(results, after), judge(calls, found).error)
 
 
 def measured(result: CandidateResult) -> Measured:
@@ -164,4 +170,4 @@ def _gains(results: Sequence[CandidateResult], after: dict[str, float]) -> dict[
     }  # fmt: skip
 
 
-__all__ = ["QUICK", "Gain", "Quality", "TuneResult", "class_of", "fitted", "measured", "tune"]
+__all__ = ["FEWEST", "QUICK", "Gain", "Quality", "TuneResult", "class_of", "fitted", "measured", "tune"]

@@ -54,7 +54,7 @@ def _numpy_dtype(name: str) -> Any:
     try:
         return np.dtype(getattr(importlib.import_module("ml_dtypes"), name))
     except ImportError:
-        raise NotHereError(f"NumPy has no {name} without the package ml_dtypes") from None
+        raise NotHereError(f"NumPy has no {name} without the package ml_dtypes (pip install ml_dtypes)") from None
 
 
 class Machine:

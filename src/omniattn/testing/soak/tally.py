@@ -77,7 +77,14 @@ class Tally:
     def rows(self) -> list[list[str]]:
         """Rows of a table: operation, precision, problems, refused, failed, worst error of those that passed."""
         return [
-            [operation, precision, str(c.problems), str(c.refused), str(c.failed), f"{c.worst:.2f}"]
+            [
+                operation,
+                precision,
+                str(c.problems),
+                str(c.refused),
+                str(c.failed),
+                f"{c.worst:.2f}" if c.problems > c.refused else "–",
+            ]
             for (operation, precision), c in self._sorted()
         ]
 

@@ -56,7 +56,10 @@ def main() -> int:
     except (NoGpuError, ArgumentError) as error:
         send({"error": str(error), "code": 2})
         return 2
-    except (OmniattnError, ImportError) as error:
+    except ImportError as error:
+        send({"error": f"{error}: install it, or name another --framework", "code": 2})
+        return 2
+    except OmniattnError as error:
         send({"error": str(error), "code": 1})
         return 1
     try:
