@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import traceback
 from collections.abc import Iterator
@@ -11,6 +12,10 @@ import pytest
 from omniattn.plan.engine import PLANS
 
 from .memory_turns import Turn, default_folder
+
+# Garbage of other tests (CuPy's streams, JAX's arrays) that Python frees in the middle of a capture ends the capture, and
+# every later test of the process that draws random numbers fails: torch collects it before, as it once always did.
+os.environ.setdefault("TORCH_CUDAGRAPH_GC", "1")
 
 #: Bytes that a worker may keep for its next test: others run beside it, and one that needs 35 GB.
 _KEPT = 1 << 30

@@ -149,7 +149,8 @@ class Store:
         """Why `prebuilt` gave nothing."""
         if self.problem:
             return self.problem
-        archs = [f"sm_{entry.arch}" for entry in self.entries.get(name, ())]
+        held = sorted((Arch.parse(entry.arch) for entry in self.entries.get(name, ())), key=lambda arch: arch.cc)
+        archs = [str(arch) for arch in held]
         if not archs:
             return f"the {self.kind} holds none of this kernel"
         return f"the {self.kind} holds {', '.join(archs)}, none of which runs on compute capability {cc[0]}.{cc[1]}"

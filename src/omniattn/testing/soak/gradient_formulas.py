@@ -83,7 +83,8 @@ def gradients(
         )
         ds_bound = 2 * ds_bound
         masks.append((ds, ds_bound))
-        pre, pre_bound = ds * of.slope, ds_bound * abs(of.slope) + abs(ds) * limits.function + least
+        slope = abs(of.slope)
+        pre, pre_bound = ds * of.slope, ds_bound * (slope + limits.function) + abs(ds) * limits.function + least
         q = grouped(x.q[:, begin:end], kv_heads)
         pre, pre_bound = grouped(pre, kv_heads), grouped(pre_bound, kv_heads)
         values["dq"][:, begin:end] = (scale * (pre @ x.k)).reshape(heads, rows, dim)
