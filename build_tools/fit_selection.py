@@ -23,7 +23,7 @@ from omniattn.bench.shape_plan import problem_of
 from omniattn.bench.timing import Timing
 from omniattn.problems import Target
 from omniattn.select import candidates, choices
-from omniattn.select.features import features
+from omniattn.select.features import Kept, features
 from omniattn.select.model import Rates, expected
 from omniattn.tune.fit import judge
 from omniattn.tune.run import TuneResult, fitted, measured
@@ -43,7 +43,7 @@ class UnknownError(Exception):
 
 
 def read(path: Path) -> tuple[list[CandidateResult], str]:
-    """Results of a file with the work of each way, and the GPU. Ways that this code does not have are left out."""
+    """Results of a file with the work of each way, and the GPU. Ways that are no candidates any more have no work."""
     data = json.loads(path.read_text(encoding="utf-8"))
     device = str(data["environment"].get("device"))
     if data.get("bench") != "candidates" or device not in GPUS:
@@ -60,12 +60,13 @@ def read(path: Path) -> tuple[list[CandidateResult], str]:
         problem = problem_of(by_name[name])
         chosen = (choice.candidate for choice in choices(problem, target))
         known = {way.text: way for way in (*candidates(problem, target), *chosen)}
-        ways = []
+        ways: list[WayResult] = []
+        kept: Kept = {}
         for row in of_case:
             way = known.get(row["way"])
-            if row["us"] is not None and way is not None:
-                work = features(way, problem, target)
-                ways.append(WayResult(way.text, Timing((row["us"],)), row["relative_l1"], row["chosen"], work))
+            if row["us"] is not None:
+                work = None if way is None else features(way, problem, target, kept)
+                ways.append(WayResult(row["way"], Timing((row["us"],)), row["relative_l1"], row["chosen"], work))
         results.append(CandidateResult(by_name[name], tuple(ways)))
     return results, device
 

@@ -37,8 +37,8 @@ class WayResult:
         Relative L1 error of sampled rows against fp64.
     chosen : bool
         It is what the call takes.
-    features : Features
-        What it has to do.
+    features : Features, optional
+        What it has to do; None of a way in a file that is no candidate any more.
     reason : str
     """
 
@@ -46,7 +46,7 @@ class WayResult:
     timing: Timing | None
     error: float | None
     chosen: bool
-    features: Features
+    features: Features | None
     reason: str = ""
 
 

@@ -16,26 +16,32 @@ class Coefficients:
     memory, l2 : float
         Bytes a microsecond, of all SMs.
     parts : float
-        How much slower both are where rows end within a sector.
-    sm_share : float
-        What an SM gets of the memory's rate, in shares of an SM.
+        How much slower L2 is where rows end within a sector.
     partial : float
         Bytes of partial results a microsecond.
+    quantize : float
+        Bytes a microsecond of the kernels that quantize operands.
     uneven : float
         What the busiest CTA has more than the mean, of tiles of different lengths, as a fraction.
     walk : float
         To look at the lengths of packed sequences.
-    item, beside : float
-        To begin and end a tile on wgmma; besides for each CTA that shares the SM.
-    wait, chain, meet : float
-        A step on wgmma: waiting; softmax, for each key; the other warpgroups, for each key.
+    item : float
+        To begin and end a tile on wgmma.
+    store : float
+        Besides, for an element of o where threads write it.
+    stream : float
+        Besides, where CTAs begin in the middle of tiles.
+    wait, chain : float
+        A step on wgmma: waiting; softmax, for each key.
     product, exp, issue : float
         What a warpgroup's step keeps the SM busy: for each key and channel, for each key, at all.
-    scores : float
-        How much longer softmax takes where scores are formed one by one.
     exp_8 : float
         ``exp`` on 8 bits, whose products take half.
-    sync_item, sync_wait, sync_chain, sync_product, sync_exp, sync_scores : float
+    masks, functions : float
+        How much longer softmax takes with masks alone, and where functions of scores are computed.
+    bias : float
+        Besides, for each key, with numbers that are added to scores.
+    sync_item, sync_wait, sync_product, sync_exp, sync_scores : float
         The same on mma.sync, for 16 rows of a warp.
     """
 
@@ -44,23 +50,24 @@ class Coefficients:
     memory: float
     l2: float
     parts: float
-    sm_share: float
     partial: float
+    quantize: float
     uneven: float
     walk: float
     item: float
-    beside: float
+    store: float
+    stream: float
     wait: float
     chain: float
-    meet: float
     product: float
     exp: float
     issue: float
-    scores: float
     exp_8: float
+    masks: float
+    functions: float
+    bias: float
     sync_item: float
     sync_wait: float
-    sync_chain: float
     sync_product: float
     sync_exp: float
     sync_scores: float

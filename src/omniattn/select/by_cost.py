@@ -9,7 +9,7 @@ from .attention import tile_words
 from .candidate import Candidate
 from .candidates import candidates
 from .cost import cost_us
-from .features import features
+from .features import Kept, features
 
 
 def ranked(problem: AttentionProblem, target: Target, coefficients: Coefficients) -> list[tuple[float, Candidate]]:
@@ -17,7 +17,9 @@ def ranked(problem: AttentionProblem, target: Target, coefficients: Coefficients
 
     Of equally fast ones the first of `candidates` comes first.
     """
-    found = [(cost_us(features(way, problem, target), coefficients), way) for way in candidates(problem, target)]
+    kept: Kept = {}
+    ways = candidates(problem, target)
+    found = [(cost_us(features(way, problem, target, kept), coefficients), way) for way in ways]
     return sorted(found, key=lambda pair: pair[0])
 
 

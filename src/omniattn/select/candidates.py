@@ -17,7 +17,7 @@ from ..problems.split import (
     gqa_packing_on_mma_sync,
     gqa_packing_with_scores,
     is_final,
-    tile_keys,
+    tiles_of_group,
 )
 from ..registry import REGISTRY, KernelSpec
 from ..registry.masks import MASK_TILE
@@ -30,6 +30,7 @@ from .candidate import (
     keys_as_tiles,
     mask_inputs,
 )
+from .features import sequences, tile_steps
 from .fit import fitting_rows
 from .split import TAIL
 from .split_model import of_equal_lengths
@@ -39,6 +40,13 @@ from .tail import tail_row
 _ROUNDS = (0.5, 0.75, 1, 2, 3, 4)
 #: Splits of a tail's tiles, at most.
 _TAIL_SPLITS = 11
+#: Tiles that heads which share them have to save, as a fraction.
+_SAVED = 0.05
+#: Tiles of a sequence's queries, in the mean, up to which CTAs with even shares read keys that others have just read.
+_MOST_TILES = 4
+#: Keys of the narrowest tiles and of usual ones, and what part of the keys that usual ones load they may: with as many
+#: they are slower (docs/performance/selection.md).
+_NARROW, _USUAL, _PART = 32, 64, 0.75
 #: Columns of a tile, as a multiple of the narrowest one's, beyond which it only makes work; as many as never count.
 _WIDEST, _LEAST_COLUMNS = 1.5, 128
 
@@ -79,6 +87,8 @@ def _shares_all_heads(p: AttentionProblem) -> bool:
 
 def _whole(p: AttentionProblem, target: Target) -> Iterator[Candidate]:
     for row in _rows("attention", p, target):
+        if _is_too_narrow(row, p):
+            continue
         for mask in mask_inputs(row, p):
             way = Candidate(row, mask=mask)
             yield way
@@ -103,15 +113,36 @@ def _tails(row: KernelSpec, p: AttentionProblem, target: Target) -> Iterator[Tai
         yield TailSplit(splits, rounds * target.sm_count, rest)
 
 
+def _is_too_narrow(row: KernelSpec, p: AttentionProblem) -> bool:
+    """Whether a kernel on wgmma loads few keys a step for nothing."""
+    if row.block_n != _NARROW or not row.arch_specific or p.varlen or p.score_mods:
+        return False
+    narrow, usual = (-(-p.seqlen_k // n) * n for n in (_NARROW, _USUAL))
+    return narrow > _PART * usual
+
+
 def _split(p: AttentionProblem, target: Target) -> Iterator[Candidate]:
     typical = of_equal_lengths(p)
+    whole = {_tile(row) for row in _rows("attention", p, target)}
     for row in _rows("attention_split", p, target):
         for pack_gqa in _packings(row, p, typical):
-            schedules: Iterable[Any] = (StreamK(target.sm_count * row.ctas_per_sm),)
-            if not (p.varlen and row.arch_specific):
-                schedules = _numbers(row, pack_gqa, typical, target)
+            schedules: Iterable[Any]
+            if p.varlen and row.arch_specific:
+                schedules = (StreamK(target.sm_count * row.ctas_per_sm),) if _shares_keys(row, pack_gqa, p) else ()
+            else:
+                schedules = _numbers(row, pack_gqa, typical, target, alone=_tile(row) not in whole)
             for mask in mask_inputs(row, p, pack_gqa):
                 yield from (Candidate(row, pack_gqa, schedule, mask) for schedule in schedules)
+
+
+def _tile(row: KernelSpec) -> tuple[Any, ...]:
+    return row.arch_specific, row.score_mods, row.head_dim, row.block_m, row.block_n
+
+
+def _shares_keys(row: KernelSpec, pack_gqa: PackGQA, p: AttentionProblem) -> bool:
+    """Whether a sequence has so few tiles of queries that they read its keys at the same time."""
+    lengths = sequences(p)
+    return sum(-(-queries * pack_gqa.pack // row.block_m) for queries, _ in lengths) <= _MOST_TILES * len(lengths)
 
 
 def _packings(row: KernelSpec, p: AttentionProblem, typical: AttentionProblem) -> tuple[PackGQA, ...]:
@@ -124,19 +155,30 @@ def _packings(row: KernelSpec, p: AttentionProblem, typical: AttentionProblem) -
     else:
         ways = [gqa_packing(typical, row.block_m), gqa_packing(typical, row.block_m, whole=True)]
     # Packed heads that share no tiles would read K and V at different times.
-    if not ways or not (p.varlen and row.arch_specific):
-        ways.append(ONE_HEAD)
-    return tuple(dict.fromkeys(ways))
+    if p.varlen and row.arch_specific:
+        return tuple(dict.fromkeys(ways)) or (ONE_HEAD,)
+    most = (1 - _SAVED) * tiles_of_group(p, row.block_m, ONE_HEAD)
+    ways = [way for way in ways if tiles_of_group(p, row.block_m, way) <= most]
+    return tuple(dict.fromkeys((*ways, ONE_HEAD)))
 
 
-def _numbers(row: KernelSpec, pack_gqa: PackGQA, p: AttentionProblem, target: Target) -> tuple[SplitKV, ...]:
-    """Numbers of parts that keep a part of the SMs busy, or make a few rounds of CTAs."""
-    tiles = tile_keys(p, row.block_m, row.block_n, pack_gqa.pack)
-    items, longest = p.batch * p.num_q_heads // pack_gqa.heads * len(tiles), max(tiles, default=0)
+def _numbers(
+    row: KernelSpec, pack_gqa: PackGQA, p: AttentionProblem, target: Target, *, alone: bool
+) -> tuple[SplitKV, ...]:
+    """Numbers of parts that keep a part of the SMs busy, or make a few rounds of CTAs.
+
+    alone: no kernel that does not split keys has this tile. One that does has unequal tiles in a better order.
+    """
+    tiles, _, steps = tile_steps(
+        p.seqlen_q * pack_gqa.pack, p.seqlen_k, pack_gqa.pack, row.block_m, row.block_n, p.window_left, p.window_right
+    )
+    items, longest = p.batch * p.num_q_heads // pack_gqa.heads * tiles, int(steps)
     ctas = target.sm_count * row.ctas_per_sm
     if items == 0 or longest == 0:
         return ()
-    fewest = 1 if is_final(p, 1) or pack_gqa.heads > 1 else 2
+    is_unequal = not (p.window_left == p.window_right == UNLIMITED)
+    in_order = pack_gqa == ONE_HEAD and is_unequal and not alone
+    fewest = 1 if (is_final(p, 1) or pack_gqa.heads > 1) and not in_order else 2
     numbers = {fewest, 2, *(int(rounds * ctas) // items for rounds in _ROUNDS)}
     found: dict[tuple[int, int], int] = {}
     for n in sorted(n for n in numbers if fewest <= n <= longest):

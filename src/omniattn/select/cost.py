@@ -1,9 +1,9 @@
 """The time of a way of running a call: one model, whatever the kernel, whose coefficients were measured.
 
-A tile of queries takes its beginning and end, and a step for each tile of keys. A step takes as long as its own chain
-of products, softmax and waiting, or as the SM needs for what all its warps issue. Tiles come in rounds of CTAs, or are
-handed out such that all SMs end together. The call takes that time, or that of its bytes from memory or L2; to it come
-launches, what prepares the mask, and the merging of partial results.
+A CTA takes one tile of queries after the other: to begin and end each, and a step for each tile of keys. A step takes
+as long as its own chain of products, softmax and waiting, or as the SM needs for what all its warps issue. A launch takes
+what its busiest CTA takes, or the time of its bytes from memory or L2; to it come launches, the quantization of operands,
+what prepares the mask, and the merging of partial results.
 """
 
 from __future__ import annotations
@@ -13,11 +13,15 @@ from .features import Features, Pass
 
 #: How sharply the longest of several times that overlap decides: they are summed by this power.
 _SHARPNESS = 4.0
+#: Kernels that quantize q, k and v.
+_QUANTIZERS = 3
 
 
 def cost_us(found: Features, c: Coefficients) -> float:
     """Microseconds that a way of running a call takes."""
     time = c.launch + sum(pass_us(one, c) for one in found.passes) + c.launch_more * (len(found.passes) - 1)
+    if found.quantized:
+        time += _QUANTIZERS * c.launch_more + found.quantized / c.quantize
     if found.preparing:
         time += found.preparing * c.launch_more + found.prepared / c.memory
     if found.merged:
@@ -29,36 +33,31 @@ def step_us(one: Pass, c: Coefficients) -> float:
     """A step of all CTAs of an SM that run at the same time."""
     of_products = 2.0 if one.bits == 8 else 1.0
     if one.kind == "wgmma":
-        scores = c.scores if one.scores else 1.0
+        scores = {"masks": c.masks, "functions": c.functions}.get(one.scores, 1.0)
+        bias = c.bias if one.has_bias else 0.0
         product = c.product * one.keys * one.channels / of_products
-        softmax = (c.exp if one.bits > 8 else c.exp_8) * scores * one.keys
-        alone = product + c.wait + (c.chain * scores + (c.meet if one.groups > 1 else 0.0)) * one.keys
+        softmax = ((c.exp if one.bits > 8 else c.exp_8) * scores + bias) * one.keys
+        alone = product + c.wait + (c.chain * scores + bias) * one.keys
         busy = one.resident * one.groups * (product + softmax + c.issue)
     else:
-        scores = c.sync_scores if one.scores else 1.0
+        scores = 1.0 if one.scores == "as they are" else c.sync_scores
         product = c.sync_product * one.keys * one.channels / of_products
-        softmax = c.sync_exp * scores * one.keys
-        in_turn = -(-one.groups // one.warps)
-        alone = in_turn * product + c.sync_wait + c.sync_chain * scores * one.keys
-        busy = one.resident * one.groups * (product + softmax)
+        alone = -(-one.groups // one.warps) * product + c.sync_wait
+        busy = one.resident * one.groups * (product + c.sync_exp * scores * one.keys)
     return _longest(alone, busy)
 
 
 def pass_us(one: Pass, c: Coefficients) -> float:
     """A launch of a kernel that attends, but for launching it."""
-    if one.tiles == 0:
+    if one.items == 0:
         return 0.0
-    step = step_us(one, c)
-    item = c.item + c.beside * (one.resident - 1) if one.kind == "wgmma" else c.sync_item
-    if one.is_even:
-        work = -(-int(one.tiles) // one.places) * (item + one.longest * step)
-    else:
-        of_all = (one.tiles * item + one.steps * step) / min(one.places, one.tiles)
-        work = max(item + one.longest * step, of_all * (1.0 + (c.uneven if one.longest else 0.0)))
-    slower = c.parts if one.in_parts else 1.0
-    share = min(1.0, c.sm_share * one.tiles * one.resident / one.places)
-    memory = one.read * slower / (c.memory * max(share, 1e-9))
-    return _longest(work, memory, one.reread * slower / c.l2) + (c.walk if one.walks else 0.0)
+    item = c.item if one.kind == "wgmma" else c.sync_item
+    item += c.store * one.stored + (c.stream if one.is_stream else 0.0)
+    # Of the first tile nothing overlaps with what is read and written.
+    first = min(one.items, 1.0) * item
+    work = max(one.items - 1.0, 0.0) * item + one.steps * step_us(one, c) * (1.0 + (c.uneven if one.is_uneven else 0.0))
+    l2 = one.reread * (c.parts if one.in_parts else 1.0) / c.l2
+    return first + _longest(work, one.read / c.memory, l2) + (c.walk if one.walks else 0.0)
 
 
 def _longest(*times: float) -> float:

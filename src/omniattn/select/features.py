@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 from ..problems import UNLIMITED, AttentionProblem, Target
 from ..problems.memory import ITEMSIZE
-from ..problems.split import SplitKV, StreamK, TailSplit, is_final
+from ..problems.split import SplitKV, StreamK, TailSplit, Whole, is_final
 from ..registry import KernelSpec
 from .candidate import Candidate, MaskInput
 
@@ -15,7 +16,7 @@ SECTOR = 32
 #: Query rows of a warpgroup's product, and of a warp's.
 _WGMMA_ROWS, _MMA_ROWS = 64, 16
 #: Tiles of a head that are counted one by one; of more the mean is as good.
-_COUNTED = 32
+_COUNTED = 8
 #: Lengths that stand for those of packed sequences; what the longest one is of the mean, at most.
 _QUANTILES, _MOST_OF_MEAN = 4, 4.0
 
@@ -27,22 +28,20 @@ class Pass(NamedTuple):
     ----------
     kind : str
         ``"wgmma"`` or ``"mma.sync"``: whose costs it has.
-    scores : bool
-        Scores are formed one by one.
+    scores : str
+        ``"as they are"``, ``"masks"`` or ``"functions"`` (softcap, a user's): what is done to scores one by one.
+    has_bias : bool
+        Numbers are added to scores.
     bits : int
         Of the operands of Q K^T.
-    tiles : float
-        Of query rows, of all heads; with their keys divided, parts of them.
-    places : int
-        CTAs that run at the same time.
     resident : int
         CTAs of an SM that have something to do.
-    steps : float
-        Tiles of keys, of all tiles.
-    longest : float
-        Of the longest tile.
-    is_even : bool
-        All tiles take the same time and are handed out in rounds.
+    items, steps : float
+        Of the busiest CTA: tiles of queries, and tiles of keys.
+    is_uneven : bool
+        Tiles differ, so that no CTA is as busy as the mean.
+    is_stream : bool
+        CTAs begin in the middle of tiles, and keep partial results of them.
     groups : int
         Warpgroups of a tile that have rows (wgmma), or rows in units of a warp's (mma.sync).
     warps : int
@@ -51,6 +50,8 @@ class Pass(NamedTuple):
         Of a step.
     channels : float
         Mean of q's and v's head_dim, as the tile has them.
+    stored : float
+        Elements of o that an SM's CTAs write for a tile each without the copy engine.
     read : float
         Bytes that have to come from memory or go there.
     reread : float
@@ -62,18 +63,19 @@ class Pass(NamedTuple):
     """
 
     kind: str
-    scores: bool
+    scores: str
+    has_bias: bool
     bits: int
-    tiles: float
-    places: int
     resident: int
+    items: float
     steps: float
-    longest: float
-    is_even: bool
+    is_uneven: bool
+    is_stream: bool
     groups: int
     warps: int
     keys: int
     channels: float
+    stored: float
     read: float
     reread: float
     in_parts: bool
@@ -86,6 +88,8 @@ class Features(NamedTuple):
     Attributes
     ----------
     passes : tuple of Pass
+    quantized : float
+        Bytes that the quantization of the operands reads and writes.
     prepared : float
         Bytes that kernels before it read and write, to prepare the mask.
     preparing : int
@@ -95,12 +99,28 @@ class Features(NamedTuple):
     """
 
     passes: tuple[Pass, ...]
+    quantized: float
     prepared: float
     preparing: int
     merged: float
 
 
-def features(candidate: Candidate, problem: AttentionProblem, target: Target) -> Features:
+class _Tiles(NamedTuple):
+    """What a kernel has to do whatever the schedule: tiles of queries, their steps, and one launch of all of them."""
+
+    tiles: float
+    steps: float
+    longest: float
+    is_even: bool
+    rows: int
+    whole: Pass
+
+
+#: Of ways of one call, by what of a way counts: they differ in little but the schedule.
+Kept = dict[tuple[Any, ...], _Tiles]
+
+
+def features(candidate: Candidate, problem: AttentionProblem, target: Target, kept: Kept | None = None) -> Features:
     """Count what a way of running a call has to do.
 
     Parameters
@@ -109,38 +129,71 @@ def features(candidate: Candidate, problem: AttentionProblem, target: Target) ->
         One of `candidates`.
     problem : AttentionProblem
     target : Target
+    kept : dict, optional
+        Of this call and GPU; what ways have in common is counted once.
     """
     p, schedule, row = candidate.told(problem), candidate.schedule, candidate.row
     prepared, preparing = _of_mask(candidate, p)
+    quantized = _quantized_bytes(p)
+    key = row.name, candidate.pack_gqa, candidate.mask is MaskInput.AS_TILES, candidate.heads_as_queries
+    found = None if kept is None else kept.get(key)
+    if found is None:
+        found = _tiles(candidate, p, target)
+        if kept is not None:
+            kept[key] = found
     merged = 0.0
     if isinstance(schedule, TailSplit):
-        tiles, blocks = schedule.first_tile, -(-p.seqlen_q // row.block_m)
-        share = tiles / (p.batch * p.num_q_heads * blocks)
-        whole = _pass(candidate, p, target, 1)
-        first = whole._replace(tiles=tiles, steps=whole.steps * share, read=whole.read * share)
-        parts = schedule.num_tiles * schedule.splits
-        last = whole._replace(
-            tiles=parts, steps=whole.steps * (1 - share), longest=_part(whole.longest, schedule.splits),
-            read=whole.read * (1 - share), reread=whole.reread * (1 - share),
-            resident=_resident(parts, row, target),
-        )  # fmt: skip
-        merged = _partial_bytes(p, parts * row.block_m)
-        return Features((first._replace(reread=whole.reread * share), last), prepared, preparing, merged)
-    splits = schedule.splits if isinstance(schedule, SplitKV) else 1
-    found = _pass(candidate, p, target, splits)
+        share = schedule.first_tile / found.tiles
+        first = _scheduled(found, row, target, schedule.first_tile, 1)
+        last = _scheduled(found, row, target, schedule.num_tiles, schedule.splits)
+        first, last = (
+            one._replace(read=found.whole.read * part, reread=found.whole.reread * part)
+            for one, part in ((first, share), (last, 1 - share))
+        )
+        last = last._replace(stored=float(row.block_m * p.head_dim_v))
+        merged = _partial_bytes(p, schedule.num_tiles * schedule.splits * row.block_m)
+        return Features((first, last), quantized, prepared, preparing, merged)
     if isinstance(schedule, StreamK):
-        # A CTA begins in the middle of a tile, and may end in one.
-        found = found._replace(tiles=found.tiles + schedule.ctas, longest=0.0, is_even=False)
-        merged = _partial_bytes(p, schedule.ctas * min(row.block_m, max(p.max_seqlen_q, 1) * candidate.pack_gqa.pack))
-    elif isinstance(schedule, SplitKV) and not is_final(p, splits):
-        batch = 1 if p.varlen else p.batch
-        rows = batch * p.num_q_heads // candidate.pack_gqa.heads * p.seqlen_q * candidate.pack_gqa.pack
-        merged = _partial_bytes(p, rows * splits)
-    return Features((found,), prepared, preparing, merged)
+        ctas = schedule.ctas
+        one = found.whole._replace(
+            items=(found.tiles + ctas) / ctas, steps=found.steps / ctas, resident=row.ctas_per_sm, is_stream=True
+        )
+        merged = _partial_bytes(p, ctas * min(row.block_m, max(p.max_seqlen_q, 1) * candidate.pack_gqa.pack))
+    else:
+        splits = schedule.splits if isinstance(schedule, SplitKV) else 1
+        one = _scheduled(found, row, target, found.tiles, splits)
+        if isinstance(schedule, SplitKV) and not is_final(p, splits):
+            rows = found.rows * p.num_q_heads // candidate.pack_gqa.heads * candidate.pack_gqa.pack
+            merged = _partial_bytes(p, rows * splits)
+    if not isinstance(schedule, Whole) and row.arch_specific:
+        rows = min(candidate.pack_gqa.pack * (p.max_seqlen_q if p.varlen else p.seqlen_q), row.block_m)
+        one = one._replace(stored=float(rows * p.head_dim_v * one.resident))
+    return Features((one,), quantized, prepared, preparing, merged)
 
 
-def _part(steps: float, splits: int) -> float:
-    return float(-(-int(steps) // splits))
+def _scheduled(found: _Tiles, row: KernelSpec, target: Target, tiles: float, splits: int) -> Pass:
+    """A launch of so many tiles, their keys divided among so many CTAs."""
+    items, places = tiles * splits, target.sm_count * row.ctas_per_sm
+    resident = max(1, min(-(-int(items) // target.sm_count), row.ctas_per_sm))
+    if items <= 0:
+        return found.whole._replace(items=0.0, steps=0.0, resident=resident, is_uneven=False)
+    longest = float(-(-int(found.longest) // splits))
+    if found.is_even:
+        rounds = float(-(-int(items) // places))
+        return found.whole._replace(items=rounds, steps=rounds * longest, resident=resident, is_uneven=False)
+    busy = min(float(places), items)
+    mean = found.steps * (tiles / found.tiles) / busy
+    return found.whole._replace(
+        items=items / busy, steps=max(mean, longest), resident=resident, is_uneven=mean > longest
+    )  # fmt: skip
+
+
+def _quantized_bytes(p: AttentionProblem) -> float:
+    """16-bit operands read, 8-bit ones written; of operands that come quantized nothing."""
+    if not p.precision.quantized or p.operands is not None:
+        return 0.0
+    rows = (1 if p.varlen else p.batch) * (p.seqlen_q * p.num_q_heads + 2 * p.seqlen_k * p.num_kv_heads)
+    return 3.0 * p.head_dim * rows
 
 
 def _partial_bytes(p: AttentionProblem, rows: float) -> float:
@@ -159,19 +212,16 @@ def _of_mask(candidate: Candidate, p: AttentionProblem) -> tuple[float, int]:
     return bytes_of_mask, 2 if how is MaskInput.LISTED else 1
 
 
-def _resident(tiles: float, row: KernelSpec, target: Target) -> int:
-    return max(1, min(-(-int(tiles) // target.sm_count), row.ctas_per_sm))
-
-
-def _pass(candidate: Candidate, p: AttentionProblem, target: Target, splits: int) -> Pass:
+def _tiles(candidate: Candidate, p: AttentionProblem, target: Target) -> _Tiles:
     row, (sharing, pack) = candidate.row, candidate.pack_gqa
     lengths = sequences(p)
     batch = max(p.batch, 1) / len(lengths)
     heads = batch * p.num_q_heads / sharing
     tiles = steps = longest = seen = 0.0
     is_even = len(lengths) == 1
+    window = p.window_left, p.window_right
     for queries, keys in lengths:
-        count, total, most = tile_steps(queries * pack, keys, pack, row.block_m, row.block_n, p)
+        count, total, most = tile_steps(queries * pack, keys, pack, row.block_m, row.block_n, *window)
         tiles += heads * count
         steps += heads * total
         longest = max(longest, most)
@@ -181,30 +231,32 @@ def _pass(candidate: Candidate, p: AttentionProblem, target: Target, splits: int
     rows = max(min(pack * (p.max_seqlen_q if p.varlen and p.max_seqlen_q else lengths[-1][0]), row.block_m), 1)
     itemsize = 1 if row.quantized else ITEMSIZE[p.dtype]
     columns = p.head_dim + p.head_dim_v
-    queries = (1 if p.varlen else p.batch) * p.seqlen_q * p.num_q_heads
+    queries = (1 if p.varlen else p.batch) * p.seqlen_q
     of_bias = row.bias_bytes * rows * row.block_n if row.bias_bytes else 0
-    tiles *= splits
-    if splits > 1:
-        longest = _part(longest, splits)
-    return Pass(
-        "wgmma" if of_hopper else "mma.sync",
-        row.score_mods,
-        8 * itemsize,
-        tiles,
-        target.sm_count * row.ctas_per_sm,
-        _resident(tiles, row, target),
-        steps,
-        longest,
-        is_even,
-        -(-rows // (_WGMMA_ROWS if of_hopper else _MMA_ROWS)),
-        row.num_warps,
-        row.block_n,
-        (row.head_dim + row.head_dim_v) / 2,
-        itemsize * columns * seen + 2.0 * columns * queries,
-        steps * (row.block_n * itemsize * columns + of_bias),
-        of_hopper and not row.quantized and p.head_dim * itemsize % SECTOR != 0,
-        p.varlen,
+    scores = "as they are"
+    if row.score_mods:
+        scores = "masks" if p.mask != "none" and not p.softcap and p.score_mod is None else "functions"
+    whole = Pass(
+        kind="wgmma" if of_hopper else "mma.sync",
+        scores=scores,
+        has_bias=bool(row.bias_bytes),
+        bits=8 * itemsize,
+        resident=1,
+        items=0.0,
+        steps=0.0,
+        is_uneven=False,
+        is_stream=False,
+        groups=-(-rows // (_WGMMA_ROWS if of_hopper else _MMA_ROWS)),
+        warps=row.num_warps,
+        keys=row.block_n,
+        channels=(row.head_dim + row.head_dim_v) / 2,
+        stored=0.0,
+        read=itemsize * columns * seen + 2.0 * columns * queries * p.num_q_heads,
+        reread=steps * (row.block_n * itemsize * columns + of_bias),
+        in_parts=of_hopper and not row.quantized and p.head_dim * itemsize % SECTOR != 0,
+        walks=p.varlen,
     )
+    return _Tiles(tiles, steps, longest, is_even, queries, whole)
 
 
 def _seen(p: AttentionProblem, queries: int, keys: int) -> int:
@@ -235,8 +287,9 @@ def sequences(p: AttentionProblem) -> list[tuple[int, int]]:
     return pairs[:1] if len(set(pairs)) == 1 else pairs
 
 
+@lru_cache(4096)
 def tile_steps(
-    rows: int, keys: int, pack: int, block_m: int, block_n: int, p: AttentionProblem
+    rows: int, keys: int, pack: int, block_m: int, block_n: int, left: int, right: int
 ) -> tuple[int, float, float]:
     """Tiles of a head's rows, the steps of all of them, and of the longest.
 
@@ -245,12 +298,11 @@ def tile_steps(
     rows : int
         Queries times the rows of each.
     keys, pack, block_m, block_n : int
-    p : AttentionProblem
-        Whose windows count.
+    left, right : int
+        The window.
     """
     count = -(-rows // block_m)
     whole = -(-keys // block_n)
-    left, right = p.window_left, p.window_right
     if left == right == UNLIMITED or count == 0:
         return count, float(count * whole), float(whole)
     queries = rows // pack

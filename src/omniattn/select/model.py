@@ -58,8 +58,8 @@ def expected(rates: Rates, of: tuple[Rates, Coefficients] | None = None) -> Coef
     of_hopper, here = TENSOR_OPS[measured.cc], TENSOR_OPS.get(rates.cc, TENSOR_OPS[measured.cc])
     sync = 1.0 if rates.cc == measured.cc else here / (_SYNC_SHARE * of_hopper)
     of_clock = (
-        "item", "beside", "wait", "chain", "meet", "exp", "issue", "exp_8", "walk", "sync_item", "sync_wait",
-        "sync_chain", "sync_exp",
+        "item", "store", "stream", "wait", "chain", "exp", "issue", "exp_8", "bias", "walk", "sync_item", "sync_wait",
+        "sync_exp",
     )  # fmt: skip
     return replace(
         found,
@@ -68,5 +68,6 @@ def expected(rates: Rates, of: tuple[Rates, Coefficients] | None = None) -> Coef
         sync_product=found.sync_product / clock / sync,
         memory=found.memory * memory,
         partial=found.partial * memory,
+        quantize=found.quantize * memory,
         l2=found.l2 * l2,
     )

@@ -17,10 +17,10 @@ from ..select.model import NAMES
 #: Relative error from which on a time counts by its size and not by its square: some ways are measured that no call
 #: should ever take, and need not be right.
 _USUAL_ERROR = 0.1
-#: How much less a way counts that takes so many times as long as the fastest one of its call.
-_FAR = 2.0
+#: Ways that take more than so many times as long as the fastest one of their call are left out.
+_FAR = 2.5
 #: Coefficients are held to where they came from by so much for each factor of e: what the data say nothing about stays.
-_HOLD = 0.02
+_HOLD = 0.002
 #: Step of a numerical derivative, in logarithms.
 _STEP = 1e-4
 
@@ -33,11 +33,14 @@ class Measured(NamedTuple):
     name : str
     ways : tuple of Features
     us : tuple of float
+    fastest : float
+        The shortest time that was measured, of ways too that are no candidates any more.
     """
 
     name: str
     ways: tuple[Features, ...]
     us: tuple[float, ...]
+    fastest: float
 
 
 @dataclass(frozen=True)
@@ -72,7 +75,7 @@ def judge(calls: Sequence[Measured], coefficients: Coefficients) -> Quality:
     for call in calls:
         times = [cost_us(way, coefficients) for way in call.ways]
         chosen = min(range(len(times)), key=times.__getitem__)
-        regrets[call.name] = call.us[chosen] / min(call.us) - 1.0
+        regrets[call.name] = call.us[chosen] / call.fastest - 1.0
         errors += [abs(math.log(time / us)) for time, us in zip(times, call.us, strict=True)]
     return Quality(regrets, float(np.median(errors)) if errors else 0.0)
 
@@ -81,7 +84,8 @@ def fit(calls: Sequence[Measured], start: Coefficients, rounds: int = 40) -> Coe
     """The coefficients near ``start`` that explain the times best.
 
     Least squares of logarithms, by Levenberg's and Marquardt's method (Marquardt 1963, doi:10.1137/0111030), with
-    Huber's weights (1964, doi:10.1214/aoms/1177703732) and with more weight for fast ways than for slow ones.
+    Huber's weights (1964, doi:10.1214/aoms/1177703732). A way counts the less, the longer it takes beside the fastest
+    one of its call.
 
     Parameters
     ----------
@@ -91,19 +95,26 @@ def fit(calls: Sequence[Measured], start: Coefficients, rounds: int = 40) -> Coe
     rounds : int
         Attempts to improve, at most.
     """
-    ways = [way for call in calls for way in call.ways]
-    logs = np.log([us for call in calls for us in call.us])
-    near = np.array([(min(call.us) / us) ** (1 / _FAR) / len(call.us) ** 0.5 for call in calls for us in call.us])
+    ways: list[Features] = []
+    logs: list[float] = []
+    near: list[float] = []
+    for call in calls:
+        fastest = min(call.us)
+        kept = [(way, us) for way, us in zip(call.ways, call.us, strict=True) if us <= _FAR * fastest]
+        ways += [way for way, _ in kept]
+        logs += [math.log(us) for _, us in kept]
+        near += [fastest / us / len(kept) ** 0.5 for _, us in kept]
+    times, weight = np.array(logs), np.array(near)
     origin = np.log([getattr(start, name) for name in NAMES])
 
     def errors(x: np.ndarray) -> np.ndarray:
         c = Coefficients(*map(float, np.exp(x)))
-        return np.log([cost_us(way, c) for way in ways]) - logs
+        return np.log([cost_us(way, c) for way in ways]) - times
 
     def loss(error: np.ndarray, x: np.ndarray) -> float:
         size = np.abs(error) / _USUAL_ERROR
         huber = np.where(size <= 1, size**2, 2 * size - 1)
-        return float((near * huber).sum() / near.sum() + (_HOLD * (x - origin) ** 2).sum())
+        return float((weight * huber).sum() / weight.sum() + (_HOLD * (x - origin) ** 2).sum())
 
     x, damping = origin.copy(), 1e-2
     error = errors(x)
@@ -114,7 +125,7 @@ def fit(calls: Sequence[Measured], start: Coefficients, rounds: int = 40) -> Coe
             moved = x.copy()
             moved[i] += _STEP
             slopes[:, i] = (errors(moved) - error) / _STEP
-        weights = near / near.sum() / _USUAL_ERROR**2 / np.maximum(1.0, np.abs(error) / _USUAL_ERROR)
+        weights = weight / weight.sum() / _USUAL_ERROR**2 / np.maximum(1.0, np.abs(error) / _USUAL_ERROR)
         curvature = (slopes * weights[:, None]).T @ slopes + _HOLD * np.eye(len(NAMES))
         downhill = -(slopes * weights[:, None]).T @ error - _HOLD * (x - origin)
         improved = False

@@ -150,8 +150,8 @@ def fitted(report: CandidateReport, results: Sequence[CandidateResult], start: C
 
 def measured(result: CandidateResult) -> Measured:
     """The ways of a call that have a time."""
-    ways = [(way.features, way.timing.median_us) for way in result.ways if way.timing is not None]
-    return Measured(result.case.long_name, tuple(f for f, _ in ways), tuple(us for _, us in ways))
+    ways = [(way.features, us) for us, way in result.timed if way.features is not None]
+    return Measured(result.case.long_name, tuple(f for f, _ in ways), tuple(us for _, us in ways), result.timed[0][0])
 
 
 def _gains(results: Sequence[CandidateResult], after: dict[str, float]) -> dict[str, Gain]:
