@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 from .attention import AttentionProblem
@@ -126,9 +127,18 @@ def gqa_packing_with_scores(problem: AttentionProblem, block_m: int) -> PackGQA:
 def _fewest_tiles(problem: AttentionProblem, block_m: int, packs: list[int], order: int, whole: bool) -> PackGQA:
     """order: 1 for the most heads of equally good ones, -1 for the fewest."""
     group = problem.num_q_heads // problem.num_kv_heads
+    return _fewest(group, problem.seqlen_q, block_m, tuple(packs), order, whole)
+
+
+@lru_cache(4096)
+def _fewest(group: int, queries: int, block_m: int, packs: tuple[int, ...], order: int, whole: bool) -> PackGQA:
     of_heads = [max(n for n in range(1, pack + 1) if group % n == 0) for pack in packs]
     ways = [PackGQA(*way) for way in zip(of_heads, packs, strict=True) if not whole or way[0] == way[1]]
-    return min(ways, key=lambda way: (tiles_of_group(problem, block_m, way), way.pack / way.heads, -order * way.heads))
+
+    def rank(way: PackGQA) -> tuple[int, float, int]:
+        return group // way.heads * -(-queries * way.pack // block_m), way.pack / way.heads, -order * way.heads
+
+    return min(ways, key=rank)
 
 
 def tile_keys(problem: AttentionProblem, block_m: int, block_n: int, pack: int) -> list[int]:

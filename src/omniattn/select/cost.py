@@ -11,8 +11,6 @@ from __future__ import annotations
 from ..problems.target import Coefficients
 from .features import Features, Pass
 
-#: How sharply the longest of several times that overlap decides: they are summed by this power.
-_SHARPNESS = 4.0
 #: Kernels that quantize q, k and v.
 _QUANTIZERS = 3
 
@@ -61,8 +59,12 @@ def pass_us(one: Pass, c: Coefficients) -> float:
 
 
 def _longest(*times: float) -> float:
-    """Of times that overlap: a little more than the longest, where others are nearly as long."""
+    """Of times that overlap: a little more than the longest, where others are nearly as long (the sum of 4th powers)."""
     most = max(times)
     if most <= 0.0:
         return 0.0
-    return most * sum((time / most) ** _SHARPNESS for time in times) ** (1.0 / _SHARPNESS)
+    total = 0.0
+    for time in times:
+        part = time / most
+        total += part * part * part * part
+    return most * total**0.25

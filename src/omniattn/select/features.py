@@ -106,8 +106,13 @@ class Features(NamedTuple):
 
 
 class _Tiles(NamedTuple):
-    """What a kernel has to do whatever the schedule: tiles of queries, their steps, and one launch of all of them."""
+    """What a kernel has to do whatever the schedule: tiles of queries, their steps, and one launch of all of them.
 
+    problem: as the kernel is told of it.
+    """
+
+    problem: AttentionProblem
+    quantized: float
     tiles: float
     steps: float
     longest: float
@@ -132,59 +137,70 @@ def features(candidate: Candidate, problem: AttentionProblem, target: Target, ke
     kept : dict, optional
         Of this call and GPU; what ways have in common is counted once.
     """
-    p, schedule, row = candidate.told(problem), candidate.schedule, candidate.row
-    prepared, preparing = _of_mask(candidate, p)
-    quantized = _quantized_bytes(p)
+    schedule, row = candidate.schedule, candidate.row
     key = row.name, candidate.pack_gqa, candidate.mask is MaskInput.AS_TILES, candidate.heads_as_queries
     found = None if kept is None else kept.get(key)
     if found is None:
-        found = _tiles(candidate, p, target)
+        found = _tiles(candidate, candidate.told(problem), target)
         if kept is not None:
             kept[key] = found
+    p, quantized = found.problem, found.quantized
+    prepared, preparing = _of_mask(candidate, p)
     merged = 0.0
+    whole = found.whole
     if isinstance(schedule, TailSplit):
         share = schedule.first_tile / found.tiles
-        first = _scheduled(found, row, target, schedule.first_tile, 1)
-        last = _scheduled(found, row, target, schedule.num_tiles, schedule.splits)
-        first, last = (
-            one._replace(read=found.whole.read * part, reread=found.whole.reread * part)
-            for one, part in ((first, share), (last, 1 - share))
+        stored = float(row.block_m * p.head_dim_v)
+        passes = (
+            _launch(found, row, target, schedule.first_tile, 1, 0.0, share),
+            _launch(found, row, target, schedule.num_tiles, schedule.splits, stored, 1 - share),
         )
-        last = last._replace(stored=float(row.block_m * p.head_dim_v))
         merged = _partial_bytes(p, schedule.num_tiles * schedule.splits * row.block_m)
-        return Features((first, last), quantized, prepared, preparing, merged)
+        return Features(passes, quantized, prepared, preparing, merged)
+    pack = candidate.pack_gqa.pack
+    stored = 0.0
+    if not isinstance(schedule, Whole) and row.arch_specific:
+        stored = float(min(pack * (p.max_seqlen_q if p.varlen else p.seqlen_q), row.block_m) * p.head_dim_v)
     if isinstance(schedule, StreamK):
         ctas = schedule.ctas
-        one = found.whole._replace(
-            items=(found.tiles + ctas) / ctas, steps=found.steps / ctas, resident=row.ctas_per_sm, is_stream=True
-        )
-        merged = _partial_bytes(p, ctas * min(row.block_m, max(p.max_seqlen_q, 1) * candidate.pack_gqa.pack))
+        one = whole._replace(
+            items=(found.tiles + ctas) / ctas, steps=found.steps / ctas, resident=row.ctas_per_sm, is_stream=True,
+            stored=stored * row.ctas_per_sm,
+        )  # fmt: skip
+        merged = _partial_bytes(p, ctas * min(row.block_m, max(p.max_seqlen_q, 1) * pack))
     else:
         splits = schedule.splits if isinstance(schedule, SplitKV) else 1
-        one = _scheduled(found, row, target, found.tiles, splits)
+        one = _launch(found, row, target, found.tiles, splits, stored, 1.0)
         if isinstance(schedule, SplitKV) and not is_final(p, splits):
-            rows = found.rows * p.num_q_heads // candidate.pack_gqa.heads * candidate.pack_gqa.pack
+            rows = found.rows * p.num_q_heads // candidate.pack_gqa.heads * pack
             merged = _partial_bytes(p, rows * splits)
-    if not isinstance(schedule, Whole) and row.arch_specific:
-        rows = min(candidate.pack_gqa.pack * (p.max_seqlen_q if p.varlen else p.seqlen_q), row.block_m)
-        one = one._replace(stored=float(rows * p.head_dim_v * one.resident))
     return Features((one,), quantized, prepared, preparing, merged)
 
 
-def _scheduled(found: _Tiles, row: KernelSpec, target: Target, tiles: float, splits: int) -> Pass:
-    """A launch of so many tiles, their keys divided among so many CTAs."""
-    items, places = tiles * splits, target.sm_count * row.ctas_per_sm
+def _launch(
+    found: _Tiles, row: KernelSpec, target: Target, tiles: float, splits: int, stored: float, share: float
+) -> Pass:
+    """A launch of so many tiles, their keys divided among so many CTAs.
+
+    stored: elements of o of a tile that threads write. share: of the bytes of all tiles.
+    """
+    whole, items, places = found.whole, tiles * splits, target.sm_count * row.ctas_per_sm
     resident = max(1, min(-(-int(items) // target.sm_count), row.ctas_per_sm))
-    if items <= 0:
-        return found.whole._replace(items=0.0, steps=0.0, resident=resident, is_uneven=False)
-    longest = float(-(-int(found.longest) // splits))
-    if found.is_even:
-        rounds = float(-(-int(items) // places))
-        return found.whole._replace(items=rounds, steps=rounds * longest, resident=resident, is_uneven=False)
-    busy = min(float(places), items)
-    mean = found.steps * (tiles / found.tiles) / busy
-    return found.whole._replace(
-        items=items / busy, steps=max(mean, longest), resident=resident, is_uneven=mean > longest
+    own = steps = 0.0
+    is_uneven = False
+    if items > 0:
+        longest = float(-(-int(found.longest) // splits))
+        if found.is_even:
+            own = float(-(-int(items) // places))
+            steps = own * longest
+        else:
+            busy = min(float(places), items)
+            mean = found.steps * (tiles / found.tiles) / busy
+            own, steps, is_uneven = items / busy, max(mean, longest), mean > longest
+    if share != 1.0:
+        whole = whole._replace(read=whole.read * share, reread=whole.reread * share)
+    return whole._replace(
+        items=own, steps=steps, resident=resident, is_uneven=is_uneven, stored=stored * resident
     )  # fmt: skip
 
 
@@ -256,7 +272,7 @@ def _tiles(candidate: Candidate, p: AttentionProblem, target: Target) -> _Tiles:
         in_parts=of_hopper and not row.quantized and p.head_dim * itemsize % SECTOR != 0,
         walks=p.varlen,
     )
-    return _Tiles(tiles, steps, longest, is_even, queries, whole)
+    return _Tiles(p, _quantized_bytes(p), tiles, steps, longest, is_even, queries, whole)
 
 
 def _seen(p: AttentionProblem, queries: int, keys: int) -> int:

@@ -60,8 +60,17 @@ def fitting_rows(
     """
     if op == "attention_split" and unfit_for_splits(problem) is not None:
         return []
-    alike = _CLASSES(registry, (op, _class_of(problem, target)))
-    return [row for row in alike if _unfit_call(row, problem, target) is None]
+    of_class = _class_of(problem, target)
+    alike = _CLASSES(registry, (op, of_class))
+    if not _is_countable(problem):
+        return [row for row in alike if _unfit_call(row, problem, target) is None]
+    key = op, of_class, _details_of(problem)
+    found = _FITTING.get(key)
+    if found is None or found[0] is not alike:
+        if len(_FITTING) >= _MAX_CLASSES:
+            _FITTING.clear()
+        found = _FITTING[key] = alike, [row for row in alike if _unfit_call(row, problem, target) is None]
+    return list(found[1])
 
 
 def unfit_for_splits(problem: AttentionProblem) -> str | None:
@@ -159,6 +168,29 @@ def _unfit_class(row: KernelSpec, of: _Class) -> str | None:
     return row.unfit(of.cc, of.max_smem) or None
 
 
+def _details_of(problem: AttentionProblem) -> tuple[Hashable, ...]:
+    """What else decides about rows, the same for calls of every length whose tiles can be counted."""
+    p = problem
+    masks = None
+    if p.mask != "none":
+        masks = p.mask_form, p.mask_dtype, p.mask_map, p.aligns_mask, p.one_mask_for_all_keys
+    operands = None
+    if p.precision.quantized:
+        of = p.operands
+        operands = (
+            p.precision, None if of is None else (of.e4m3, of.grouping, of.stored_bits),
+            None if p.descales is None else p.descales.v.granularity,
+        )  # fmt: skip
+    return p.score_mod is not None, p.block_mask is not None, p.softcap > 0.0, masks, operands
+
+
+def _is_countable(problem: AttentionProblem) -> bool:
+    """Whether every kernel can count the tiles of a call."""
+    p = problem
+    heads = p.num_q_heads * (1 if p.varlen else p.batch)
+    return p.seqlen_k <= MASK_TILE * MAX_TILES and heads * (p.seqlen_q // 64 + p.batch + 4) < _MAX_ITEMS
+
+
 def _of_kind(row: KernelSpec, of: tuple[str, str, bool]) -> bool:
     return (row.op, row.dtype, row.quantized) == of
 
@@ -167,8 +199,9 @@ def _of_class(row: KernelSpec, of: tuple[str, _Class]) -> bool:
     return _unfit_class(row, of[1]) is None
 
 
-#: By operation, element type and whether operands are quantized; of those by class.
+#: By operation, element type and whether operands are quantized; of those by class; of those by what else decides.
 _KINDS: RowsOf[tuple[str, str, bool]] = RowsOf(_of_kind)
+_FITTING: dict[Hashable, tuple[tuple[KernelSpec, ...], list[KernelSpec]]] = {}
 _CLASSES: RowsOf[tuple[str, _Class]] = RowsOf(
     _of_class, among=lambda rows, of: _KINDS(rows, (of[0], of[1].dtype, of[1].quantized))
 )
