@@ -16,7 +16,6 @@ from ..problems.split import (
     gqa_packing,
     gqa_packing_on_mma_sync,
     gqa_packing_with_scores,
-    is_final,
     tiles_of_group,
 )
 from ..registry import REGISTRY, KernelSpec
@@ -123,20 +122,15 @@ def _is_too_narrow(row: KernelSpec, p: AttentionProblem) -> bool:
 
 def _split(p: AttentionProblem, target: Target) -> Iterator[Candidate]:
     typical = of_equal_lengths(p)
-    whole = {_tile(row) for row in _rows("attention", p, target)}
     for row in _rows("attention_split", p, target):
         for pack_gqa in _packings(row, p, typical):
             schedules: Iterable[Any]
             if p.varlen and row.arch_specific:
                 schedules = (StreamK(target.sm_count * row.ctas_per_sm),) if _shares_keys(row, pack_gqa, p) else ()
             else:
-                schedules = _numbers(row, pack_gqa, typical, target, alone=_tile(row) not in whole)
+                schedules = _numbers(row, pack_gqa, typical, target)
             for mask in mask_inputs(row, p, pack_gqa):
                 yield from (Candidate(row, pack_gqa, schedule, mask) for schedule in schedules)
-
-
-def _tile(row: KernelSpec) -> tuple[Any, ...]:
-    return row.arch_specific, row.score_mods, row.head_dim, row.block_m, row.block_n
 
 
 def _shares_keys(row: KernelSpec, pack_gqa: PackGQA, p: AttentionProblem) -> bool:
@@ -162,12 +156,10 @@ def _packings(row: KernelSpec, p: AttentionProblem, typical: AttentionProblem) -
     return tuple(dict.fromkeys((*ways, ONE_HEAD)))
 
 
-def _numbers(
-    row: KernelSpec, pack_gqa: PackGQA, p: AttentionProblem, target: Target, *, alone: bool
-) -> tuple[SplitKV, ...]:
+def _numbers(row: KernelSpec, pack_gqa: PackGQA, p: AttentionProblem, target: Target) -> tuple[SplitKV, ...]:
     """Numbers of parts that keep a part of the SMs busy, or make a few rounds of CTAs.
 
-    alone: no kernel that does not split keys has this tile. One that does has unequal tiles in a better order.
+    One part only where heads share tiles: kernels that split nothing store o faster, and have tiles in a better order.
     """
     tiles, _, steps = tile_steps(
         p.seqlen_q * pack_gqa.pack, p.seqlen_k, pack_gqa.pack, row.block_m, row.block_n, p.window_left, p.window_right
@@ -176,9 +168,7 @@ def _numbers(
     ctas = target.sm_count * row.ctas_per_sm
     if items == 0 or longest == 0:
         return ()
-    is_unequal = not (p.window_left == p.window_right == UNLIMITED)
-    in_order = pack_gqa == ONE_HEAD and is_unequal and not alone
-    fewest = 1 if (is_final(p, 1) or pack_gqa.heads > 1) and not in_order else 2
+    fewest = 1 if pack_gqa.heads > 1 else 2
     numbers = {fewest, 2, *(int(rounds * ctas) // items for rounds in _ROUNDS)}
     found: dict[tuple[int, int], int] = {}
     for n in sorted(n for n in numbers if fewest <= n <= longest):

@@ -1,9 +1,9 @@
 """The time of a way of running a call: one model, whatever the kernel, whose coefficients were measured.
 
 A CTA takes one tile of queries after the other: to begin and end each, and a step for each tile of keys. A step takes
-as long as its own chain of products, softmax and waiting, or as the SM needs for what all its warps issue. A launch takes
-what its busiest CTA takes, or the time of its bytes from memory or L2; to it come launches, the quantization of operands,
-what prepares the mask, and the merging of partial results.
+as long as its own chain of products, softmax and waiting, or as the SM needs for what all its warps issue. A launch
+takes what its busiest CTA takes, or the time of its bytes from memory or L2; to it come launches, the quantization of
+operands, what prepares the mask, and the merging of partial results.
 """
 
 from __future__ import annotations
@@ -51,15 +51,16 @@ def pass_us(one: Pass, c: Coefficients) -> float:
         return 0.0
     item = c.item if one.kind == "wgmma" else c.sync_item
     item += c.store * one.stored + (c.stream if one.is_stream else 0.0)
-    # Of the first tile nothing overlaps with what is read and written.
-    first = min(one.items, 1.0) * item
-    work = max(one.items - 1.0, 0.0) * item + one.steps * step_us(one, c) * (1.0 + (c.uneven if one.is_uneven else 0.0))
+    step, uneven = step_us(one, c), 1.0 + (c.uneven if one.is_uneven else 0.0)
+    # Nothing is read while a CTA begins and ends, nor behind its last step.
+    first = min(one.items, 1.0) * item + min(one.steps, 1.0) * step
+    work = max(one.items - 1.0, 0.0) * item + max(one.steps - 1.0, 0.0) * step * uneven
     l2 = one.reread * (c.parts if one.in_parts else 1.0) / c.l2
     return first + _longest(work, one.read / c.memory, l2) + (c.walk if one.walks else 0.0)
 
 
 def _longest(*times: float) -> float:
-    """Of times that overlap: a little more than the longest, where others are nearly as long (the sum of 4th powers)."""
+    """Of times that overlap: a little more than the longest, where others are nearly as long (4th powers are summed)."""
     most = max(times)
     if most <= 0.0:
         return 0.0
