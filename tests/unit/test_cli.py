@@ -209,3 +209,9 @@ def test_reports_name_no_folder_of_this_machine(words: list[str]) -> None:
 def test_reports_name_the_kernels_that_were_forced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMNIATTN_FORCE_KERNEL", "attn_a,decode_b")
     assert _command_line(["bench"]) == "OMNIATTN_FORCE_KERNEL=attn_a,decode_b omniattn bench"
+
+
+def test_the_package_is_a_command() -> None:
+    """Where the folder of scripts is not on the path."""
+    said = subprocess.run([sys.executable, "-m", "omniattn", "--version"], capture_output=True, text=True, check=True)
+    assert said.stdout.startswith("omniattn 0")
