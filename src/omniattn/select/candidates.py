@@ -17,10 +17,12 @@ from ..problems.split import (
     gqa_packing_on_mma_sync,
     gqa_packing_with_scores,
     is_final,
+    of_equal_lengths,
     tile_keys,
 )
 from ..registry import REGISTRY, KernelSpec
 from ..registry.masks import MASK_TILE
+from ..registry.targets import is_carried
 from .attention import preferred_products
 from .candidate import (
     Candidate,
@@ -30,10 +32,8 @@ from .candidate import (
     keys_as_tiles,
     mask_inputs,
 )
-from .fit import fitting_rows
-from .split import TAIL
-from .split_model import of_equal_lengths
-from .tail import tail_row
+from .fit import fit, fitting_rows
+from .partial import tail_row
 
 #: Rounds of CTAs that a split makes: with more of them a few more or less no longer count.
 _ROUNDS = (0.5, 0.75, 1, 2, 3, 4)
@@ -43,7 +43,7 @@ _TAIL_SPLITS = 11
 _WIDEST, _LEAST_COLUMNS = 1.5, 128
 
 
-def candidates(problem: AttentionProblem, target: Target) -> tuple[Candidate, ...]:
+def candidates(problem: AttentionProblem, target: Target, row: KernelSpec | None = None) -> tuple[Candidate, ...]:
     """The ways to run a call.
 
     Of rows that differ in nothing but what the call has no use for (columns beyond its head_dim, options) the smallest
@@ -53,21 +53,40 @@ def candidates(problem: AttentionProblem, target: Target) -> tuple[Candidate, ..
     ----------
     problem : AttentionProblem
     target : Target
+    row : KernelSpec, optional
+        Only the ways of this one, which need not be worth a look; one that splits keys has more than one part of a tile
+        where there are several tiles of keys.
 
     Returns
     -------
     tuple of Candidate
         Empty where no kernel serves the call.
     """
-    found = [way for view in _views(problem) for way in (*_whole(view, target), *_split(view, target))]
+    found = [way for view in _with_tiles(problem) for way in (*_whole(view, target, row), *_split(view, target, row))]
     if can_have_heads_as_queries(problem):
-        for view in _views(heads_as_queries(problem)):
-            ways = (*_whole(view, target), *(() if _shares_all_heads(problem) else _split(view, target)))
+        for view in _with_tiles(heads_as_queries(problem)):
+            ways = list(_whole(view, target, row))
+            if not _shares_all_heads(problem):
+                ways += _split(view, target, row)
             found += [replace(way, heads_as_queries=True) for way in ways]
+    if row is not None:
+        found = [way for way in found if way.schedule != SplitKV(1)] or found
     return tuple(found)
 
 
-def _views(p: AttentionProblem) -> tuple[AttentionProblem, ...]:
+def views(problem: AttentionProblem) -> tuple[AttentionProblem, ...]:
+    """A call as kernels may be told of it: as it is, with numbers a key as tiles, with heads as queries."""
+    folded = can_have_heads_as_queries(problem)
+    return (*_with_tiles(problem), *(_with_tiles(heads_as_queries(problem)) if folded else ()))
+
+
+def rows_of(problem: AttentionProblem, target: Target) -> tuple[KernelSpec, ...]:
+    """The rows that calls like this one may take, whatever their lengths and numbers of heads."""
+    ops = "attention", "attention_split"
+    return tuple(dict.fromkeys(row for view in views(problem) for op in ops for row in _rows(op, view, target)))
+
+
+def _with_tiles(p: AttentionProblem) -> tuple[AttentionProblem, ...]:
     """The call, and with numbers a key as tiles where it can have them."""
     return (p, keys_as_tiles(p)) if can_have_keys_as_tiles(p) else (p,)
 
@@ -77,12 +96,13 @@ def _shares_all_heads(p: AttentionProblem) -> bool:
     return not p.score_mods and gqa_packing(p, MASK_TILE).heads * p.num_kv_heads == p.num_q_heads
 
 
-def _whole(p: AttentionProblem, target: Target) -> Iterator[Candidate]:
-    for row in _rows("attention", p, target):
+def _whole(p: AttentionProblem, target: Target, only: KernelSpec | None) -> Iterator[Candidate]:
+    for row in _rows("attention", p, target, only):
         for mask in mask_inputs(row, p):
             way = Candidate(row, mask=mask)
             yield way
-            yield from (replace(way, schedule=schedule) for schedule in _tails(row, p, target))
+            if only is None:
+                yield from (replace(way, schedule=schedule) for schedule in _tails(row, p, target))
 
 
 def _tails(row: KernelSpec, p: AttentionProblem, target: Target) -> Iterator[TailSplit]:
@@ -103,13 +123,13 @@ def _tails(row: KernelSpec, p: AttentionProblem, target: Target) -> Iterator[Tai
         yield TailSplit(splits, rounds * target.sm_count, rest)
 
 
-def _split(p: AttentionProblem, target: Target) -> Iterator[Candidate]:
+def _split(p: AttentionProblem, target: Target, only: KernelSpec | None) -> Iterator[Candidate]:
     typical = of_equal_lengths(p)
-    for row in _rows("attention_split", p, target):
+    for row in _rows("attention_split", p, target, only):
         for pack_gqa in _packings(row, p, typical):
             schedules: Iterable[Any] = (StreamK(target.sm_count * row.ctas_per_sm),)
             if not (p.varlen and row.arch_specific):
-                schedules = _numbers(row, pack_gqa, typical, target)
+                schedules = _numbers(row, pack_gqa, typical, target, is_forced=only is not None)
             for mask in mask_inputs(row, p, pack_gqa):
                 yield from (Candidate(row, pack_gqa, schedule, mask) for schedule in schedules)
 
@@ -129,14 +149,19 @@ def _packings(row: KernelSpec, p: AttentionProblem, typical: AttentionProblem) -
     return tuple(dict.fromkeys(ways))
 
 
-def _numbers(row: KernelSpec, pack_gqa: PackGQA, p: AttentionProblem, target: Target) -> tuple[SplitKV, ...]:
-    """Numbers of parts that keep a part of the SMs busy, or make a few rounds of CTAs."""
+def _numbers(
+    row: KernelSpec, pack_gqa: PackGQA, p: AttentionProblem, target: Target, *, is_forced: bool
+) -> tuple[SplitKV, ...]:
+    """Numbers of parts that keep a part of the SMs busy, or make a few rounds of CTAs.
+
+    One part is worth a look where nothing has to be merged, or query heads share tiles.
+    """
     tiles = tile_keys(p, row.block_m, row.block_n, pack_gqa.pack)
     items, longest = p.batch * p.num_q_heads // pack_gqa.heads * len(tiles), max(tiles, default=0)
     ctas = target.sm_count * row.ctas_per_sm
     if items == 0 or longest == 0:
         return ()
-    fewest = 1 if is_final(p, 1) or pack_gqa.heads > 1 else 2
+    fewest = 1 if is_forced or is_final(p, 1) or pack_gqa.heads > 1 else 2
     numbers = {fewest, 2, *(int(rounds * ctas) // items for rounds in _ROUNDS)}
     found: dict[tuple[int, int], int] = {}
     for n in sorted(n for n in numbers if fewest <= n <= longest):
@@ -144,19 +169,23 @@ def _numbers(row: KernelSpec, pack_gqa: PackGQA, p: AttentionProblem, target: Ta
     return tuple(SplitKV(n) for n in found.values())
 
 
-def _rows(op: str, p: AttentionProblem, target: Target) -> tuple[KernelSpec, ...]:
-    """The rows of an operation that can serve a call and are worth a look.
+def _rows(op: str, p: AttentionProblem, target: Target, only: KernelSpec | None = None) -> tuple[KernelSpec, ...]:
+    """The rows of an operation that can serve a call and are worth a look; of ``only`` that it can serve it.
 
     Kept by the rows that fit, which are those of the registry: they are the same for calls of most lengths.
     """
+    if only is not None:
+        return (only,) if only.op == op and fit(only, p, target) is None else ()
     fitting = fitting_rows(REGISTRY, op, p, target)
     key = op, target.cc, p.score_mods, p.own_head_dim_v, p.packed_lists, *map(id, fitting)
     found = _kept.get(key)
     if found is None:
         if len(_kept) >= _MAX_KEPT:
             _kept.clear()
-        rows = fitting if op == "attention_split" else preferred_products(fitting, p, target)
-        found = _kept[key] = tuple(_smallest([row for row in rows if TAIL not in row.tuned_for], p))
+        # Where the wheel carries nothing for a GPU, all have to be compiled.
+        rows = [row for row in fitting if is_carried(row, target.cc)] or fitting
+        rows = rows if op == "attention_split" else preferred_products(rows, p, target)
+        found = _kept[key] = tuple(_smallest(rows, p))
     return found
 
 
