@@ -25,12 +25,12 @@ from omniattn.plan.attention import plan_attention
 from omniattn.plan.stages import launches_of
 from omniattn.problems import AttentionProblem, Target
 from omniattn.problems.score_mod import BlockMaskProblem, ModArray, ScoreModProblem
-from omniattn.problems.split import ONE_HEAD, SplitKV, StreamK, gqa_packing_on_mma_sync
+from omniattn.problems.split import SplitKV, StreamK, gqa_packing_on_mma_sync
 from omniattn.registry import by_name
 from omniattn.runtime.record import TensorMap
 from omniattn.select import Candidate, MaskInput, candidates, choices
 from tests.unit.launch_fakes import fields_of_record
-from tests.unit.shape_plans import fastest, planned
+from tests.unit.shape_plans import planned
 from tests.unit.test_launch_split import AMPERE, BLACKWELL, HOPPER, problem_of
 
 
@@ -227,7 +227,9 @@ _ALIBI = ScoreModProblem("score + x[h] * (k - q)", None, (ModArray("x", "float32
 def test_modified_scores(changes: dict[str, Any], lists: bool, target: Target) -> None:
     """A CTA a tile, head and split; what is found out about tiles is listed before."""
     p = dataclasses.replace(problem_of(1, 16, 32768, 32, 8, d=128, dtype="bfloat16"), **changes)
-    ways = heads_in_tiles(4 if not p.varlen else 1, of_hopper=False, more=lambda way: (way.mask is MaskInput.LISTED) == lists)
+    ways = heads_in_tiles(
+        4 if not p.varlen else 1, of_hopper=False, more=lambda way: (way.mask is MaskInput.LISTED) == lists
+    )
     launches = planned(p, target, ways)
     *before, record, merge = launches.records
     assert record.spec.name.startswith("attn_fwd_sm80_bf16_d128_split_mods")

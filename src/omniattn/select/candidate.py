@@ -144,7 +144,8 @@ def mask_inputs(row: KernelSpec, problem: AttentionProblem, pack_gqa: PackGQA = 
         return (MaskInput.COPIED,)
     if can_pack:
         packed = _packed(row, p, pack_gqa)
-        return (packed,) if of_hopper else (packed, MaskInput.IN_PLACE)
+        # What a mask hides is unknown here: with one tile of keys there is nothing to pass over, with more there may be.
+        return (packed,) if of_hopper or p.seqlen_k > MASK_TILE else (packed, MaskInput.IN_PLACE)
     return (MaskInput.LISTED if p.finds_tiles else MaskInput.IN_PLACE,)
 
 
