@@ -124,13 +124,13 @@ def keys_as_tiles(problem: AttentionProblem) -> AttentionProblem:
 
 
 def mask_inputs(row: KernelSpec, problem: AttentionProblem, pack_gqa: PackGQA = ONE_HEAD) -> tuple[MaskInput, ...]:
-    """The ways in which ``row`` can get the mask of a call, the usual one first.
+    """The ways in which ``row`` can get the mask of a call, the usual one first; none, if it gets it in another form.
 
     ``problem`` is as the kernel is told of it: with numbers a key as tiles where that is wanted.
     """
     p, of_hopper = problem, row.family == "attn_fwd_sm90"
     if p.keys_as_tiles:
-        return (MaskInput.AS_TILES,)
+        return (MaskInput.AS_TILES,) if row.bias_bytes else ()
     can_pack = p.packs_mask
     if row.quantized:
         return (_packed(row, p, pack_gqa),) if row.arch_specific and can_pack else (MaskInput.IN_PLACE,)
@@ -144,7 +144,7 @@ def mask_inputs(row: KernelSpec, problem: AttentionProblem, pack_gqa: PackGQA = 
         return (MaskInput.COPIED,)
     if can_pack:
         packed = _packed(row, p, pack_gqa)
-        # What a mask hides is unknown here: with one tile of keys there is nothing to pass over, with more there may be.
+        # What a mask hides is unknown here. With one tile of keys there is nothing to pass over.
         return (packed,) if of_hopper or p.seqlen_k > MASK_TILE else (packed, MaskInput.IN_PLACE)
     return (MaskInput.LISTED if p.finds_tiles else MaskInput.IN_PLACE,)
 

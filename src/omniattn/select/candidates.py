@@ -177,7 +177,8 @@ def _rows(op: str, p: AttentionProblem, target: Target, only: KernelSpec | None 
     if only is not None:
         return (only,) if only.op == op and fit(only, p, target) is None else ()
     fitting = fitting_rows(REGISTRY, op, p, target)
-    key = op, target.cc, p.score_mods, p.own_head_dim_v, p.packed_lists, *map(id, fitting)
+    modified = p.score_mod is not None
+    key = op, target.cc, p.score_mods, modified, p.own_head_dim_v, p.packed_lists, *map(id, fitting)
     found = _kept.get(key)
     if found is None:
         if len(_kept) >= _MAX_KEPT:
@@ -196,13 +197,15 @@ _MAX_KEPT = 4096
 def _smallest(rows: Iterable[KernelSpec], p: AttentionProblem) -> list[KernelSpec]:
     """Of each kind of tile the row with the least that the call has no use for, and none that has far more of it."""
     rows = list(rows)
+    # Each row more would be a text more to compile.
+    widest, least = (_WIDEST, _LEAST_COLUMNS) if p.score_mod is None else (1.0, 0)
     narrowest: dict[bool, int] = {}
     for row in rows:
         narrowest[row.arch_specific] = min(narrowest.get(row.arch_specific, 1 << 30), row.head_dim + row.head_dim_v)
     plain = {row.arch_specific for row in rows if not row.score_mods}
     kinds: dict[Any, KernelSpec] = {}
     for row in rows:
-        if row.head_dim + row.head_dim_v > max(_WIDEST * narrowest[row.arch_specific], _LEAST_COLUMNS):
+        if row.head_dim + row.head_dim_v > max(widest * narrowest[row.arch_specific], least):
             continue
         if (not p.score_mods and row.score_mods and row.arch_specific in plain) or (
             row.own_head_dim_v and not p.own_head_dim_v
