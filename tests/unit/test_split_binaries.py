@@ -235,7 +235,6 @@ def test_operands(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("attn_fwd_sm80_bf16_d128_split_mods", False),
         ("attn_combine_sm80_bf16", False),
-        ("mask_pack_sm80_bf16", False),
         ("merge_states_sm80, attn_combine_sm80_bf16", False),
         ("quantize_sm80_bf16_d128", True),  # of another operation
     ],

@@ -144,8 +144,10 @@ def mask_inputs(row: KernelSpec, problem: AttentionProblem, pack_gqa: PackGQA = 
         return (MaskInput.COPIED,)
     if can_pack:
         packed = _packed(row, p, pack_gqa)
-        # What a mask hides is unknown here. With one tile of keys there is nothing to pass over.
-        return (packed,) if of_hopper or p.seqlen_k > MASK_TILE else (packed, MaskInput.IN_PLACE)
+        # What a mask hides is unknown here. With one tile of keys there is nothing to pass over, with one of queries
+        # nothing is read again.
+        small = p.seqlen_k <= MASK_TILE or p.seqlen_q * pack_gqa.pack <= row.block_m
+        return (packed, MaskInput.IN_PLACE) if small and not of_hopper else (packed,)
     return (MaskInput.LISTED if p.finds_tiles else MaskInput.IN_PLACE,)
 
 
