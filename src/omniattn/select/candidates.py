@@ -186,11 +186,12 @@ def _rows(op: str, p: AttentionProblem, target: Target, only: KernelSpec | None 
         # Where the wheel carries nothing for a GPU, all have to be compiled.
         rows = [row for row in fitting if is_carried(row, target.cc)] or fitting
         rows = rows if op == "attention_split" else preferred_products(rows, p, target)
-        found = _kept[key] = tuple(_smallest(rows, p))
-    return found
+        # The fitting rows stay alive with their ids.
+        found = _kept[key] = tuple(_smallest(rows, p)), fitting
+    return found[0]
 
 
-_kept: dict[tuple[Any, ...], tuple[KernelSpec, ...]] = {}
+_kept: dict[tuple[Any, ...], tuple[tuple[KernelSpec, ...], list[KernelSpec]]] = {}
 _MAX_KEPT = 4096
 
 
