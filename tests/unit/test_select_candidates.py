@@ -11,13 +11,14 @@ import pytest
 from omniattn.bench.candidate_cases import candidate_cases
 from omniattn.errors import UnsupportedError
 from omniattn.plan.stages import launches_of
-from omniattn.problems import AttentionProblem, Target
+from omniattn.problems import AttentionProblem, Int8, Target
 from omniattn.problems.split import ONE_HEAD, PackGQA, SplitKV, StreamK, TailSplit, Whole
-from omniattn.select import Candidate, MaskInput, candidates, choices
+from omniattn.registry import by_name
+from omniattn.select import Candidate, MaskInput, candidates, choices, ranked
 from tests.unit.every_call import PAIRS, WIDTHS, call, exact_calls, low_precision_calls
 from tests.unit.shape_plans import GPUS, problem_of
 
-HOPPER = GPUS["H200"]
+HOPPER, HOPPER_ROW = GPUS["H200"], by_name("attn_fwd_sm90_bf16_d64_m64n64")
 #: Calls that a user can make, every so many of them: all have 20,000 ways.
 CALLS = [*itertools.islice(exact_calls(True), 0, None, 11), *itertools.islice(low_precision_calls(True), 0, None, 29)]
 
@@ -130,3 +131,71 @@ def test_no_row_is_far_too_wide_or_has_scores_for_nothing(width: tuple[int, int]
         columns = [row.head_dim + row.head_dim_v for row in of_hopper if row.op == op]
         assert max(columns) <= max(128, 1.5 * min(columns))
     assert not any(row.score_mods for row in of_hopper)
+
+
+def test_the_lse_changes_no_way() -> None:
+    """O has the same bits with it and without."""
+
+    def tile(problem: AttentionProblem) -> Any:
+        way = ranked(problem, HOPPER)[0][1]
+        row = way.row
+        kind = row.family, row.head_dim, row.block_m, row.block_n, row.num_warps, row.ctas_per_sm
+        return kind, replace(way, row=HOPPER_ROW)
+
+    for problem in CALLS:
+        made = [replace(problem, lse=lse) for lse in (False, True)]
+        if all(candidates(one, HOPPER) for one in made):
+            assert tile(made[0]) == tile(made[1])
+
+
+def test_choices_are_the_best_of_each_kernel_and_schedule() -> None:
+    problem = call((1, 16, 32768, 8, 2), (128, 0))
+    found, of_all = choices(problem, HOPPER), ranked(problem, HOPPER)
+    kinds = [(choice.candidate.row, type(choice.candidate.schedule)) for choice in found]
+    assert len(kinds) == len(set(kinds)) == len({(way.row, type(way.schedule)) for _, way in of_all})
+    assert [choice.candidate for choice in found] == [
+        next(way for _, way in of_all if (way.row, type(way.schedule)) == kind) for kind in kinds
+    ]
+    assert "the fastest of" in "\n".join(found[0].why)
+    assert "number " in "\n".join(found[1].why)
+
+
+@pytest.mark.parametrize(
+    ("row", "options"),
+    [
+        ("attn_fwd_sm80_bf16_d256", {}),  # far wider than it need be
+        ("attn_fwd_sm90_bf16_d128_m192n64_softcap", {}),  # forms scores for nothing
+        ("attn_fwd_sm80_bf16_d128", {}),  # not in a wheel for Hopper
+        ("attn_int8_sm80_bf16_d128", {"precision": Int8(pv="fp16").precision}),
+        ("attn_int8_sm89_bf16_d128", {"precision": Int8(pv="fp8", pv_accumulator="fp32").precision}),
+        ("attn_fwd_sm90_bf16_d64_m256n64_split", {"head_dim": 64}),
+    ],
+)
+def test_a_forced_row_is_taken_whether_it_is_worth_a_look_or_not(row: str, options: dict[str, Any]) -> None:
+    problem = replace(call((2, 1000, 1000, 8, 8), (128, 0)), **options)
+    found = choices(problem, HOPPER, row)
+    assert {choice.candidate.row.name for choice in found} == {row}
+    assert launches_of(found[0].candidate, problem, HOPPER, row).selection.spec.name == row
+    assert all(way.row.name == row for _, way in ranked(problem, HOPPER, by_name(row)))
+
+
+def test_forced_rows_have_no_tail_and_are_split_if_they_can() -> None:
+    long = call((1, 20000, 20000, 1, 1), (128, 0))
+    assert TailSplit in schedules(long)
+    whole, split = "attn_fwd_sm90_bf16_d128_m192n64", "attn_fwd_sm90_bf16_d128_m192n64_split"
+    assert {type(choice.candidate.schedule) for choice in choices(long, HOPPER, whole)} == {Whole}
+    for force in (split, f"{whole},{split}"):
+        ways = [choice.candidate for choice in choices(long, HOPPER, force)]
+        assert {way.row.name for way in ways} == {split}
+        assert all(isinstance(way.schedule, SplitKV) and way.schedule.splits > 1 for way in ways)
+    (one,) = choices(call((2, 1000, 64, 8, 8), (128, 0)), HOPPER, split)
+    assert one.candidate.schedule == SplitKV(1)
+
+
+def test_masks_are_read_in_place_where_nothing_is_read_again() -> None:
+    def inputs(shape: tuple[int, int, int, int, int]) -> set[MaskInput]:
+        found = ways(call(shape, (64, 0), "bool"), GPUS["A100"])
+        return {way.mask for way in found if way.row.op == "attention" and way.row.block_m == 128}
+
+    assert inputs((2, 1000, 1000, 8, 8)) == {MaskInput.LISTED}
+    assert inputs((2, 100, 1000, 8, 8)) == inputs((2, 1000, 64, 8, 8)) == {MaskInput.LISTED, MaskInput.IN_PLACE}

@@ -25,7 +25,7 @@ from omniattn.runtime.device import DeviceInfo
 from omniattn.select import candidates, choices, ranked
 from omniattn.select.cost import cost_us
 from omniattn.select.features import features, tile_steps
-from omniattn.select.model import NAMES, Rates, expected
+from omniattn.select.model import NAMES, Rates, coefficients_of, expected
 from omniattn.tune.fit import fit, judge
 from omniattn.tune.run import class_of, fitted, measured
 from tests.unit.every_call import call
@@ -129,6 +129,32 @@ def test_unmeasured_gpus_scale_by_their_rates() -> None:
     tuned = (dataclasses.replace(GPUS["A100"], tuning=Tuning(c, "a GPU", "0" * 64)) for c in (USUAL, slow))
     fast, starved = (ranked(few, target)[0][0] for target in tuned)
     assert starved > 4 * fast
+
+
+def test_a_gpu_has_the_rates_that_its_driver_says() -> None:
+    device = dataclasses.replace(DEVICE, clock_mhz=1755.0, memory_gb_s=2039.0)
+    target = tuning.target_of(device)
+    assert (target.clock_mhz, target.memory_gb_s) == (1755.0, 2039.0)
+    assert coefficients_of(target) == expected(Rates((9, 0), 132, 1755.0, 2039.0)) != USUAL
+    assert coefficients_of(HOPPER) == USUAL
+    other = other_gpu(1)
+    assert coefficients_of(dataclasses.replace(target, tuning=Tuning(other, "a GPU", "0" * 64))) == other
+
+
+@pytest.mark.parametrize(
+    ("changes", "scaled"),
+    [
+        ({}, False), ({"clock_mhz": 1979.0}, False), ({"clock_mhz": 1200.0}, True), ({"sm_count": 114}, True),
+        ({"memory_gb_s": 2039.0}, True), ({"cc": (8, 0)}, True),
+        ({"cc": (8, 0), "tuning": Tuning(USUAL, "a GPU", "0" * 64)}, False),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_explain_says_whose_coefficients_were_scaled(changes: dict[str, Any], scaled: bool) -> None:
+    target = dataclasses.replace(HOPPER, **changes)
+    why = "\n".join(choices(call((2, 1000, 1000, 8, 8), (128, 0)), target)[0].why)
+    assert ("not measured on this GPU: scaled from NVIDIA H" in why) == scaled
+    assert ("tuned on this GPU" in why) == ("tuning" in changes)
 
 
 # The fit
