@@ -10,6 +10,10 @@ from ..problems.split import ONE_HEAD, WHOLE, PackGQA, Schedule, SplitKV, Stream
 from ..registry import KernelSpec
 from ..registry.masks import MASK_TILE, MAX_TILES
 
+#: Keys up to which kernels for Hopper and newer GPUs may read those that a mask hides from all queries. NaN there
+#: reaches nobody otherwise (docs/api.md), so that how fast a kernel is does not decide about it.
+READ_WHOLE = 256
+
 
 class MaskInput(Enum):
     """How a kernel gets what hides keys: a mask, a block mask, a mask expression."""
@@ -144,10 +148,8 @@ def mask_inputs(row: KernelSpec, problem: AttentionProblem, pack_gqa: PackGQA = 
         return (MaskInput.COPIED,)
     if can_pack:
         packed = _packed(row, p, pack_gqa)
-        # What a mask hides is unknown here. With one tile of keys there is nothing to pass over, with one of queries
-        # nothing is read again.
-        small = p.seqlen_k <= MASK_TILE or p.seqlen_q * pack_gqa.pack <= row.block_m
-        return (packed, MaskInput.IN_PLACE) if small and not of_hopper else (packed,)
+        may_read = row.min_arch >= (9, 0) and p.seqlen_k <= READ_WHOLE
+        return (packed, MaskInput.IN_PLACE) if may_read and not of_hopper else (packed,)
     return (MaskInput.LISTED if p.finds_tiles else MaskInput.IN_PLACE,)
 
 

@@ -25,7 +25,9 @@ from ..registry.masks import MASK_TILE
 from ..registry.targets import is_carried
 from .attention import preferred_products
 from .candidate import (
+    READ_WHOLE,
     Candidate,
+    MaskInput,
     can_have_heads_as_queries,
     can_have_keys_as_tiles,
     heads_as_queries,
@@ -70,8 +72,19 @@ def candidates(problem: AttentionProblem, target: Target, row: KernelSpec | None
                 ways += _split(view, target, row)
             found += [replace(way, heads_as_queries=True) for way in ways]
     if row is not None:
-        found = [way for way in found if way.schedule != SplitKV(1)] or found
-    return tuple(found)
+        return tuple([way for way in found if way.schedule != SplitKV(1)] or found)
+    listed = problem.packed_lists and any(way.mask is MaskInput.LISTED for way in found)
+    return tuple(way for way in found if not _reads_hidden(way, problem, listed))
+
+
+def _reads_hidden(way: Candidate, p: AttentionProblem, listed: bool) -> bool:
+    """Whether a way reads keys that a mask hides from all queries, of a call that has to pass over them.
+
+    listed: that is one of packed sequences, for which there is a way with a list.
+    """
+    if way.mask is MaskInput.PACKED:
+        return not way.row.lists and p.seqlen_k > READ_WHOLE
+    return listed and way.mask is MaskInput.IN_PLACE
 
 
 def views(problem: AttentionProblem) -> tuple[AttentionProblem, ...]:
