@@ -79,6 +79,10 @@ SOURCES: dict[str, Source] = {
     "int8_sustained": Source("omniattn bench --sustained 0.6 --precision int8 --only cudnn --json", "int8", False),
     "decode_sustained": Source("omniattn bench decode --sustained --json", "decode", False),
     **{f"forward_sm80_d{head_dim}": _generic(head_dim) for head_dim in HEAD_DIMS},
+    # What selection is fitted to and judged by (docs/performance/selection.md).
+    **{
+        f"candidates-{gpu}": Source("omniattn bench candidates --json", "candidates", False) for gpu in ("h100", "h200")
+    },
     **option_tables.SOURCES,
     **shape_tables.SOURCES,
     **backward_tables.SOURCES,

@@ -27,7 +27,7 @@ sys.path.insert(0, str(ROOT / "src"))
 from omniattn.problems import UNLIMITED, AttentionProblem, Target  # noqa: E402
 from omniattn.problems.precision import NAMED  # noqa: E402
 from omniattn.registry import KernelSpec  # noqa: E402
-from omniattn.select import select_attention  # noqa: E402
+from omniattn.select import choices  # noqa: E402
 
 ROWS, KEYS = 32, 64
 #: Length at which causal is given.
@@ -175,7 +175,8 @@ def row_for(gpu: Gpu, bits: int, head_dim: int, dtype: str = "bfloat16") -> Kern
         dtype, 2, SEQLEN, SEQLEN, 16, 16, head_dim, UNLIMITED, UNLIMITED, head_dim**-0.5, 0.0, "none", "none", False,
         NAMED[_QK[bits]], tensor_maps=not gpu.generic,
     )  # fmt: skip
-    return select_attention(problem, Target((int(gpu.arch[0]), int(gpu.arch[1])), gpu.smem_cta)).spec
+    target = Target((int(gpu.arch[0]), int(gpu.arch[1])), gpu.smem_cta, gpu.sms)
+    return choices(problem, target)[0].candidate.row
 
 
 def compiled_step(spec: KernelSpec, arch: str) -> Step:

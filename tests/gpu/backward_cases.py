@@ -226,7 +226,7 @@ def _attend(
 def choose_from(monkeypatch: pytest.MonkeyPatch, family: str) -> None:
     """Forward and backward have the kernels of this GPU ("selected"), or those of every GPU ("generic")."""
     rows = tuple(spec for spec in REGISTRY if family == "selected" or not spec.arch_specific)
-    for name in ("select.attention", "select.backward", "plan.attention", "plan.backward"):
+    for name in ("select.candidates", "select.backward", "plan.attention", "plan.backward"):
         module = sys.modules.get(f"omniattn.{name}")
         if hasattr(module, "REGISTRY"):
             monkeypatch.setattr(module, "REGISTRY", rows)

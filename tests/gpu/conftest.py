@@ -13,8 +13,8 @@ from omniattn.plan.engine import PLANS
 
 from .memory_turns import Turn, default_folder
 
-# Garbage of other tests (CuPy's streams, JAX's arrays) that Python frees in the middle of a capture ends the capture, and
-# every later test of the process that draws random numbers fails: torch collects it before, as it once always did.
+# Garbage of other tests (CuPy's streams, JAX's arrays) that Python frees in the middle of a capture ends the capture,
+# and later tests of the process that draw random numbers fail: torch collects it before, as it once always did.
 os.environ.setdefault("TORCH_CUDAGRAPH_GC", "1")
 
 #: Bytes that a worker may keep for its next test: others run beside it, and one that needs 35 GB.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterable
 
 import pytest
@@ -9,13 +10,12 @@ import pytest
 from omniattn.plan import attention as plan_attention
 from omniattn.plan.engine import PLANS
 from omniattn.registry import REGISTRY, KernelSpec
-from omniattn.select import attention as select_attention
 
 
 def only_rows(monkeypatch: pytest.MonkeyPatch, rows: Iterable[KernelSpec]) -> None:
     """Attention chooses from these rows only, as if the registry had no others."""
     chosen = tuple(rows)
-    for module in (select_attention, plan_attention):
+    for module in (importlib.import_module("omniattn.select.candidates"), plan_attention):
         monkeypatch.setattr(module, "REGISTRY", chosen)
     PLANS.clear()
 

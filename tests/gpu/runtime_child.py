@@ -6,6 +6,7 @@ what is tested.
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import sys
@@ -78,11 +79,11 @@ def operations(file: str, *options: str) -> dict[str, Any]:
     from omniattn.registry import REGISTRY, by_name
     from omniattn.runtime import nvrtc
     from omniattn.runtime.driver import get_driver
-    from omniattn.select import attention as select
     from omniattn.testing.cases import operation_of
     from omniattn.testing.gradient_cases import BACKWARD_OPS
 
     # CuPy has no tensor maps: the kernels that both drivers can launch.
+    select: Any = importlib.import_module("omniattn.select.candidates")
     select.REGISTRY = tuple(spec for spec in REGISTRY if not spec.tensor_maps)
     bits = {}
     low = by_name("attn_int8_sm80_bf16_d64")  # speaks for what GPUs without a choice of their own take

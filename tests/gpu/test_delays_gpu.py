@@ -29,7 +29,7 @@ def delays(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def choose(own: bool, of_backward: bool) -> None:
         rows = tuple(delayed(spec) for spec in REGISTRY if own or not spec.arch_specific)
-        for name in ("select.backward", "plan.backward") if of_backward else ("select.attention", "plan.attention"):
+        for name in ("select.backward", "plan.backward") if of_backward else ("select.candidates", "plan.attention"):
             module = sys.modules[f"omniattn.{name}"]
             if hasattr(module, "REGISTRY"):
                 monkeypatch.setattr(module, "REGISTRY", rows)

@@ -12,8 +12,10 @@ torch = pytest.importorskip("torch")
 import omniattn as oa  # noqa: E402
 from omniattn.plan.engine import PLANS  # noqa: E402
 from omniattn.registry import REGISTRY  # noqa: E402
+from omniattn.select import MaskInput  # noqa: E402
 
 from .plans import only_rows, split_rows_with_scores  # noqa: E402
+from .ways import in_way  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,
@@ -92,8 +94,7 @@ def test_beside_float64(
     options = dict(options)
     sinks = torch.randn(heads[0], device="cuda") if options.pop("sinks", False) else None
     call: dict[str, Any] = {**options, "sinks": sinks}
-    assert "_split" in oa.explain(q, k, v, **call).kernel
-    o, lse = oa.attention(q, k, v, return_lse=True, **call)
+    o, lse = in_way(lambda way: way.row.op == "attention_split", oa.attention, q, k, v, return_lse=True, **call)
     want, want_lse = exact(q, k, v, options.get("causal", False), options.get("window"), sinks)
     unit = 2.0 ** (-11 if dtype == "float16" else -8)
     # A rounding of the result, and of the probabilities that it sums.
@@ -199,24 +200,24 @@ def test_on_mma_sync(form: str, head_dim: int, dtype: str, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("kind", ["float32", "bfloat16"])
+@pytest.mark.parametrize("how", [MaskInput.AS_TILES, MaskInput.LISTED])
 @pytest.mark.parametrize(
-    ("batch", "heads", "seqlens", "split"),
+    ("batch", "heads", "seqlens"),
     [
-        (1, (32, 8), (16, 8192), True),
-        (2, (28, 4), (5, 4096), True),
-        (64, (32, 8), (64, 1024), False),
-        (16, (32, 4), (128, 2048), False),
-        (1, (8, 2), (1, 4096), True),
+        (1, (32, 8), (16, 8192)),
+        (2, (28, 4), (5, 4096)),
+        (64, (32, 8), (64, 1024)),
+        (16, (32, 4), (128, 2048)),
+        (1, (8, 2), (1, 4096)),
     ],
 )
 def test_numbers_a_key_of_each_head(
-    batch: int, heads: tuple[int, int], seqlens: tuple[int, int], split: bool, kind: str
+    batch: int, heads: tuple[int, int], seqlens: tuple[int, int], how: MaskInput, kind: str
 ) -> None:
-    """Read as tiles where keys are split, so that heads share the rows of a tile; else packed."""
+    """Read as tiles, so that heads can share the rows of a tile, and packed."""
     q, k, v = tensors(batch, heads, seqlens, 128, "bfloat16")
     mask = torch.randn(1, heads[0], 1, seqlens[1], device="cuda", dtype=getattr(torch, kind))
-    assert ("split" in oa.explain(q, k, v, mask=mask).kernel) == split
-    o, lse = oa.attention(q, k, v, mask=mask, return_lse=True)
+    o, lse = in_way(lambda way: way.mask is how, oa.attention, q, k, v, mask=mask, return_lse=True)
     some = slice(0, 2)
     assert _close(o[some], lse[some], *exact(q[some], k[some], v[some], mask=mask), "bfloat16")
 
@@ -297,19 +298,17 @@ def test_packed_sequences(form: str, head_dim: int, monkeypatch: pytest.MonkeyPa
 
 
 def test_what_gets_chosen() -> None:
-    """Few queries with a mask, packed or not, are split without being asked; many are not."""
+    """Few queries with a mask, packed or not, are split without being asked."""
     q, k, v = tensors(1, (32, 8), (16, 32768), 128, "bfloat16")
     mask = torch.ones(1, 1, 16, 32768, dtype=torch.bool, device="cuda")
     for call in ({"mask": mask}, {"softcap": 20.0}):
-        assert "sm90_bf16_d128_m192n64_split_" in oa.explain(q, k, v, **call).kernel
-    mod = oa.ScoreMod("score + 0.1f * (float)h")  # whose heads share tiles on mma.sync alone
-    assert "sm80_bf16_d128_split_mods" in oa.explain(q, k, v, score_mod=mod).kernel
+        assert "_split_" in oa.explain(q, k, v, **call).kernel
+    mod = oa.ScoreMod("score + 0.1f * (float)h")
+    assert "_split_" in oa.explain(q, k, v, score_mod=mod).kernel
     starts = [torch.tensor([0, n], dtype=torch.int32, device="cuda") for n in (16, 32768)]
     packed: dict[str, Any] = {"cu_seqlens_q": starts[0], "cu_seqlens_k": starts[1]}
     packed |= {"max_seqlen_q": 16, "max_seqlen_k": 32768}
     assert "split" in oa.explain(oa.attention_varlen, q[0], k[0], v[0], **packed).kernel
-    q, k, v = tensors(4, (16, 16), (1024, 1024), 128, "bfloat16")
-    assert "split" not in oa.explain(q, k, v, softcap=20.0).kernel
 
 
 def test_graph_of_a_masked_call_replays() -> None:
@@ -355,12 +354,10 @@ def test_one_query_whose_heads_share_a_tile(
                 mask = mask.bfloat16()
             call = {"mask": mask}
         given = [x if layout == "NHD" else x.transpose(1, 2) for x in (q, k, v)]
-        why = str(oa.explain(*given, layout=layout, **call))
-        assert f"the {heads[0] // heads[1]} query heads of a kv head are the rows of a tile" in why
-        o, lse = oa.attention(*given, layout=layout, return_lse=True, **call)
+        o, lse = in_way(lambda way: way.heads_as_queries, oa.attention, *given, layout=layout, return_lse=True, **call)
         found = o if layout == "NHD" else o.transpose(1, 2)
         assert _close(found, lse, *exact(q, k, v, **call), "bfloat16")
-        assert torch.equal(oa.attention(*given, layout=layout, **call), o)
+        assert torch.equal(in_way(lambda way: way.heads_as_queries, oa.attention, *given, layout=layout, **call)[0], o)
     PLANS.clear()
 
 

@@ -343,8 +343,6 @@ def test_few_queries(name: str, head_dim: int, kind: str, monkeypatch: pytest.Mo
     given = {"descale_q": dq, "descale_k": dk, "descale_v": dv, "out_dtype": torch.bfloat16, **options}
     want = _expected(q, k, v, dq, dk, dv, **options)
     scale = float(want[0].abs().max()) or 1.0
-    if keys >= 5000 and rows <= 77:
-        assert "_split_factors" in oa.explain(q, k, v, **given).kernel
     own = [s for s in REGISTRY if s.op == "attention_split" and s.value_factors and not s.score_mods]
     tile = min(d for d in (64, 128, 256) if d >= head_dim)
     own = [s for s in own if (s.dtype, s.head_dim) == ("bfloat16", tile)]

@@ -136,7 +136,6 @@ def test_knobs(head_dim: int, precision: Any, monkeypatch: pytest.MonkeyPatch) -
     k[..., 5] += 3.0
     row = row_of("masks", head_dim, "bfloat16")
     if precision.smooth_q:
-        assert "_split_masks" in oa.explain(q[:, :16], k, v, precision=precision).kernel
         check(monkeypatch, row, q, k, v, precision, causal=True)
         check(monkeypatch, row_of("softcap", head_dim, "bfloat16"), q, k, v, precision)
     for form in ("bool", "keys", "io", "softcap", "scale"):

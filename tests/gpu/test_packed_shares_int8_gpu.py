@@ -105,12 +105,14 @@ def test_every_quantization(precision: Any, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("precision", ["int8", "fp8"])
-def test_chosen_and_replayed(precision: str) -> None:
+def test_forced_and_replayed(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
     args = packed([32] * 8, [4000, 100, 8192, 2000, 1, 3000, 9000, 2000], (32, 8), 128, torch.bfloat16)
     names = dict(zip(("cu_seqlens_q", "cu_seqlens_k"), args[3:], strict=True))
     options: dict[str, Any] = {"causal": True, "precision": precision}
+    row = f"attn_{precision}_sm90_bf16_d128_m128n64_varlen_split"
+    monkeypatch.setenv(FORCE, row)
     plan = oa.explain(oa.attention_varlen, *args[:3], **names, max_seqlen_q=32, max_seqlen_k=9000, **options)
-    assert plan.kernel == f"attn_{precision}_sm90_bf16_d128_m128n64_varlen_split"
+    assert plan.kernel == row
     call(args, 32, 9000, **options)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

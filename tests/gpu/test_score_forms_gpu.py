@@ -14,11 +14,13 @@ from hypothesis import strategies as st  # noqa: E402
 
 import omniattn as oa  # noqa: E402
 from omniattn import reference, testing  # noqa: E402
+from omniattn.registry import REGISTRY  # noqa: E402
 
 from .attention_cases import check_lse, run_dense, to_gpu, to_numpy  # noqa: E402
 from .form_cases import DTYPES, FORMS, hide_and_show_tiles, random_options, tensors  # noqa: E402
 from .score_mod_cases import examples, mod_and_reference  # noqa: E402
 
+FORCE = "OMNIATTN_FORCE_KERNEL"
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.usefixtures("fresh_plans"),
@@ -50,11 +52,24 @@ def kernel(*args: Any, **options: Any) -> str:
     return str(oa.explain(*args, **options).kernel)
 
 
+def large_tiles(head_dim: int, dtype: str, *, varlen: bool = False) -> str:
+    """Hopper's rows with scores that list what a mask leaves, those for the fewest forms first."""
+    tile = next(width for width in (64, 96, 128, 192, 256) if width >= head_dim)
+    rows = [
+        spec
+        for spec in REGISTRY
+        if spec.op == "attention" and spec.family == "attn_fwd_sm90" and spec.score_mods and spec.lists
+        if (spec.head_dim, spec.dtype, spec.sequences) == (tile, dtype, "packed" if varlen else "dense")
+    ]
+    return ",".join(spec.name for spec in sorted(rows, key=lambda spec: spec.options))
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("head_dim", [40, 64, 96, 128, 192, 256])
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"softcap": 4.0, "window": (150, 40)}], ids=str)
-def test_forms(form: str, head_dim: int, dtype: str, options: dict[str, Any]) -> None:
+def test_forms(form: str, head_dim: int, dtype: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(FORCE, large_tiles(head_dim, dtype))
     q, k, v = tensors(2, 330, 520, 2, head_dim, dtype)
     mask, on_gpu = mask_of(form, 2, 2, 330, 520, dtype)
     on = [to_gpu(x, dtype) for x in (q, k, v)]
@@ -257,8 +272,9 @@ def test_same_bits_every_time(form: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_mask_that_moves_by_one_element(dtype: torch.dtype) -> None:
+def test_a_mask_that_moves_by_one_element(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same shape and strides, another alignment: tensor maps cannot describe it, and it is copied for them."""
+    monkeypatch.setenv(FORCE, large_tiles(128, "bfloat16"))
     q, k, v = (to_gpu(x, "bfloat16") for x in tensors(1, 200, 256, 2, 128, "bfloat16"))
     memory = torch.randn(200, 272, device="cuda").to(dtype)
     for shift in (0, 1, 0, 3, 8):
@@ -271,12 +287,14 @@ def test_a_mask_that_moves_by_one_element(dtype: torch.dtype) -> None:
         assert torch.allclose(got.float(), want.float(), atol=2e-2)
 
 
-def test_explain_names_the_kernels_of_the_mask() -> None:
+def test_explain_names_the_kernels_of_the_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(FORCE, "attn_fwd_sm90_bf16_d128_m64n64_masks")
     q, k, v = (to_gpu(x, "bfloat16") for x in tensors(1, 200, 256, 2, 128, "bfloat16"))
     found = oa.explain(q, k, v, mask=torch.ones(1, 1, 200, 256, dtype=torch.bool, device="cuda"))
     assert "mask_pack_sm80_bf16" in str(found)
-    assert "mask_list_sm80" not in str(found)  # so few keys are visited whole
+    assert "mask_list_sm80" not in str(found)  # small tiles visit all keys
     assert found.tiles() is None
+    monkeypatch.setenv(FORCE, large_tiles(128, "bfloat16"))
     text = str(oa.explain(q, k, v, mask=torch.zeros(200, 257, device="cuda")[:, :256]))
     assert "rows at multiples of 16 bytes" in text
     q, k, v = (to_gpu(x, "bfloat16") for x in tensors(1, 200, 320, 2, 128, "bfloat16"))
@@ -302,8 +320,12 @@ def test_captured_calls_see_the_mask_of_their_replay() -> None:
 @pytest.mark.parametrize("form", ["bool", "keys", "float32", "io"])
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"softcap": 4.0}], ids=str)
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_packed_sequences_with_masks(form: str, options: dict[str, Any], head_dim: int) -> None:
+def test_packed_sequences_with_masks(
+    form: str, options: dict[str, Any], head_dim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The same as batches of one, of which each has its part of the mask; neighbours that are NaN are not seen."""
+    of_packed, of_one = (large_tiles(head_dim, "bfloat16", varlen=varlen) for varlen in (True, False))
+    monkeypatch.setenv(FORCE, f"{of_packed},{of_one}")
     lengths_q, lengths_k = [5, 0, 300, 129, 64, 200], [70, 9, 320, 0, 257, 64]
     cu = [torch.tensor(np.cumsum([0, *x]), dtype=torch.int32, device="cuda") for x in (lengths_q, lengths_k)]
     q, k, v = (torch.randn(sum(n), 4, head_dim, device="cuda", dtype=torch.bfloat16) for n in (
@@ -328,7 +350,8 @@ def test_packed_sequences_with_masks(form: str, options: dict[str, Any], head_di
     assert torch.equal(again[others], got[others])
 
 
-def test_explain_counts_tiles_of_packed_sequences() -> None:
+def test_explain_counts_tiles_of_packed_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(FORCE, "attn_fwd_sm90_bf16_d64_m192n64_varlen_masks")
     cu = torch.tensor([0, 64, 64, 364], dtype=torch.int32, device="cuda")
     q, k, v = (torch.randn(364, 2, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     packed = {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "max_seqlen_q": 300, "max_seqlen_k": 300}

@@ -135,7 +135,8 @@ def test_block_masks(head_dim: int, form: str, kernel: str, monkeypatch: pytest.
 @pytest.mark.skipif(
     torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0), reason="the Hopper kernel's"
 )
-def test_explain_counts_tiles() -> None:
+def test_explain_counts_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMNIATTN_FORCE_KERNEL", "attn_fwd_sm90_fp16_d64_m256n64_masks")
     q, k, v = (torch.randn(2, 320, 2, 64, device="cuda", dtype=torch.float16) for _ in range(3))
     assert oa.explain(q, k, v, causal=True).tiles() is None
     mask = torch.zeros(1, 1, 320, 320, device="cuda", dtype=torch.bool)

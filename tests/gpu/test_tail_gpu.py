@@ -9,9 +9,11 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import omniattn as oa  # noqa: E402
+from omniattn.problems.split import TailSplit  # noqa: E402
 
 from .test_few_queries_gpu import exact, tensors  # noqa: E402
 from .test_low_precision_split_gpu import FORCE, far, forced  # noqa: E402
+from .ways import in_way  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,
@@ -34,8 +36,16 @@ LOW_CALLS = [*CALLS[:2], (2, (10, 5), (4090, 4099), 64)]
 E4M3 = torch.float8_e4m3fn
 
 
-def is_split(*arrays: Any, **call: Any) -> bool:
-    return any("do not fill a round" in reason for reason in oa.explain(*arrays, **call).why)
+def with_tail(*arrays: Any, **call: Any) -> tuple[Any, str]:
+    """Results of the call with its last tiles split, and the kernel of the others."""
+    rows: list[str] = []
+
+    def has_tail(way: Any) -> bool:
+        rows[:] = [way.row.name]
+        return isinstance(way.schedule, TailSplit)
+
+    found = in_way(has_tail, oa.attention, *arrays, **call)
+    return (found if len(found) > 1 else found[0]), rows[0]
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -45,12 +55,10 @@ def test_beside_all_tiles_in_one_kernel(call: tuple[Any, ...], dtype: str, monke
     q, k, v = tensors(batch, heads, seqlens, head_dim, dtype)
     sinks = torch.randn(heads[0], device="cuda")
     for options in ({}, {"sinks": sinks}):
-        assert is_split(q, k, v, return_lse=True, **options)
-        row = oa.explain(q, k, v, return_lse=True, **options).kernel
-        o, lse = oa.attention(q, k, v, return_lse=True, **options)
-        assert torch.equal(oa.attention(q, k, v, **options), o)
+        monkeypatch.delenv(FORCE, raising=False)
+        (o, lse), row = with_tail(q, k, v, return_lse=True, **options)
+        assert torch.equal(with_tail(q, k, v, **options)[0], o)
         whole, whole_lse = forced(monkeypatch, row, q, k, v, return_lse=True, **options)
-        monkeypatch.delenv(FORCE)
         assert far(o, whole) <= 4e-3
         assert bool(((lse - whole_lse).abs() <= 2e-5).all())
         # Most tiles are computed by the same kernel as before.
@@ -60,8 +68,7 @@ def test_beside_all_tiles_in_one_kernel(call: tuple[Any, ...], dtype: str, monke
 def test_beside_float64() -> None:
     """The last heads, which the tail has rows of."""
     q, k, v = tensors(1, (24, 24), (4608, 4608), 128, "bfloat16")
-    assert is_split(q, k, v, return_lse=True)
-    o, lse = oa.attention(q, k, v, return_lse=True)
+    (o, lse), _ = with_tail(q, k, v, return_lse=True)
     want, want_lse = exact(q[:, :, -3:], k[:, :, -3:], v[:, :, -3:])
     assert far(o[:, :, -3:], want) <= 4e-3
     assert torch.allclose(lse[:, -3:].double(), want_lse, atol=1e-4)
@@ -83,9 +90,7 @@ def test_low_precision(call: tuple[Any, ...], precision: str, dtype: str, monkey
         q, k, v, options = made.q, made.k, oa.quantize_v(v), {}
     for lse in (False, True):
         monkeypatch.delenv(FORCE, raising=False)
-        assert is_split(q, k, v, return_lse=lse, **options)
-        row = oa.explain(q, k, v, return_lse=lse, **options).kernel
-        found = oa.attention(q, k, v, return_lse=lse, **options)
+        found, row = with_tail(q, k, v, return_lse=lse, **options)
         whole = forced(monkeypatch, row, q, k, v, return_lse=lse, **options)
         if lse:
             assert bool(((found[1] - whole[1]).abs() <= 1e-3).all())
@@ -95,12 +100,12 @@ def test_low_precision(call: tuple[Any, ...], precision: str, dtype: str, monkey
 
 def test_a_graph_gives_the_same_bits() -> None:
     q, k, v = tensors(1, (24, 24), (4608, 4608), 128, "bfloat16")
-    want = oa.attention(q, k, v)
+    want, _ = with_tail(q, k, v)
     out = torch.empty_like(want)
-    oa.attention(q, k, v, out=out)
+    with_tail(q, k, v, out=out)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        oa.attention(q, k, v, out=out)
+        with_tail(q, k, v, out=out)
     for _ in range(3):
         out.zero_()
         graph.replay()
@@ -110,7 +115,7 @@ def test_a_graph_gives_the_same_bits() -> None:
 def test_nan_in_the_tail_stays_in_its_row() -> None:
     q, k, v = tensors(1, (24, 24), (4608, 4608), 128, "bfloat16")
     q[0, 5, -1] = torch.nan
-    o = oa.attention(q, k, v)
+    o, _ = with_tail(q, k, v)
     assert o[0, 5, -1].isnan().all()
     o[0, 5, -1] = 0
     assert o.isfinite().all()

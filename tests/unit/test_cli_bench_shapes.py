@@ -312,9 +312,10 @@ def test_ways_force_rows(monkeypatch: pytest.MonkeyPatch, name: str, way: str, f
     """Rows are tried in their order until one takes the call: here, what `select` says of them on an H200."""
     pytest.importorskip("torch")
     from omniattn.problems import Target
+    from omniattn.problems.split import WHOLE
     from omniattn.registry import by_name
     from omniattn.runtime.env import forced_kernels
-    from omniattn.select import select_attention, select_split
+    from omniattn.select import choices
 
     case = ALL[NAMES.index(name)][1]
     # The tensors are small, the heads and widths those of the case.
@@ -326,9 +327,8 @@ def test_ways_force_rows(monkeypatch: pytest.MonkeyPatch, name: str, way: str, f
     def on_a_gpu(call: Any, inputs: Any) -> Any:
         target = Target((9, 0), 227 << 10, 132)
         facts = dataclasses.replace(explain(call, inputs).problem, dtype="bfloat16", tensor_maps=True)
-        unsplit = select_attention(facts, target, forced_kernels())
-        chosen = select_split(facts, target, unsplit, forced_kernels())
-        found.append((forced_kernels(), chosen is not None))
+        chosen = choices(facts, target, forced_kernels())[0].candidate
+        found.append((forced_kernels(), chosen.schedule != WHOLE))
 
     monkeypatch.setattr(shape_contenders.OwnCall, "explain", on_a_gpu)
     forced_way(problem, case, way)

@@ -20,7 +20,7 @@ from omniattn.problems import Target
 from omniattn.reference import low_precision
 from omniattn.reference.e4m3 import decode_e4m3, encode_e4m3
 from omniattn.registry import REGISTRY
-from omniattn.select import select_attention
+from omniattn.select import choices
 from omniattn.testing.cache_cases import CACHE_OPS
 from omniattn.testing.cases import Case, call, cases_for, operation_of, own_head_dim_v, problem
 from omniattn.testing.expected import outputs_of
@@ -229,7 +229,7 @@ def test_every_kernel_has_a_problem_that_it_takes() -> None:
                 lse=spec.lse,
             )
             with contextlib.suppress(ArgumentError):
-                select_attention(problem, target, spec.name)
+                choices(problem, target, spec.name)
                 taken.append(case.name)
         assert len(taken) >= 1, spec.name
         if spec.quantized and spec.qk != "fp8":  # e4m3 has no delta_s

@@ -273,7 +273,7 @@ def test_explain_on_a_gpu(
         assert f"also     {other}" in text
     # The kernel that is forced is the one that is explained.
     monkeypatch.setenv("OMNIATTN_FORCE_KERNEL", said.kernel)
-    assert oa.explain(function, *arguments, **options).why == (f"OMNIATTN_FORCE_KERNEL={said.kernel}",)
+    assert oa.explain(function, *arguments, **options).why[0] == f"OMNIATTN_FORCE_KERNEL={said.kernel}"
     monkeypatch.setenv("OMNIATTN_FORCE_KERNEL", "nobody")
     with pytest.raises(ArgumentError, match="OMNIATTN_FORCE_KERNEL"):
         oa.explain(function, *arguments, **options)

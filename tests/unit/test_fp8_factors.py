@@ -24,6 +24,7 @@ from omniattn.problems import AttentionStrides, Descale, Target
 from omniattn.reference.e4m3 import decode_e4m3, encode_e4m3
 from omniattn.registry import REGISTRY
 from tests.unit.launch_fakes import fields_of_record
+from tests.unit.shape_plans import planned, unsplit
 from tests.unit.test_fp8 import drawn, e4m3, expanded, factors
 from tests.unit.test_launch_fp8 import ADA, HOPPER, arrays
 
@@ -172,10 +173,10 @@ def test_rows(head_dim: int, target: Target) -> None:
     for changes, name in (
         ({}, f"attn_fp8_{own}_bf16_d{width}_factors"), ({"lse": True}, f"attn_fp8_{own}_bf16_d{width}_factors"),
     ):  # fmt: skip
-        made = plan_attention(by_block(head_dim=head_dim, **changes), target, None)
+        made = unsplit(by_block(head_dim=head_dim, **changes), target)
         assert [record.spec.name for record in made.records] == [f"layout_fp8_sm80_d{width}", name]
     packed = by_block(head_dim=head_dim, varlen=True, max_seqlen_q=300, max_seqlen_k=500)
-    name = plan_attention(packed, target, None).records[-1].spec.name
+    name = unsplit(packed, target).records[-1].spec.name
     assert name == f"attn_fp8_{own}_bf16_d{width}_factors" + "_varlen" * (own == "sm90")
 
 
@@ -192,18 +193,20 @@ def test_rows_with_forms(head_dim: int, lse: bool) -> None:
         ({"softcap": 4.0, **packed}, "varlen_softcap"), ({"softmax_scale": -1.0, **packed}, "varlen_softcap"),
     ):  # fmt: skip
         call = by_block(head_dim=head_dim, lse=lse, **changes)
-        made = [record.spec.name for record in plan_attention(call, HOPPER, None).records]
-        assert made[-1] == f"attn_fp8_sm90_bf16_d{width}_{name}_factors"
+        row = f"attn_fp8_sm90_bf16_d{width}_{name}_factors"
+        launches = planned(call, HOPPER, lambda way, row=row: way.row.name == row)
+        made = [record.spec.name for record in launches.records]
+        assert made[-1] == row
         assert f"layout_fp8_sm80_d{width}" in made
-        assert plan_attention(call, ADA, None).records[-1].spec.name == f"attn_fp8_sm89_bf16_d{width}_factors_mods"
+        assert unsplit(call, ADA).records[-1].spec.name == f"attn_fp8_sm89_bf16_d{width}_factors_mods"
     # What Hopper's rows cannot take goes to those of every GPU.
     for changes in ({"mask": "float32", **bias, "mask_map": False}, {"mask": "bool", **packed}):
-        made = plan_attention(by_block(head_dim=head_dim, **changes), HOPPER, None).records
+        made = unsplit(by_block(head_dim=head_dim, **changes), HOPPER).records
         assert made[-1].spec.name == f"attn_fp8_sm89_bf16_d{width}_factors_mods"
 
 
 def test_arguments_of_rows_with_forms() -> None:
-    made = plan_attention(by_block(softcap=4.0), HOPPER, None)
+    made = unsplit(by_block(softcap=4.0), HOPPER)
     found = fields_of_record(made.records[-1], ATTN_FP8_FORMS_FACTORS_SM90)
     assert found["factors.factors"] == At("descale_v")
     assert tuple(found[f"factors.stride_{x}"] for x in ("b", "h", "block")) == (8, 4, 1)
@@ -224,7 +227,7 @@ def test_rows_with_factors_take_no_other_call() -> None:
 @pytest.mark.parametrize("target", [HOPPER, ADA], ids=["sm90", "sm89"])
 def test_factors_are_read_where_they_are(target: Target) -> None:
     layout = ATTN_FP8_FACTORS_SM90 if target is HOPPER else ATTN_FP8_FACTORS_SM89
-    records = plan_attention(by_block(), target, None).records
+    records = unsplit(by_block(), target).records
     found = fields_of_record(records[-1], layout)
     assert found["factors.factors"] == At("descale_v")
     assert tuple(found[f"factors.stride_{x}"] for x in ("b", "h", "block")) == (8, 4, 1)
@@ -234,11 +237,11 @@ def test_factors_are_read_where_they_are(target: Target) -> None:
     only_v = dataclasses.replace(
         only_v, descales=dataclasses.replace(only_v.descales, v=Descale("per_block", (8, 4, 1)))
     )
-    found = fields_of_record(plan_attention(only_v, target, None).records[-1], layout)
+    found = fields_of_record(unsplit(only_v, target).records[-1], layout)
     assert (found["scales.k_blocks"], found["scales.k_stride_block"], found["operands.k_scale"]) == (4, 0, None)
     # What lays V out multiplies nothing.
     assert fields_of_record(records[-2], LAYOUT_FP8)["descale"] is None
-    nothing = fields_of_record(plan_attention(by_block(seqlen_k=0), target, None).records[-1], layout)
+    nothing = fields_of_record(unsplit(by_block(seqlen_k=0), target).records[-1], layout)
     assert nothing["factors.factors"] is None
 
 
@@ -278,4 +281,4 @@ def test_few_queries_are_split(head_dim: int, lse: bool) -> None:
     assert merged["partial_ml"] == found["partial_ml"]
     assert merged["partial_lse"] is None
     assert (merged["lse"] is None) == (not lse)
-    assert plan_attention(call, ADA, None).records[-1].spec.op == "attention"
+    assert unsplit(call, ADA).records[-1].spec.op == "attention"

@@ -15,9 +15,10 @@ from omniattn.launch.structs import ATTN_FWD, ATTN_FWD_SM90
 from omniattn.plan.attention import plan_attention
 from omniattn.problems import UNLIMITED, AttentionProblem, AttentionStrides, BackwardProblem, Int4, Int8, Target
 from omniattn.registry import REGISTRY
-from omniattn.select import select_attention, select_backward
+from omniattn.select import candidates, choices, select_backward
 from tests.numerics import naive64
 from tests.unit.launch_fakes import fields_of_record
+from tests.unit.shape_plans import row_of
 
 TARGETS = {
     "sm_80": Target((8, 0), 163 << 10),
@@ -47,13 +48,12 @@ def problem(head_dim: int, own: int, **changes: Any) -> AttentionProblem:
 @pytest.mark.parametrize(("head_dim", "head_dim_v"), PAIRS)
 def test_every_pair_has_a_kernel(head_dim: int, head_dim_v: int, target: Target) -> None:
     for changes in CALLS:
-        spec = select_attention(problem(head_dim, head_dim_v, **changes), target).spec
-        assert spec.head_dim >= head_dim
-        assert spec.head_dim_v >= head_dim_v
-        assert (spec.family == "attn_fwd_sm90") == (target is HOPPER)
-        assert spec.arch_specific or spec.other_head_dim_v
+        rows = {way.row for way in candidates(problem(head_dim, head_dim_v, **changes), target)}
+        assert all(row.head_dim >= head_dim and row.head_dim_v >= head_dim_v for row in rows)
+        assert all(row.arch_specific or row.other_head_dim_v for row in rows)
+        assert any(row.family == "attn_fwd_sm90" for row in rows) == (target is HOPPER)
     for knobs in (Int8(), Int4()):
-        spec = select_attention(problem(head_dim, head_dim_v, precision=knobs.precision), target).spec
+        spec = row_of(problem(head_dim, head_dim_v, precision=knobs.precision), target)
         assert spec.quantized
         assert spec.head_dim >= max(head_dim, head_dim_v)
 
@@ -61,21 +61,22 @@ def test_every_pair_has_a_kernel(head_dim: int, head_dim_v: int, target: Target)
 @pytest.mark.parametrize("varlen", [False, True])
 @pytest.mark.parametrize(("head_dim", "head_dim_v"), TUNED)
 def test_tuned_pairs(head_dim: int, head_dim_v: int, varlen: bool) -> None:
-    chosen = select_attention(problem(head_dim - 8, head_dim_v, varlen=varlen), HOPPER)
-    assert (chosen.spec.head_dim, chosen.spec.head_dim_v) == (head_dim, head_dim_v)
-    assert f"head_dim {head_dim - 8} and {head_dim_v} of v in a tile of {head_dim}, {head_dim_v} of v" in chosen.why[0]
-    # Others, which it could serve too, keep their own.
-    assert select_attention(problem(64, 0, varlen=varlen), HOPPER).spec.own_head_dim_v == 0
+    """Rows of their own are among the ways; calls of one head_dim, which they could serve too, have none of them."""
+    found = choices(problem(head_dim - 8, head_dim_v, varlen=varlen), HOPPER)
+    own = [x for x in found if (x.candidate.row.head_dim, x.candidate.row.head_dim_v) == (head_dim, head_dim_v)]
+    assert f"head_dim {head_dim - 8} and {head_dim_v} of v in a tile of {head_dim}, {head_dim_v} of v" in own[0].why[0]
+    others = candidates(problem(64, 0, varlen=varlen), HOPPER)
+    assert not any(way.row.own_head_dim_v for way in others)
 
 
 def test_kernels_of_one_head_dim_stay_with_it() -> None:
     row = "attn_fwd_sm80_bf16_d128_v"
     with pytest.raises(ArgumentError, match="it is for v of another head_dim than q"):
-        select_attention(problem(128, 0), HOPPER, row)
+        choices(problem(128, 0), HOPPER, row)
     with pytest.raises(ArgumentError, match="it takes v of q's head_dim only"):
-        select_attention(problem(128, 64), HOPPER, row.replace("_v", ""))
+        choices(problem(128, 64), HOPPER, row.replace("_v", ""))
     with pytest.raises(ArgumentError, match="it takes v of head_dim up to 64, not 72"):
-        select_attention(problem(128, 72), HOPPER, "attn_fwd_sm90_bf16_d128v64_m256n64")
+        choices(problem(128, 72), HOPPER, "attn_fwd_sm90_bf16_d128v64_m256n64")
 
 
 @pytest.mark.parametrize("cc", ["sm_80", "sm_90"])
@@ -105,20 +106,22 @@ def test_hopper_gets_maps_of_both_widths() -> None:
 
 def test_expanded_arrays_have_maps_with_strides_of_0() -> None:
     strides = AttentionStrides((8, 16, 24), (0, 40, 0), (0, 64, 72), (80, 88, 96), (13, 14), (0, 0, 0, 0))
-    (record,) = plan_attention(problem(128, 0, strides=strides), HOPPER, None).records
+    row = "attn_fwd_sm90_bf16_d128_m128n128"
+    (record,) = plan_attention(problem(128, 0, strides=strides), HOPPER, row).records
     fields = fields_of_record(record, ATTN_FWD_SM90)
     assert fields["map_k"].strides_bytes == (80, 0, 0)
     assert fields["map_v"].strides_bytes == (128, 144, 0)
     # One batch and one head have no strides of their own: those of the map are positive.
     strides = dataclasses.replace(strides, v=(0, 64, 0))
     one = problem(128, 0, strides=strides, batch=1, num_kv_heads=1, num_q_heads=1, seqlen_k=64)
-    (record,) = plan_attention(one, HOPPER, None).records
+    (record,) = plan_attention(one, HOPPER, row).records
     assert fields_of_record(record, ATTN_FWD_SM90)["map_k"].strides_bytes == (80, 16, 16)
 
 
 @pytest.mark.parametrize("own", [0, 40])
 def test_others_are_told_both(own: int) -> None:
-    (record,) = plan_attention(problem(72, own), TARGETS["sm_80"], None).records
+    row = "attn_fwd_sm80_bf16_d96" + "_v" * bool(own)
+    (record,) = plan_attention(problem(72, own), TARGETS["sm_80"], row).records
     fields = fields_of_record(record, ATTN_FWD)
     assert (fields["head_dim"], fields["head_dim_qk"]) == ((own, 72) if own else (72, 0))
 

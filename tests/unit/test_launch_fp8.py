@@ -36,6 +36,7 @@ from omniattn.reference.rotation import negative_channels
 from omniattn.registry import REGISTRY
 from omniattn.testing.layout_cases import layout_cases
 from tests.unit.launch_fakes import fields_of_record
+from tests.unit.shape_plans import unsplit
 
 HOPPER, ADA = Target((9, 0), 232448, 132), Target((8, 9), 101376, 128)
 
@@ -61,24 +62,24 @@ def arrays(kind: str = "none", **changes: Any) -> AttentionProblem:
 
 
 def test_quantizer_layout_and_kernel_follow_each_other() -> None:
-    names = [record.spec.name for record in plan_attention(problem(), HOPPER, None).records]
+    names = [record.spec.name for record in unsplit(problem(), HOPPER).records]
     quantizers = ["quantize_fp8_sm80_bf16_d128_sums", "quantize_values_sm80_bf16_d128"]
     assert names == [*quantizers, "attn_fp8_sm90_bf16_d128"]
-    names = [record.spec.name for record in plan_attention(problem(), ADA, None).records]
+    names = [record.spec.name for record in unsplit(problem(), ADA).records]
     assert names == ["quantize_fp8_sm80_bf16_d128", *["quantize_sm80_bf16_d128"] * 2, "attn_fp8_sm89_bf16_d128_acc16"]
-    names = [record.spec.name for record in plan_attention(problem(oa.Fp8(smooth_k=True)), HOPPER, None).records]
+    names = [record.spec.name for record in unsplit(problem(oa.Fp8(smooth_k=True)), HOPPER).records]
     assert names == [*["quantize_sm80_bf16_d128_rotated"] * 2, "attn_fp8_sm90_bf16_d128"]
     for target, kernel in ((HOPPER, "attn_fp8_sm90_bf16_d128"), (ADA, "attn_fp8_sm89_bf16_d128")):
-        launches = plan_attention(arrays(), target, None)
+        launches = unsplit(arrays(), target)
         assert [record.spec.name for record in launches.records] == ["layout_fp8_sm80_d128", kernel]
         assert [other.spec.name for other in launches.others] == ["layout_fp8_sm80_d128"]
     # Nothing to attend to: nothing is launched, whatever there is to quantize.
-    assert plan_attention(problem(seqlen_q=0), HOPPER, None).records == ()
-    assert plan_attention(arrays(seqlen_q=0), HOPPER, None).records == ()
+    assert unsplit(problem(seqlen_q=0), HOPPER).records == ()
+    assert unsplit(arrays(seqlen_q=0), HOPPER).records == ()
 
 
 def test_quantizer_of_rows() -> None:
-    record = plan_attention(problem(oa.Fp8(seed=9)), ADA, None).records[0]
+    record = unsplit(problem(oa.Fp8(seed=9)), ADA).records[0]
     found = fields_of_record(record, QUANTIZE_FP8)
     assert record.grid == (2 * (4 * 3 + 2 * 4), 1, 1)
     assert (found["q.items"], found["q.blocks"], found["k.items"], found["k.blocks"]) == (24, 3, 16, 4)
@@ -86,7 +87,7 @@ def test_quantizer_of_rows() -> None:
     assert (found["q.x"], found["k.x"]) == (At("q"), At("k"))
     assert (found["rotation.channels"], found["rotation.to_e4m3"]) == (128, 1)
     assert tuple(found["rotation.signs"]) == quantize.sign_words(9)
-    plain = fields_of_record(plan_attention(problem(oa.Fp8(hadamard=False)), ADA, None).records[0], QUANTIZE_FP8)
+    plain = fields_of_record(unsplit(problem(oa.Fp8(hadamard=False)), ADA).records[0], QUANTIZE_FP8)
     assert (plain["rotation.channels"], plain["rotation.norm"], set(plain["rotation.signs"])) == (0, 1.0, {0})
 
 
@@ -111,7 +112,7 @@ def test_signs_are_those_of_the_reference(seed: int) -> None:
 @pytest.mark.parametrize("kind", ["none", "scalar", "per_head", "per_block"])
 def test_factors_are_read_where_they_are(kind: str, target: Target) -> None:
     for changes in ({}, {"softcap": 4.0}):
-        launches = plan_attention(arrays(kind, **changes), target, None)
+        launches = unsplit(arrays(kind, **changes), target)
         layout = ATTN_INT8_SM80
         if target is HOPPER:
             layout = ATTN_INT8_FORMS_SM90 if changes else ATTN_INT8_SM90
@@ -134,27 +135,27 @@ def test_factors_are_read_where_they_are(kind: str, target: Target) -> None:
 
 
 def test_own_scales_are_one_behind_the_other() -> None:
-    found = fields_of_record(plan_attention(problem(), HOPPER, None).records[-1], ATTN_INT8_SM90)
+    found = fields_of_record(unsplit(problem(), HOPPER).records[-1], ATTN_INT8_SM90)
     assert tuple(found[f"scales.q_stride_{x}"] for x in ("b", "h", "block")) == (12, 3, 1)
     assert tuple(found[f"scales.k_stride_{x}"] for x in ("b", "h", "block")) == (8, 4, 1)
     assert (found["scales.by_slot"], found["scales.q_heads"], found["scales.drift"]) == (0, 1, None)
     packed = problem(varlen=True, max_seqlen_q=300, max_seqlen_k=500)
-    found = fields_of_record(plan_attention(packed, HOPPER, None).records[-1], ATTN_INT8_SM90)
+    found = fields_of_record(unsplit(packed, HOPPER).records[-1], ATTN_INT8_SM90)
     assert (found["scales.by_slot"], found["scales.q_stride_b"], found["scales.q_stride_h"]) == (1, 0, 5)
 
 
 def test_values_without_a_look_at_them_are_summed_in_short_parts() -> None:
     """The caller's V is looked at by the layout; the quantizer's has no mean, unless it keeps it."""
     for precision, keys in ((oa.Fp8(), 2048), (oa.Fp8(smooth_v=False), 256)):
-        found = fields_of_record(plan_attention(problem(precision), HOPPER, None).records[-1], ATTN_INT8_SM90)
+        found = fields_of_record(unsplit(problem(precision), HOPPER).records[-1], ATTN_INT8_SM90)
         assert (found["flush_keys"], found["scales.drift"]) == (keys, None)
-    found = fields_of_record(plan_attention(arrays(), HOPPER, None).records[-1], ATTN_INT8_SM90)
+    found = fields_of_record(unsplit(arrays(), HOPPER).records[-1], ATTN_INT8_SM90)
     assert found["flush_keys"] == 256
     assert found["scales.drift"] is not None
 
 
 def test_tensor_maps_of_the_callers_arrays() -> None:
-    record = plan_attention(arrays(head_dim=128), HOPPER, None).records[-1]
+    record = unsplit(arrays(head_dim=128), HOPPER).records[-1]
     by_operand = {found.operand: found for found in record.tensor_maps}
     assert by_operand["q"].dims == (128, 300, 4, 2)
     assert by_operand["q"].strides_bytes == (512, 128, 300 * 512)
@@ -179,7 +180,7 @@ def test_cases_of_layouts_are_told_apart_by_width() -> None:
 
 def test_queries_keys_and_values_in_two_launches() -> None:
     """500 keys: a chunk of 256 and one of 244; sums in front of 40 blocks of Q and K; four blocks of V a head."""
-    sums, values, attention = plan_attention(problem(), HOPPER, None).records
+    sums, values, attention = unsplit(problem(), HOPPER).records
     assert [x.spec.op for x in (sums, values, attention)] == ["quantize_fp8_sums", "quantize_values", "attention"]
     assert (sums.grid, values.grid) == ((8 + 40, 1, 1), (16, 1, 1))
     assert (sums.overlap, values.overlap) == (False, True)
@@ -193,7 +194,7 @@ def test_queries_keys_and_values_in_two_launches() -> None:
 
 
 def test_scratch_of_values_lies_apart() -> None:
-    launches = plan_attention(problem(), HOPPER, None)
+    launches = unsplit(problem(), HOPPER)
     found = fields_of_record(launches.records[1], QUANTIZE)
     sizes = {
         "v_out": 4 * 128 * 512, "v_scale": 4 * 4 * 128, "v_mean": 4 * 4 * 128, "v_error": 8 * 4 * 128,
@@ -215,7 +216,7 @@ def test_scratch_of_values_lies_apart() -> None:
     ids=["no mean of v", "mean of k", "packed", "older GPU"],
 )
 def test_what_is_left_to_the_quantizer_for_anything(changes: dict[str, Any], target: Target) -> None:
-    launches = plan_attention(problem(**changes), target, None)
+    launches = unsplit(problem(**changes), target)
     assert not any(record.spec.op == "quantize_values" for record in launches.records)
 
 

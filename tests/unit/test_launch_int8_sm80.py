@@ -23,6 +23,7 @@ from omniattn.reference.e4m3 import decode_e4m3, encode_e4m3
 from omniattn.registry import REGISTRY, KernelSpec
 from omniattn.runtime.record import LaunchRecord
 from tests.unit.launch_fakes import fields_of_record, program_of, unpacked
+from tests.unit.shape_plans import unsplit
 from tests.unit.test_launch_sm90 import (
     ADDRESSES,
     ARRAYS,
@@ -41,7 +42,7 @@ AMPERE, ADA = Target((8, 0), 163 << 10, 108), Target((8, 9), 99 << 10, 128)
 
 def planned(p: AttentionProblem, target: Target) -> tuple[KernelSpec, LaunchRecord, Launches]:
     """Row, record of its launch, and all launches of a call."""
-    launches = plan_attention(p, target, None)
+    launches = unsplit(p, target)
     spec, record = launches.selection.spec, launches.records[-1]
     assert spec in ROWS
     assert record.spec == spec
@@ -128,7 +129,7 @@ def test_the_driver_gets_addresses_for_places(knobs: Int8 | Int4) -> None:
 
 @pytest.mark.parametrize("changes", [{"seqlen_q": 0}, {"batch": 0}], ids=str)
 def test_nothing_to_do_launches_nothing(changes: dict[str, int]) -> None:
-    assert plan_attention(problem(**changes), AMPERE, None).records == ()
+    assert unsplit(problem(**changes), AMPERE).records == ()
 
 
 def tile_offset(rows: int, row_bytes: int, row: int, chunk: int) -> int:

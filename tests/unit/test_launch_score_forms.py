@@ -22,11 +22,13 @@ from omniattn.launch.structs import (
 from omniattn.plan.attention import plan_attention
 from omniattn.problems import UNLIMITED, AttentionProblem, AttentionStrides, Int8, Target
 from omniattn.problems.score_mod import ScoreModProblem
+from omniattn.problems.split import WHOLE
 from omniattn.reference.mask_tiles import FIRST_GROUP
 from omniattn.registry import by_name
 from omniattn.registry.masks import MAX_TILES
-from omniattn.select import select_attention
+from omniattn.select import candidates, choices
 from tests.unit.launch_fakes import fields_of_record
+from tests.unit.shape_plans import planned
 
 HOPPER = Target((9, 0), 227 << 10, 132)
 BATCH, HEADS, ROWS, KEYS, DIM = 2, 3, 400, 520, 128
@@ -141,8 +143,13 @@ CHOSEN = [
 
 
 @pytest.mark.parametrize(("one", "name"), CHOSEN, ids=[f"{i} {name}" for i, (_, name) in enumerate(CHOSEN)])
-def test_which_kernel_takes_what(one: AttentionProblem, name: str) -> None:
-    assert select_attention(one, HOPPER).spec.name == name
+def test_which_kernels_take_what(one: AttentionProblem, name: str) -> None:
+    """Of rows with the same tile the one that does nothing which the call has no use for."""
+    rows = {way.row.name for way in candidates(one, HOPPER) if way.row.op == "attention"}
+    assert name in rows
+    kind = name.rpartition("_m192n64")[2]
+    same_tile = {row for row in rows if "_d128_m192n64" in row and "_d128_m192n64" in name}
+    assert {row.rpartition("_m192n64")[2] for row in same_tile} <= {kind}
 
 
 INT8 = Int8().precision
@@ -169,19 +176,20 @@ CHOSEN_INT8 = [
 def test_which_int8_kernel_takes_what(one: AttentionProblem, name: str) -> None:
     for smooth_q in (False, True):  # the same rows: they add delta_s where there is some
         precision = Int8(smooth_q=smooth_q).precision
-        assert select_attention(dataclasses.replace(one, precision=precision), HOPPER).spec.name == name
-    values = select_attention(dataclasses.replace(one, precision=Int8(pv="fp16").precision), HOPPER).spec
-    assert values.family == "attn_int8_sm80"
+        ways = candidates(dataclasses.replace(one, precision=precision), HOPPER)
+        assert {way.row.name for way in ways if way.row.op == "attention"} == {name}
+    values = candidates(dataclasses.replace(one, precision=Int8(pv="fp16").precision), HOPPER)
+    assert {way.row.family for way in values} == {"attn_int8_sm80"}
 
 
 def test_an_int8_mask_has_memory_of_its_own() -> None:
     one = problem_with("bool", FULL, precision=INT8)
-    launches = plan_attention(one, HOPPER, None)
+    launches = planned(one, HOPPER, lambda way: way.schedule == WHOLE)
     assert [record.spec.op for record in launches.records] == [
         "mask_pack", "mask_list", *["quantize"] * (len(launches.records) - 3), "attention",
     ]  # fmt: skip
     assert {other.spec.op for other in launches.others} == {"quantize", "mask_pack", "mask_list"}
-    without = plan_attention(problem(precision=INT8), HOPPER, None)
+    without = planned(problem(precision=INT8), HOPPER, lambda way: way.schedule == WHOLE)
     spec = launches.selection.spec
     blocks = -(-ROWS // spec.block_m)
     first = launches.workspace_bytes - masks.workspace_bytes(one, blocks)
@@ -212,12 +220,12 @@ def test_a_forced_kernel_says_why_it_does_not_fit() -> None:
         ("attn_fwd_sm90_bf16_d128_m192n64_masks", problem_with("io", FULL), "additive mask that differs"),
     ):
         with pytest.raises(Exception, match=reason):
-            select_attention(one, HOPPER, name)
+            choices(one, HOPPER, name)
 
 
 def test_the_mask_is_prepared_before_attention() -> None:
     one = problem_with("bool", (0, ROWS * KEYS, KEYS, 1), window_right=0)
-    launches = plan_attention(one, HOPPER, None)
+    launches = plan_attention(one, HOPPER, "attn_fwd_sm90_bf16_d128_m192n64_masks")
     assert [record.spec.op for record in launches.records] == ["mask_pack", "mask_list", "attention"]
     assert [other.spec.op for other in launches.others] == ["mask_pack", "mask_list"]
     spec = launches.selection.spec
@@ -238,7 +246,7 @@ def test_the_mask_is_prepared_before_attention() -> None:
 def test_masks_of_packed_sequences_are_prepared_before_attention() -> None:
     total_q, total_k = 3 * ROWS, 2 * KEYS
     one = problem_with("bool", FULL, seqlen_q=total_q, seqlen_k=total_k, **PACKED)
-    launches = plan_attention(one, HOPPER, None)
+    launches = plan_attention(one, HOPPER, "attn_fwd_sm90_bf16_d128_m192n64_varlen_masks")
     assert [record.spec.op for record in launches.records] == ["mask_pack", "mask_list", "attention"]
     spec, record = launches.selection.spec, launches.records[-1]
     blocks = -(-total_q // spec.block_m) + BATCH + 2
@@ -254,7 +262,8 @@ def test_masks_of_packed_sequences_are_prepared_before_attention() -> None:
 def test_tiles_of_mask_expressions_of_packed_sequences() -> None:
     total_q, total_k = 3 * ROWS, 2 * KEYS
     one = problem(score_mod=MASK_MOD, seqlen_q=total_q, seqlen_k=total_k, **PACKED)
-    launches = plan_attention(one, HOPPER, None)
+    row = "attn_fwd_sm90_bf16_d128_m192n64_varlen_masks"
+    launches = plan_attention(one, HOPPER, row)
     kinds, listing, record = launches.records
     assert [kinds.spec.op, listing.spec.op, record.spec.op] == ["tile_kinds", "mask_list", "attention"]
     rows = -(-total_q // 64) + BATCH
@@ -268,9 +277,9 @@ def test_tiles_of_mask_expressions_of_packed_sequences() -> None:
     forms = fields_of_record(record, ATTN_FWD_MOD_SM90)
     assert forms["forms.forms"] & score_forms.MOD_TILES
     # A packed mask decides about tiles, and mma.sync finds none.
-    both = plan_attention(dataclasses.replace(one, mask="bool", strides=problem(FULL).strides), HOPPER, None)
+    both = plan_attention(dataclasses.replace(one, mask="bool", strides=problem(FULL).strides), HOPPER, row)
     assert [r.spec.op for r in both.records] == ["mask_pack", "mask_list", "attention"]
-    ampere = plan_attention(one, AMPERE, None)
+    ampere = planned(one, AMPERE, lambda way: way.schedule == WHOLE)
     assert [r.spec.op for r in ampere.records] == ["attention"]
 
 

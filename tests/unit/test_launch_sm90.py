@@ -24,6 +24,7 @@ from omniattn.registry import REGISTRY, KernelSpec
 from omniattn.runtime import record as record_module
 from omniattn.runtime.record import LaunchRecord, Program, TensorMap
 from tests.unit.launch_fakes import Kernel, fields_of_record, program_of, read, unpacked
+from tests.unit.shape_plans import unsplit
 
 HOPPER = Target((9, 0), 227 << 10, 132)
 STREAM = 0x51
@@ -160,7 +161,7 @@ def rounded(values: dict[str, Any]) -> dict[str, Any]:
 
 def launched(p: AttentionProblem) -> tuple[dict[str, Any], LaunchRecord, dict[str, At], Launches]:
     """(fields by name, record, places of the operands, all launches) of one call's attention kernel."""
-    launches = plan_attention(p, HOPPER, None)
+    launches = unsplit(p, HOPPER)
     spec, *others = (selection.spec for selection in (launches.selection, *launches.others))
     record = launches.records[-1]
     assert [r.spec for r in launches.records] == [others[0], others[0], *others[1:], spec]
@@ -207,7 +208,7 @@ KNOBS = [Int8(), Int8(smooth_q=True, smooth_v=True), Int4()]
 @pytest.mark.parametrize("varlen", [False, True])
 def test_the_driver_gets_addresses_for_places(varlen: bool, knobs: Int8 | Int4) -> None:
     p = problem(knobs, varlen=varlen, lse=True, sinks="float32")
-    launches = plan_attention(p, HOPPER, None)
+    launches = unsplit(p, HOPPER)
     log: list[Any] = []
     program, kernels = program_of(launches.records, ARRAYS, log)
     program.launch(STREAM, ADDRESSES)
@@ -233,7 +234,7 @@ def test_quantized_operands_are_launched_with_the_same_arguments(varlen: bool, k
     p = problem(knobs, varlen=varlen)
     fields, record, at, launches = launched(p)
     described = quantized(p, launches.selection.spec)
-    alone = plan_attention(dataclasses.replace(p, operands=described), HOPPER, None)
+    alone = unsplit(dataclasses.replace(p, operands=described), HOPPER)
     assert alone.selection.spec == launches.selection.spec
     assert (alone.workspace_bytes, len(alone.records), alone.others) == (0, 1, ())
     (given,) = alone.records
@@ -288,7 +289,7 @@ def test_nothing_to_do_launches_nothing(changes: dict[str, int]) -> None:
 @pytest.mark.parametrize("varlen", [False, True])
 def test_operands_do_not_overlap_and_fit_into_the_workspace(varlen: bool, knobs: Int8 | Int4) -> None:
     p = problem(knobs, varlen=varlen)
-    launches = plan_attention(p, HOPPER, None)
+    launches = unsplit(p, HOPPER)
     described = quantized(p, launches.selection.spec)
     sizes = {
         name: struct.calcsize({"float32": "f", "float16": "e"}.get(dtype, "B")) * math.prod(shape)

@@ -13,7 +13,7 @@ from omniattn.plan.attention import plan_attention
 from omniattn.problems import AttentionProblem
 from omniattn.problems.score_mod import BlockMaskProblem, ScoreModProblem
 from omniattn.registry import REGISTRY
-from omniattn.select import select_attention
+from omniattn.select import choices
 from tests.unit.launch_fakes import fields_of_record
 from tests.unit.test_launch_score_forms import BATCH, FULL, HEADS, HOPPER, KEYS, ROWS, problem
 
@@ -72,7 +72,7 @@ def test_without_keys_nothing_overlaps() -> None:
 )
 def test_what_they_do_not_take(changes: dict[str, Any], reason: str) -> None:
     with pytest.raises(ArgumentError, match=reason):
-        select_attention(dataclasses.replace(call("none", (0,) * 4, "softcap"), **changes), HOPPER, name_of("softcap"))
+        choices(dataclasses.replace(call("none", (0,) * 4, "softcap"), **changes), HOPPER, name_of("softcap"))
 
 
 def test_they_lack_lists_alone() -> None:

@@ -17,10 +17,10 @@ from omniattn.problems.memory import WORKSPACE_ALIGNMENT
 from omniattn.problems.split import SplitKV, gqa_packing
 from omniattn.registry import REGISTRY, KernelSpec, by_name
 from omniattn.runtime.record import LaunchRecord, TensorMap
-from omniattn.select import select_attention, select_split
-from omniattn.select.split_model import Walk, unsplit_us
+from omniattn.select import candidates, ranked
 from omniattn.testing.cases import cases_for
 from tests.unit.launch_fakes import fields_of_record
+from tests.unit.shape_plans import planned
 
 HOPPER = Target((9, 0), 227 << 10, 132)
 AMPERE, BLACKWELL = Target((8, 0), 163 << 10, 108), Target((10, 0), 227 << 10, 148)
@@ -246,58 +246,39 @@ def test_a_split_of_the_real_tiles() -> None:
     carried_out(problem_of(1, 9, 300, 16, 1, d=64, right=0), by_name("attn_fwd_sm90_fp16_d64_m128n128_split"), 2)
 
 
-# Selection and plans
+# Plans
 
 
-#: Calls of issue 19's table: (batch, query heads, kv heads, queries, keys).
-FEW = [(1, 32, 8, 16, 32768), (1, 32, 8, 64, 32768), (1, 32, 8, 128, 32768), (1, 32, 8, 512, 32768),
-       (1, 16, 16, 256, 65536), (8, 32, 8, 32, 8192), (1, 32, 8, 1, 32768)]  # fmt: skip
-ENOUGH = [(8, 16, 16, 4096, 4096), (1, 32, 8, 2048, 2048), (64, 8, 8, 1, 1024), (1, 32, 8, 512, 512), (1, 1, 1, 5, 60)]
+#: Few queries on many keys: (batch, query heads, kv heads, queries, keys).
+FEW = [(1, 32, 8, 16, 32768), (1, 32, 8, 64, 32768), (1, 32, 8, 128, 32768), (1, 16, 16, 256, 65536),
+       (8, 32, 8, 32, 8192), (1, 32, 8, 1, 32768)]  # fmt: skip
 
 
 @pytest.mark.parametrize("right", [-1, 0])
 @pytest.mark.parametrize("extents", FEW)
 def test_few_queries_are_split(extents: tuple[int, ...], right: int) -> None:
+    """By the model in a part of the time: what is launched then."""
     b, hq, hk, sq, sk = extents
     p = problem_of(b, sq, sk, hq, hk, d=128, right=right, dtype="bfloat16")
-    whole = select_attention(p, HOPPER)
-    chosen = select_split(p, HOPPER, whole)
-    assert chosen is not None
-    spec, schedule = chosen.main.spec, chosen.schedule
-    assert isinstance(schedule, SplitKV)
+    (us, first), *others = ranked(p, HOPPER)
+    assert first.row.op == "attention_split"
+    assert us < 0.9 * min(time for time, way in others if way.row.op == "attention" and way.row.arch_specific)
+    launches = planned(p, HOPPER, lambda way: way.row in SPLIT_SM90)
+    spec, (main, *merging) = launches.selection.spec, launches.records
     assert (spec.op, spec.dtype, spec.head_dim) == ("attention_split", "bfloat16", 128)
-    time = Walk(p, spec, chosen.pack_gqa, HOPPER.sm_count).split_us(schedule.splits)
-    assert time < 0.9 * unsplit_us(p, whole.spec, HOPPER)
-    launches = plan_attention(p, HOPPER, None)
-    merging = ["attention_combine"] if schedule.splits > 1 else []
-    assert [r.spec.op for r in launches.records] == ["attention_split", *merging]
-    assert launches.selection.spec is spec
-    assert [x.spec.op for x in launches.others] == merging
+    assert main.spec is spec
+    merges = fields_of_record(main, ATTN_FWD_SPLIT_SM90)["tiles.num_splits"] > 1
+    assert [r.spec.op for r in merging] == [x.spec.op for x in launches.others] == ["attention_combine"] * merges
     assert [r.overlap for r in launches.records] == [False, True][: len(launches.records)]
-    assert launches.records[0].num_ctas <= HOPPER.sm_count * spec.ctas_per_sm
-    assert any("of the keys, " in reason for reason in launches.selection.why)
+    assert main.num_ctas <= HOPPER.sm_count * spec.ctas_per_sm
 
 
-@pytest.mark.parametrize("extents", ENOUGH)
-def test_others_are_not(extents: tuple[int, ...]) -> None:
-    b, hq, hk, sq, sk = extents
-    for right in (-1, 0):
-        p = problem_of(b, sq, sk, hq, hk, d=128, right=right, dtype="bfloat16")
-        assert select_split(p, HOPPER, select_attention(p, HOPPER)) is None
-        # The last round of tiles may be split (test_launch_tail.py).
-        assert plan_attention(p, HOPPER, None).records[0].spec.op == "attention"
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [{"seqlen_k": 0}, {"seqlen_q": 0}, {"batch": 0}],
-    ids=str,
-)  # fmt: skip
+@pytest.mark.parametrize("changes", [{"seqlen_k": 0}, {"seqlen_q": 0}, {"batch": 0}], ids=str)
 def test_what_no_split_serves_is_not_split(changes: dict[str, Any]) -> None:
     p = dataclasses.replace(problem_of(1, 16, 32768, 32, 8, d=128, dtype="bfloat16"), **changes)
-    assert select_split(p, HOPPER, select_attention(p, HOPPER)) is None
+    assert {way.row.op for way in candidates(p, HOPPER)} == {"attention"}
     with pytest.raises(ArgumentError):
-        select_split(p, HOPPER, select_attention(p, HOPPER), "attn_fwd_sm90_bf16_d128_m128n128_split")
+        plan_attention(p, HOPPER, "attn_fwd_sm90_bf16_d128_m128n128_split")
 
 
 @pytest.mark.parametrize("parts", [2, 3])
@@ -305,10 +286,8 @@ def test_parts_of_packed_sequences_do_not_count(parts: int) -> None:
     """Of ``seqused_k``: all keys may be those of the first part."""
     whole = problem_of(1, 16, 32768, 32, 8, 128, varlen=True, max_seqlen_q=16, max_seqlen_k=32768)
     divided = dataclasses.replace(whole, batch=parts, parts=parts)
-    found, wanted = (select_split(p, HOPPER, select_attention(p, HOPPER)) for p in (divided, whole))
-    assert found is not None
-    assert wanted is not None
-    assert (found.main.spec, found.pack_gqa, found.schedule) == (wanted.main.spec, wanted.pack_gqa, wanted.schedule)
+    assert candidates(divided, HOPPER) == candidates(whole, HOPPER)
+    assert ranked(divided, HOPPER)[0][1].row.op == "attention_split"
 
 
 def test_forced_rows() -> None:

@@ -22,11 +22,10 @@ from omniattn.reference.e4m3 import decode_e4m3
 from omniattn.reference.quantize import KEY_ORDER
 from omniattn.registry import REGISTRY, KernelSpec, by_name
 from omniattn.runtime.record import LaunchRecord, TensorMap
-from omniattn.select import select_attention, select_split
-from omniattn.select.split_model import Walk, unsplit_us
+from omniattn.select import choices, ranked
 from omniattn.testing.cases import cases_for
 from tests.unit.launch_fakes import fields_of_record
-from tests.unit.test_launch_split import AMPERE, ENOUGH, FEW, HOPPER, combine, items_of, problem_of, visible
+from tests.unit.test_launch_split import AMPERE, FEW, HOPPER, combine, items_of, problem_of, visible
 
 #: Plain rows; others: test_fp8_factors.py, test_launch_split_int8_scores.py, test_packed_shares.py.
 SPLIT = [
@@ -258,9 +257,8 @@ def test_operands_of_the_caller_need_room_for_results_alone() -> None:
 )  # fmt: skip
 def test_what_they_do_not_take(changes: dict[str, Any]) -> None:
     p = dataclasses.replace(few((1, 32, 8, 16, 32768)), **changes)
-    whole = select_attention(p, HOPPER)
     with pytest.raises(ArgumentError):
-        select_split(p, HOPPER, whole, "attn_int8_sm90_bf16_d128_m128n64_split")
+        plan_attention(p, HOPPER, "attn_int8_sm90_bf16_d128_m128n64_split")
 
 
 def test_other_rows_and_gpus() -> None:
@@ -313,42 +311,21 @@ def test_arrays_in_e4m3() -> None:
 @pytest.mark.parametrize("extents", FEW)
 def test_few_queries_are_split(extents: tuple[int, ...], right: int, lse: bool) -> None:
     p = few(extents, right, lse=lse)
-    whole = select_attention(p, HOPPER)
-    chosen = select_split(p, HOPPER, whole)
-    assert chosen is not None
-    spec = chosen.main.spec
+    (us, first), *others = ranked(p, HOPPER)
+    spec = first.row
     assert (spec.op, spec.qk, spec.dtype, spec.head_dim) == ("attention_split", "int8", "bfloat16", 128)
     assert spec.lse == lse
-    assert isinstance(chosen.schedule, SplitKV)
-    time = Walk(p, spec, chosen.pack_gqa, HOPPER.sm_count).split_us(chosen.schedule.splits)
-    assert time < 0.9 * unsplit_us(p, whole.spec, HOPPER)
+    assert isinstance(first.schedule, SplitKV)
+    assert us < 0.9 * min(time for time, way in others if way.row.op == "attention")
     launches = plan_attention(p, HOPPER, None)
     assert [r.spec.op for r in launches.records][-2:] == ["attention_split", "attention_combine" + "_lse" * lse]
     # O has the same bits with an LSE and without: the same tiles and splits.
-    other = select_split(dataclasses.replace(p, lse=not lse), HOPPER, whole)
-    assert other is not None
-    assert (other.pack_gqa, other.schedule, other.main.spec.block_m) == (chosen.pack_gqa, chosen.schedule, spec.block_m)
-    assert any("splits of the keys" in reason for reason in launches.selection.why)
+    other = choices(dataclasses.replace(p, lse=not lse), HOPPER)[0].candidate
+    assert (other.pack_gqa, other.schedule, other.row.block_m) == (first.pack_gqa, first.schedule, spec.block_m)
     # What quantizes takes longer than exact attention, and `explain` says so.
     assert any("precision='exact' for few queries" in reason for reason in launches.selection.why)
 
 
-@pytest.mark.parametrize("extents", ENOUGH)
-def test_others_are_not(extents: tuple[int, ...]) -> None:
-    for lse in (False, True):
-        p = few(extents, lse=lse)
-        assert select_split(p, HOPPER, select_attention(p, HOPPER)) is None
-        assert any(r.spec.op == "attention" for r in plan_attention(p, HOPPER, None).records)
-
-
-def test_short_calls_are_not() -> None:
-    for keys, split in ((1024, True), (1023, False)):
-        p = few((1, 8, 8, 1, keys))
-        assert (select_split(p, HOPPER, select_attention(p, HOPPER)) is not None) == split
-
-
 def test_a_call_that_became_exact_says_so() -> None:
     p = dataclasses.replace(few((1, 32, 8, 16, 32768)), precision=oa.problems.EXACT, note="exact in place of int8")
-    chosen = select_split(p, HOPPER, select_attention(p, HOPPER))
-    assert chosen is not None
-    assert chosen.main.why[0] == "exact in place of int8"
+    assert choices(p, HOPPER)[0].why[0] == "exact in place of int8"

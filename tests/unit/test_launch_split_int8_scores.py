@@ -20,6 +20,7 @@ from omniattn.launch.structs import (
     MASK_PACK,
 )
 from omniattn.plan.attention import plan_attention
+from omniattn.plan.stages import launches_of
 from omniattn.problems import AttentionProblem, Descale, Descales, Fp8, Int4, Int8
 from omniattn.problems.precision import FP8_ARRAYS
 from omniattn.problems.split import ONE_HEAD, SplitKV
@@ -29,8 +30,8 @@ from omniattn.reference.mask_tiles import key_bias, lists, pack_bits
 from omniattn.reference.quantize import KEY_ORDER
 from omniattn.registry import REGISTRY, KernelSpec, by_name
 from omniattn.runtime.record import LaunchRecord, TensorMap
-from omniattn.select import select_attention, select_split, split_model
-from omniattn.select import split as of_splits
+from omniattn.select import Candidate, candidates, choices, ranked
+from omniattn.select.candidate import mask_inputs
 from omniattn.testing.cases import cases_for
 from tests.unit.launch_fakes import fields_of_record
 from tests.unit.test_launch_split import AMPERE, HOPPER, combine, items_of, problem_of, visible
@@ -212,9 +213,7 @@ CALLS = [
         ("keys", 0.0, "masks"), ("tiles", 0.0, "bias32"), ("tiles", 5.0, "bias32"),
     ],
 )  # fmt: skip
-def test_carried_out(
-    form: str, softcap: float, kind: str, call: Any, splits: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_carried_out(form: str, softcap: float, kind: str, call: Any, splits: int) -> None:
     """All records of a call on smoothed queries, against attention on the operands' numbers in float64."""
     (b, hq, hk, sq, sk), (left, right), (mask_b, mask_h) = call
     rng = np.random.default_rng(sq + splits)
@@ -242,11 +241,10 @@ def test_carried_out(
             p, mask="bool" if "bits" in form else "float32", mask_map=form == "tiles",
             strides=dataclasses.replace(p.strides, mask=(*strides, 1)),
         )  # fmt: skip
-    row = f"attn_int8_sm90_fp16_d64_m128n64_split_{kind}"
-    monkeypatch.setattr(of_splits, "_best_split", lambda *_: (1.0, SplitKV(splits)))
-    launches = plan_attention(p, HOPPER, row)
+    row = by_name(f"attn_int8_sm90_fp16_d64_m128n64_split_{kind}")
+    launches = launches_of(Candidate(row, ONE_HEAD, SplitKV(splits), mask_inputs(row, p)[0]), p, HOPPER, None)
     *before, main, merged = launches.records
-    assert main.spec.name == row
+    assert main.spec is row
     assert [r.spec.op for r in before] == (["mask_pack", "mask_list"] if "bits" in form or form == "keys" else [])
     made = made_of(tuple(before), shown if "bits" in form else mask) if before else {}
     memory = {name: x.ravel().view(np.uint8 if x.itemsize == 1 else x.dtype) for name, x in arrays.items()}
@@ -378,24 +376,17 @@ def test_forced_rows(spec: KernelSpec, lse: bool) -> None:
 @pytest.mark.parametrize("lse", [False, True])
 def test_few_queries_are_split(changes: dict[str, Any], kind: str, head_dim: int, lse: bool) -> None:
     p = dataclasses.replace(few(d=head_dim, lse=lse), **changes)
-    whole = select_attention(p, HOPPER)
-    chosen = select_split(p, HOPPER, whole)
-    assert chosen is not None
+    (us, first), *others = ranked(p, HOPPER)
     tile = {96: 128}.get(head_dim, head_dim)
-    assert chosen.main.spec.name == f"attn_int8_sm90_bf16_d{tile}_m128n64_split_{kind}"
-    assert chosen.pack_gqa == ONE_HEAD
-    assert isinstance(chosen.schedule, SplitKV)
-    assert chosen.schedule.splits >= 2
-    walk = split_model.Walk(p, chosen.main.spec, chosen.pack_gqa, HOPPER.sm_count)
-    time = walk.split_us(chosen.schedule.splits)
-    assert time < 0.9 * split_model.unsplit_us(p, whole.spec, HOPPER)
+    assert first.row.name == f"attn_int8_sm90_bf16_d{tile}_m128n64_split_{kind}"
+    assert first.pack_gqa == ONE_HEAD
+    assert isinstance(first.schedule, SplitKV)
+    assert first.schedule.splits >= 2
+    assert us < 0.9 * min(time for time, way in others if way.row.op == "attention")
     launches = plan_attention(p, HOPPER, None)
-    assert any("splits of the keys" in reason for reason in launches.selection.why)
     assert ("quantize_delta" in [r.spec.op for r in launches.records]) == p.precision.smooth_q
-    other = select_split(dataclasses.replace(p, lse=not lse), HOPPER, whole)
-    assert other is not None
     # O has the same bits.
-    assert (other.pack_gqa, other.schedule, other.main.spec) == (chosen.pack_gqa, chosen.schedule, chosen.main.spec)
+    assert choices(dataclasses.replace(p, lse=not lse), HOPPER)[0].candidate == first
 
 
 @pytest.mark.parametrize("itemsize", [2, 4])
@@ -407,25 +398,13 @@ def test_biases_of_queries_and_keys(precision: Any, itemsize: int) -> None:
     assert name == f"attn_{precision.qk}_sm90_bf16_d128_m128n64_split_bias{8 * itemsize}"
 
 
-def test_a_step_with_scores_takes_longer() -> None:
-    plain, scores = (by_name(f"attn_int8_sm90_bf16_d128_m128n64_split{x}") for x in ("_lse", "_masks"))
-    assert split_model.step_us(scores, 16, 1) == pytest.approx(1.3 * split_model.step_us(plain, 16, 1))
-
-
 @pytest.mark.parametrize(
-    "changes",
-    [
-        {"seqlen_k": 1000}, {"batch": 64}, {"seqlen_q": 4096, "seqlen_k": 4096}, {"varlen": True},
-        {"tensor_maps": False}, {"precision": Int8(pv="fp16").precision},
-    ],
-    ids=str,
-)  # fmt: skip
+    "changes", [{"varlen": True}, {"tensor_maps": False}, {"precision": Int8(pv="fp16").precision}], ids=str
+)
 @pytest.mark.parametrize("form", [{"softcap": 30.0}, {"mask": "bool"}], ids=str)
-def test_others_go_on_as_before(form: dict[str, Any], changes: dict[str, Any]) -> None:
-    p = dataclasses.replace(few(), **form, **changes)
-    assert select_split(p, HOPPER, select_attention(p, HOPPER)) is None
-    if "varlen" not in changes:
-        assert plan_attention(p, HOPPER, None).records[-1].spec.op == "attention"
+def test_others_have_no_splits(form: dict[str, Any], changes: dict[str, Any]) -> None:
+    ways = candidates(dataclasses.replace(few(), **form, **changes), HOPPER)
+    assert not any(way.row.op == "attention_split" for way in ways)
 
 
 def test_what_rows_do_not_take() -> None:
@@ -441,7 +420,7 @@ def test_what_rows_do_not_take() -> None:
     ):
         call = dataclasses.replace(p, **changes)
         with pytest.raises(ArgumentError, match="a kernel that can serve this call"):
-            select_split(call, HOPPER, select_attention(call, HOPPER), f"attn_{row}")
+            plan_attention(call, HOPPER, f"attn_{row}")
     call = dataclasses.replace(p, mask="bool")
     assert plan_attention(call, AMPERE, None).records[-1].spec.op == "attention"
 

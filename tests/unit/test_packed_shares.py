@@ -28,8 +28,9 @@ from omniattn.problems.memory import WORKSPACE_ALIGNMENT
 from omniattn.problems.score_mod import ScoreModProblem
 from omniattn.problems.split import StreamK, gqa_packing
 from omniattn.registry import REGISTRY, by_name
-from omniattn.select import select_attention, select_split
+from omniattn.select import Candidate, ranked
 from tests.unit.launch_fakes import fields_of_record
+from tests.unit.shape_plans import planned
 from tests.unit.test_launch_split import AMPERE, HOPPER, box_of, visible
 
 ROWS = [s for s in REGISTRY if s.op == "attention_split" and not s.quantized and s.sequences == "packed"]
@@ -389,18 +390,22 @@ def test_carried_out(seed: int) -> None:
 FEW = [(8, 32, 8192, 32, 8), (64, 1, 4096, 32, 8), (64, 4, 2048, 28, 4), (1, 16, 32768, 32, 8), (256, 1, 1024, 64, 8)]
 
 
+def has_shares(way: Candidate) -> bool:
+    return isinstance(way.schedule, StreamK)
+
+
 @pytest.mark.parametrize("right", [-1, 0])
 @pytest.mark.parametrize("extents", FEW)
 def test_few_queries_have_even_shares(extents: tuple[int, ...], right: int) -> None:
     n, sq, sk, hq, hk = extents
     p = packed_problem(n, n * sq, n * sk, hq, hk, 128, right=right, max_seqlen_q=sq, max_seqlen_k=sk)
+    assert has_shares(ranked(p, HOPPER)[0][1])
     launches = plan_attention(p, HOPPER, None)
     main, merge = launches.records
     assert (main.spec.op, merge.spec.op) == ("attention_split", "attention_combine_packed")
     assert main.grid == (HOPPER.sm_count * main.spec.ctas_per_sm, 1, 1)
     assert merge.grid == (main.spec.block_m // 8, HOPPER.sm_count, 1)
     assert [x.spec.op for x in launches.others] == ["attention_combine_packed"]
-    assert any("even shares of all keys, " in reason for reason in launches.selection.why)
     assert launches.workspace_bytes == attn_fwd_shares.workspace(main.spec, p, StreamK(main.grid[0]))[-1]
     # Other GPUs have no such kernel.
     assert not any(r.spec.arch_specific for r in plan_attention(p, AMPERE, None).records)
@@ -416,7 +421,7 @@ def test_few_queries_on_8_bits(extents: tuple[int, ...], precision: Int8 | Fp8, 
         n, n * sq, n * sk, hq, hk, 128, right=0, max_seqlen_q=sq, max_seqlen_k=sk, lse=lse, dtype="bfloat16",
         precision=precision.precision,
     )  # fmt: skip
-    launches = plan_attention(p, HOPPER, None)
+    launches = planned(p, HOPPER, lambda way: has_shares(way) and way.pack_gqa.heads > 1)
     main, merge = launches.records[-2:]
     assert (main.spec.op, merge.spec.op) == ("attention_split", "attention_combine_packed")
     assert main.spec.name.endswith("_m128n64_varlen_split")
@@ -447,20 +452,11 @@ def test_few_queries_on_8_bits(extents: tuple[int, ...], precision: Int8 | Fp8, 
         plan_attention(smoothed, HOPPER, "attn_int8_sm90_bf16_d128_m128n64_varlen_split")
 
 
-@pytest.mark.parametrize(
-    "extents", [(8, 2000, 2000, 32, 8), (16, 1, 64, 8, 8), (1024, 16, 16, 16, 16), (4, 4096, 8192, 16, 16)]
-)
-def test_others_have_not(extents: tuple[int, ...]) -> None:
-    n, sq, sk, hq, hk = extents
-    p = packed_problem(n, n * sq, n * sk, hq, hk, 128, right=0, max_seqlen_q=sq, max_seqlen_k=sk)
-    assert select_split(p, HOPPER, select_attention(p, HOPPER)) is None
-
-
 @pytest.mark.parametrize("changes", [{"softcap": 50.0}, {"softmax_scale": -1.0}], ids=str)
 def test_softcap_has_even_shares_too(changes: dict[str, Any]) -> None:
     p = packed_problem(64, 64, 64 * 4096, 32, 8, 128, right=0, max_seqlen_q=1, max_seqlen_k=4096, **changes)
-    main, merge = plan_attention(p, HOPPER, None).records
-    assert main.spec.name == "attn_fwd_sm90_fp16_d128_m64n64_varlen_split_softcap"
+    tile_of_64 = "attn_fwd_sm90_fp16_d128_m64n64_varlen_split_softcap"
+    main, merge = planned(p, HOPPER, lambda way: has_shares(way) and way.row.name == tile_of_64).records
     f = fields_of_record(main, ATTN_FWD_SHARES_FORMS_SM90)
     assert f["forms.forms"] == (score_forms.SOFTCAP if "softcap" in changes else score_forms.SCALED)
     assert (f["forms.lists"], f["tiles.pack"], f["tiles.num_items"]) == (None, 4, main.grid[0])
@@ -474,9 +470,7 @@ def test_softcap_has_even_shares_too(changes: dict[str, Any]) -> None:
 def test_one_long_sequence_among_short_ones() -> None:
     """By the mean there is nothing to split; the longest takes as long as it takes."""
     p = packed_problem(40, 40, 40 * 2000, 32, 8, 128, right=0, max_seqlen_q=1, max_seqlen_k=64000)
-    split = select_split(p, HOPPER, select_attention(p, HOPPER))
-    assert split is not None
-    assert isinstance(split.schedule, StreamK)
+    assert has_shares(ranked(p, HOPPER)[0][1])
 
 
 @pytest.mark.parametrize("spec", ROWS, ids=lambda s: s.name)

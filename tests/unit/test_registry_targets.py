@@ -19,6 +19,7 @@ from omniattn.problems import AppendProblem, CopyProblem, DecodeProblem, MergePr
 from omniattn.registry import GPUS, REGISTRY, KernelSpec
 from omniattn.runtime.arch import Arch
 from omniattn.runtime.sources import Sources
+from omniattn.select import rows_of
 from tests.unit import every_call
 
 #: SMs of a GPU of each compute capability.
@@ -60,10 +61,13 @@ def _plans(target: Target) -> Iterator[Any]:
 
 @functools.cache
 def taken(cc: tuple[int, int]) -> frozenset[str]:
-    """Names of the rows that some call takes on a GPU."""
+    """Names of the rows that some call takes on a GPU, or would take if it were longer or shorter."""
     max_smem = next(gpus[cc] for gpus in GPUS.values() if cc in gpus)
-    plans = _plans(Target(cc, max_smem, SMS[cc]))
-    return frozenset(record.spec.name for plan in plans for record in plan.records)
+    target = Target(cc, max_smem, SMS[cc])
+    found = {record.spec.name for plan in _plans(target) for record in plan.records}
+    for calls in (every_call.exact_calls, every_call.low_precision_calls):
+        found |= {row.name for call in calls(cc == (9, 0)) for row in rows_of(call, target)}
+    return frozenset(found)
 
 
 def held(cc: tuple[int, int], spec: KernelSpec) -> bool:

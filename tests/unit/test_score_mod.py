@@ -24,6 +24,7 @@ from omniattn.runtime.sources import source_digest
 from omniattn.runtime.store import get_store
 from omniattn.testing.tile_cases import tile_cases
 from tests.unit.launch_fakes import fields_of_record
+from tests.unit.shape_plans import unsplit
 
 _LAYOUTS = {"mask_list": MASK_LIST, "tile_kinds": TILE_KINDS}
 
@@ -293,12 +294,12 @@ def test_plans_on_hopper() -> None:
 
 
 def test_plans_on_other_gpus() -> None:
-    kinds, listing, main = plan_attention(problem(score_mod=MOD), A100, None).records
+    kinds, listing, main = unsplit(problem(score_mod=MOD), A100).records
     assert kinds.spec.name.startswith("tile_kinds_sm80_mod_")
     assert listing.spec.name == "mask_list_sm80"
     assert main.spec.name.startswith("attn_fwd_sm80_bf16_d128_mods_mod_")
     blocks = BlockMaskProblem((2, 2), (0, 0, 8, 1))
-    assert len(plan_attention(problem(block_mask=blocks), A100, None).records) == 3
+    assert len(unsplit(problem(block_mask=blocks), A100).records) == 3
     with pytest.raises(oa.errors.UnsupportedError, match="takes no score_mod"):
         plan_attention(problem(score_mod=MOD, precision=oa.Int8().precision), H200, None)
 

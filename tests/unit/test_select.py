@@ -12,18 +12,9 @@ import pytest
 from omniattn.errors import ArgumentError, UnsupportedError
 from omniattn.problems import UNLIMITED, Descale, Descales, Fp8, Int4, Int8, Precision, Target
 from omniattn.problems import AttentionProblem as Problem
-from omniattn.problems.attention import (
-    LONG_KEYS,
-    SHORT_CAUSAL_KEYS,
-    SHORT_PACKED_KEYS,
-    WIDE_WINDOW,
-    WIDE_WINDOW_HEADS,
-    WIDE_WINDOW_ROWS,
-)
 from omniattn.registry import REGISTRY, KernelSpec
-from omniattn.select import select_attention
-from omniattn.select.split import TAIL
-from omniattn.select.tile import SMALL
+from omniattn.select import candidates, choices, rows_of
+from tests.unit.shape_plans import row_of
 
 # Shared memory that one CTA may have, by compute capability.
 GPUS = {
@@ -82,33 +73,22 @@ def changed(**fields: Any) -> Problem:
 def test_every_problem_gets_a_row_that_serves_it(target: Target, dtype: str, head_dim: int) -> None:
     for fields in (*FEATURES, *SCORE_MODS):
         problem = changed(dtype=dtype, head_dim=head_dim, **fields)
-        spec = select_attention(problem, target).spec
-        assert (spec.op, spec.quantized, spec.dtype) == ("attention", False, dtype)
-        assert spec.head_dim >= head_dim
-        assert spec.smem_bytes <= target.max_smem
-        assert spec.min_arch == target.cc if spec.arch_specific else spec.min_arch <= target.cc
         assert problem.score_mods == (fields in SCORE_MODS)
-        assert spec.score_mods == problem.score_mods
-        narrower = [
-            row
-            for row in REGISTRY
-            if row.family == spec.family
-            and row.dtype == dtype
-            and row.score_mods == spec.score_mods
-            and head_dim <= min(row.head_dim, row.head_dim_v)
-            and row.head_dim + row.head_dim_v < 2 * spec.head_dim
-            and row.min_arch <= target.cc
-            and row.smem_bytes <= target.max_smem
-        ]
-        # Small tiles have two widths, 64 and 128: the shortest sequences take them with columns of zeros.
-        assert narrower == [] or (SMALL in spec.tuned_for and head_dim > 64)
+        rows = {way.row for way in candidates(problem, target)}
+        assert row_of(problem, target) in rows
+        for spec in rows:
+            assert (spec.op.partition("_")[0], spec.quantized, spec.dtype) == ("attention", False, dtype)
+            assert spec.head_dim >= head_dim
+            assert spec.smem_bytes <= target.max_smem
+            assert spec.min_arch == target.cc if spec.arch_specific else spec.min_arch <= target.cc
+            assert spec.score_mods == problem.score_mods
 
 
 EXACT_ROWS = [s for s in REGISTRY if s.op == "attention" and not s.quantized]
 
 
 @pytest.mark.parametrize("spec", EXACT_ROWS, ids=lambda s: s.name)
-def test_every_row_is_chosen_somewhere(spec: KernelSpec) -> None:
+def test_every_row_may_be_taken_somewhere(spec: KernelSpec) -> None:
     mask, softcap = "none", 0.0
     if spec.score_mods and spec.softcap == "any" and spec.bias_bytes == 0:
         softcap = 1.0
@@ -116,52 +96,33 @@ def test_every_row_is_chosen_somewhere(spec: KernelSpec) -> None:
             mask = "bool"
     elif spec.score_mods:
         mask = {0: "bool", 2: "io", 4: "float32"}[spec.bias_bytes]
-    problems = [
-        changed(
-            dtype=spec.dtype,
-            head_dim=spec.head_dim,
-            own_head_dim_v=spec.own_head_dim_v or (spec.head_dim - 8 if spec.other_head_dim_v else 0),
-            mask=mask,
-            mask_map=True,
-            softcap=softcap,
-            varlen=spec.sequences == "packed",
-            **workload,
-        )
-        for workload in (
-            {"window_right": 0, "seqlen_k": SHORT_CAUSAL_KEYS - 1},
-            {"window_right": 0, "seqlen_k": SHORT_PACKED_KEYS * PLAIN.batch},
-            {"window_right": 0, "window_left": 2000, "seqlen_k": 4096},
-            {"window_right": 0, "window_left": 2000, "seqlen_q": WIDE_WINDOW_ROWS, "seqlen_k": WIDE_WINDOW_ROWS},
-            {"seqlen_k": 1024},
-            {"seqlen_k": LONG_KEYS * PLAIN.batch},
-            # Short sequences, which small tiles are for, and queries that only long ones have.
-            *({"seqlen_q": n, "seqlen_k": n} for n in (16, 100)),
-            *({"seqlen_q": n, "seqlen_k": n, "batch": 2048} for n in (16, 64)),
-            {"seqlen_q": 100, "seqlen_k": 100, "tensor_maps": False},
-            *({"seqlen_q": 2048 * PLAIN.batch, "seqlen_k": n * PLAIN.batch} for n in (1024, LONG_KEYS)),
-            *({"window_right": 0, "seqlen_q": n, "seqlen_k": n} for n in (2048 * PLAIN.batch, 1900)),
-        )
-    ]
-    workloads = {"short causal", "causal", "window", "short", "long"}
-    assert {problem.workload for problem in problems} == workloads | (set() if problems[0].varlen else {"wide window"})
-    targets = [*TARGETS, dataclasses.replace(HOPPER, sm_count=132)]
-    assert spec.name in {select_attention(p, target).spec.name for p in problems for target in targets}
+    problem = changed(
+        dtype=spec.dtype,
+        head_dim=spec.head_dim,
+        own_head_dim_v=spec.own_head_dim_v or (spec.head_dim - 8 if spec.other_head_dim_v else 0),
+        mask=mask,
+        mask_map=True,
+        softcap=softcap,
+        varlen=spec.sequences == "packed",
+    )
+    assert any(spec in rows_of(problem, target) for target in TARGETS)
 
 
 @pytest.mark.parametrize("cc", [(8, 0), (9, 0)])
 def test_reasons_name_what_decided(cc: tuple[int, int]) -> None:
-    why = "\n".join(select_attention(changed(head_dim=72, softcap=5.0, seqlen_k=1024), Target(cc, GPUS[cc])).why)
-    for words in ("bfloat16", "72", "96", "softcap", f"{cc[0]}.{cc[1]}"):
+    why = "\n".join(choices(changed(head_dim=72, softcap=5.0, seqlen_k=1024), Target(cc, GPUS[cc]))[0].why)
+    for words in ("bfloat16", "72", "softcap", f"{cc[0]}.{cc[1]}", "ways by the model", " µs"):
         assert words in why
 
 
 def test_force() -> None:
     target = Target((9, 0), GPUS[9, 0])
     larger = "attn_fwd_sm80_bf16_d256_mods"
-    selection = select_attention(PLAIN, target, larger)
-    assert selection.spec.name == larger
-    assert selection.why == (f"OMNIATTN_FORCE_KERNEL={larger}",)
-    assert select_attention(PLAIN, target, "").spec == select_attention(PLAIN, target, None).spec
+    assert larger not in {row.name for row in rows_of(PLAIN, target)}
+    found = choices(PLAIN, target, larger)
+    assert {choice.candidate.row.name for choice in found} == {larger}
+    assert found[0].why[0] == f"OMNIATTN_FORCE_KERNEL={larger}"
+    assert row_of(PLAIN, target, "") == row_of(PLAIN, target)
 
 
 INT8 = Int8().precision
@@ -186,34 +147,34 @@ INT8 = Int8().precision
 )
 def test_force_that_cannot_serve(force: str, fields: dict[str, Any], shows: str) -> None:
     with pytest.raises(ArgumentError, match="OMNIATTN_FORCE_KERNEL") as caught:
-        select_attention(changed(**fields), Target((9, 0), GPUS[9, 0]), force)
+        choices(changed(**fields), Target((9, 0), GPUS[9, 0]), force)
     assert force in str(caught.value)
     assert shows in str(caught.value)
 
 
 def test_a_forced_row_of_another_operation_does_not_matter() -> None:
     target = Target((9, 0), GPUS[9, 0])
-    free = select_attention(PLAIN, target)
-    assert select_attention(PLAIN, target, "merge_states_sm80_bf16") == free
-    assert select_attention(PLAIN, target, "kv_copy_sm80, quantize_sm80_bf16_d64") == free
+    free = row_of(PLAIN, target)
+    assert row_of(PLAIN, target, "merge_states_sm80_bf16") == free
+    assert row_of(PLAIN, target, "kv_copy_sm80, quantize_sm80_bf16_d64") == free
     both = "kv_copy_sm80, attn_fwd_sm80_bf16_d96"
-    assert select_attention(PLAIN, target, both).spec.name == "attn_fwd_sm80_bf16_d96"
+    assert row_of(PLAIN, target, both).name == "attn_fwd_sm80_bf16_d96"
     # Of several of an operation the first that fits.
     several = "attn_int8_sm80_bf16_d128,attn_fwd_sm80_bf16_d96, attn_fwd_sm80_bf16_d128"
-    assert select_attention(PLAIN, target, several).spec.name == "attn_fwd_sm80_bf16_d96"
-    assert select_attention(changed(precision=INT8), target, several).spec.name == "attn_int8_sm80_bf16_d128"
+    assert row_of(PLAIN, target, several).name == "attn_fwd_sm80_bf16_d96"
+    assert row_of(changed(precision=INT8), target, several).name == "attn_int8_sm80_bf16_d128"
     with pytest.raises(ArgumentError, match=r"attn_int8_sm80_bf16_d64': .*; 'attn_int4_sm80_bf16_d64': "):
-        select_attention(PLAIN, target, "attn_int8_sm80_bf16_d64,attn_int4_sm80_bf16_d64")
+        choices(PLAIN, target, "attn_int8_sm80_bf16_d64,attn_int4_sm80_bf16_d64")
     # Blanks and commas without a name between them are nothing.
-    assert select_attention(PLAIN, target, " , ") == free
+    assert row_of(PLAIN, target, " , ") == free
     with pytest.raises(ArgumentError, match=r"names of kernels.*'nobody'"):
-        select_attention(PLAIN, target, "kv_copy_sm80,nobody")
+        choices(PLAIN, target, "kv_copy_sm80,nobody")
 
 
 def test_force_on_an_older_gpu() -> None:
     newer = next(spec for spec in EXACT_ROWS if spec.min_arch > (8, 0))
     with pytest.raises(ArgumentError, match=r"this GPU has 8\.0"):
-        select_attention(changed(dtype=newer.dtype, head_dim=newer.head_dim), Target((8, 0), 2**20), newer.name)
+        choices(changed(dtype=newer.dtype, head_dim=newer.head_dim), Target((8, 0), 2**20), newer.name)
 
 
 @pytest.mark.parametrize(
@@ -227,7 +188,7 @@ def test_force_on_an_older_gpu() -> None:
 )
 def test_nothing_serves(fields: dict[str, Any], target: Target, shows: str) -> None:
     with pytest.raises(UnsupportedError, match=shows):
-        select_attention(changed(**fields), target)
+        choices(changed(**fields), target)
 
 
 HOPPER = Target((9, 0), GPUS[9, 0])
@@ -240,7 +201,7 @@ def test_low_precision_gets_a_row_on_hopper(dtype: str, low: Int8 | Int4) -> Non
     for head_dim, lse in itertools.product(range(8, 257, 8), (False, True)):
         for fields in FEATURES:
             problem = changed(dtype=dtype, head_dim=head_dim, precision=low.precision, lse=lse, **fields)
-            spec = select_attention(problem, HOPPER).spec
+            spec = row_of(problem, HOPPER)
             assert (spec.op, spec.quantized, spec.dtype) == ("attention", True, dtype)
             assert spec.head_dim == (64 if head_dim <= 64 else 128 if head_dim <= 128 else 256)
             assert spec.family == "attn_int8_sm90"
@@ -281,11 +242,11 @@ def test_every_low_precision_row_is_chosen_and_can_be_forced(spec: KernelSpec) -
         dtype=spec.dtype, head_dim=spec.head_dim, varlen=spec.sequences == "packed", precision=low_of(spec),
         lse=spec.lse, **mods,
     )  # fmt: skip
-    assert select_attention(problem, target).spec == spec
-    assert select_attention(problem, target, spec.name).spec == spec
+    assert row_of(problem, target) == spec
+    assert row_of(problem, target, spec.name) == spec
     if not mods and spec.qk == "int8":
         problem = dataclasses.replace(problem, precision=low_of(spec, pv="auto", pv_accumulator="auto"))
-        assert select_attention(problem, target, spec.name).spec == spec
+        assert row_of(problem, target, spec.name) == spec
 
 
 #: (compute capability, bits) -> family, element type and accumulator of P V that "auto" takes.
@@ -311,17 +272,18 @@ def test_low_precision_by_architecture(case: tuple[tuple[int, int], int]) -> Non
     for smooth_q in (False, True):
         for head_dim in (8, 64, 128, 136, 256):
             low = (Int8 if bits == 8 else Int4)(smooth_q=smooth_q)
-            found = select_attention(changed(head_dim=head_dim, precision=low.precision), target)
+            found = choices(changed(head_dim=head_dim, precision=low.precision), target)[0]
+            spec = found.candidate.row
             family = CHOSEN[case][0]
             if (cc, bits, head_dim, smooth_q) == ((10, 0), 8, 128, False):
                 family = "attn_int8_mbarrier_sm90"
-            assert (found.spec.family, found.spec.pv, found.spec.pv_accumulator) == (family, *CHOSEN[case][1:])
+            assert (spec.family, spec.pv, spec.pv_accumulator) == (family, *CHOSEN[case][1:])
             (reason,) = [x for x in found.why if "accumulators" in x]
-            assert f"{found.spec.pv} with {found.spec.pv_accumulator} accumulators" in reason
+            assert f"{spec.pv} with {spec.pv_accumulator} accumulators" in reason
             assert any("no faster than int8" in x for x in found.why) == (bits == 4 and cc >= (9, 0))
-            capped = select_attention(changed(head_dim=head_dim, precision=low.precision, softcap=9.0), target)
-            assert capped.spec.score_mods
-            assert (capped.spec.family == "attn_int8_sm90") == (cc == (9, 0))
+            capped = row_of(changed(head_dim=head_dim, precision=low.precision, softcap=9.0), target)
+            assert capped.score_mods
+            assert (capped.family == "attn_int8_sm90") == (cc == (9, 0))
 
 
 @pytest.mark.parametrize("target", TARGETS, ids=str)
@@ -333,16 +295,16 @@ def test_every_choice_of_pv_can_be_forced(target: Target) -> None:
                 problem = changed(precision=low.precision)
                 if pv == "fp8" and target.cc < (8, 9):
                     with pytest.raises(UnsupportedError, match=r"needs compute capability 8\.9"):
-                        select_attention(problem, target)
+                        choices(problem, target)
                     continue
-                found = select_attention(problem, target)
-                assert (found.spec.pv, found.spec.pv_accumulator) == (pv, acc)
+                found = choices(problem, target)[0]
+                assert (found.candidate.row.pv, found.candidate.row.pv_accumulator) == (pv, acc)
                 assert any("as asked for" in reason for reason in found.why)
 
 
 def test_a_driver_without_tensor_maps_has_low_precision_too() -> None:
-    found = select_attention(changed(precision=INT8, tensor_maps=False), HOPPER)
-    assert found.spec.family == "attn_int8_sm80"
+    found = choices(changed(precision=INT8, tensor_maps=False), HOPPER)[0]
+    assert found.candidate.row.family == "attn_int8_sm80"
     assert any("tensor maps" in reason for reason in found.why)
 
 
@@ -365,61 +327,8 @@ def test_a_driver_without_tensor_maps_has_low_precision_too() -> None:
 def test_no_low_precision_row_serves(fields: dict[str, Any], target: Target, shows: str) -> None:
     """An error that says what is missing, and what to use instead: nothing falls back to another precision silently."""
     with pytest.raises(UnsupportedError, match=shows) as caught:
-        select_attention(changed(**fields), target)
+        choices(changed(**fields), target)
     assert "precision='exact'" in str(caught.value)
-
-
-WIDE = {"batch": 1, "seqlen_q": WIDE_WINDOW_ROWS, "seqlen_k": 9000, "window_left": WIDE_WINDOW, "window_right": 0}
-
-
-@pytest.mark.parametrize(
-    ("fields", "workload"),
-    [
-        ({"seqlen_k": LONG_KEYS - 1}, "short"),
-        ({"seqlen_k": LONG_KEYS}, "long"),
-        ({"seqlen_k": 1, "seqlen_q": 2 * LONG_KEYS}, "short"),  # the keys decide
-        ({"seqlen_k": LONG_KEYS, "batch": 64}, "long"),  # a batch has keys of its own ...
-        ({"seqlen_k": 4 * LONG_KEYS, "batch": 4, "varlen": True}, "long"),  # ... packed sequences share them
-        ({"seqlen_k": 4 * LONG_KEYS - 1, "batch": 4, "varlen": True}, "short"),
-        ({"seqlen_k": 5, "batch": 0, "varlen": True}, "short"),
-        ({"seqlen_k": 0, "batch": 0}, "short"),
-        ({"seqlen_k": LONG_KEYS, "window_right": 0}, "causal"),
-        ({"seqlen_k": LONG_KEYS, "window_right": 7}, "causal"),
-        ({"seqlen_k": LONG_KEYS, "window_left": 0}, "window"),
-        ({"seqlen_k": LONG_KEYS, "window_left": 5, "window_right": 0}, "window"),
-        ({"seqlen_k": SHORT_CAUSAL_KEYS, "window_right": 0}, "causal"),
-        ({"seqlen_k": SHORT_CAUSAL_KEYS - 1, "window_right": 0}, "short causal"),
-        ({"seqlen_k": SHORT_CAUSAL_KEYS - 1, "window_left": 5}, "window"),
-        ({"seqlen_k": 4 * SHORT_PACKED_KEYS, "batch": 4, "window_right": 0, "varlen": True}, "causal"),
-        ({"seqlen_k": 4 * SHORT_PACKED_KEYS - 1, "batch": 4, "window_right": 0, "varlen": True}, "short causal"),
-        ({"seqlen_k": 5, "window_left": 100, "varlen": True}, "window"),
-        ({**WIDE}, "wide window"),
-        ({**WIDE, "window_left": WIDE_WINDOW - 1}, "window"),
-        ({**WIDE, "window_left": WIDE_WINDOW - 8, "window_right": 8}, "wide window"),
-        ({**WIDE, "window_left": 0, "window_right": UNLIMITED}, "wide window"),
-        ({**WIDE, "seqlen_q": WIDE_WINDOW_ROWS - 1}, "window"),
-        ({**WIDE, "num_q_heads": WIDE_WINDOW_HEADS}, "wide window"),
-        ({**WIDE, "num_q_heads": WIDE_WINDOW_HEADS + 8}, "window"),
-        ({**WIDE, "varlen": True}, "window"),
-    ],
-    ids=str,
-)
-def test_workload(fields: dict[str, Any], workload: str) -> None:
-    assert changed(**fields).workload == workload
-
-
-def test_workloads_of_the_registry_exist() -> None:
-    """A row tuned for a workload that no problem has would come last everywhere."""
-    assert {name for spec in REGISTRY for name in spec.tuned_for} <= {
-        "short causal",
-        "causal",
-        "window",
-        "wide window",
-        "short",
-        "long",
-        SMALL,
-        TAIL,
-    }
 
 
 def test_visible_pairs_against_brute_force() -> None:
@@ -450,7 +359,7 @@ def test_visible_pairs_against_brute_force() -> None:
 )
 def test_tiles_are_counted_in_31_bits(fields: dict[str, object], expected: str) -> None:
     target = Target((9, 0), GPUS[9, 0])
-    assert select_attention(changed(**fields), target).spec.family == expected
+    assert row_of(changed(**fields), target).family == expected
 
 
 @pytest.mark.parametrize("lse", [False, True])
@@ -460,12 +369,12 @@ def test_e4m3_by_architecture(lse: bool) -> None:
         target = Target(cc, GPUS.get(cc, 99 << 10))
         for head_dim, fields in itertools.product((8, 64, 96, 136, 256), FEATURES):
             problem = changed(head_dim=head_dim, precision=Fp8().precision, lse=lse, **fields)
-            spec = select_attention(problem, target).spec
+            spec = row_of(problem, target)
             assert (spec.family, spec.qk, spec.pv) == (family, "fp8", "fp8")
             assert spec.head_dim >= head_dim
     for cc in ((8, 0), (8, 6)):
         with pytest.raises(UnsupportedError, match="precision='int8'"):
-            select_attention(changed(precision=Fp8().precision), Target(cc, GPUS[cc]))
+            choices(changed(precision=Fp8().precision), Target(cc, GPUS[cc]))
 
 
 def test_integers_and_e4m3_take_rows_of_their_own() -> None:
@@ -474,4 +383,4 @@ def test_integers_and_e4m3_take_rows_of_their_own() -> None:
         (INT8, "attn_fp8_sm90_bf16_d64", "it multiplies fp8 operands"),
     ):
         with pytest.raises(ArgumentError, match=reason):
-            select_attention(changed(dtype="bfloat16", precision=precision), HOPPER, name)
+            choices(changed(dtype="bfloat16", precision=precision), HOPPER, name)

@@ -11,13 +11,14 @@ import pytest
 from omniattn.bench.candidate_cases import candidate_cases
 from omniattn.errors import UnsupportedError
 from omniattn.plan.stages import launches_of
-from omniattn.problems import AttentionProblem, Target
+from omniattn.problems import AttentionProblem, Int8, Target
 from omniattn.problems.split import ONE_HEAD, PackGQA, SplitKV, StreamK, TailSplit, Whole
-from omniattn.select import Candidate, MaskInput, candidates, choices
+from omniattn.registry import by_name
+from omniattn.select import Candidate, MaskInput, candidates, choices, ranked
 from tests.unit.every_call import PAIRS, WIDTHS, call, exact_calls, low_precision_calls
 from tests.unit.shape_plans import GPUS, problem_of
 
-HOPPER = GPUS["H200"]
+HOPPER, HOPPER_ROW = GPUS["H200"], by_name("attn_fwd_sm90_bf16_d64_m64n64")
 #: Calls that a user can make, every so many of them: all have 20,000 ways.
 CALLS = [*itertools.islice(exact_calls(True), 0, None, 11), *itertools.islice(low_precision_calls(True), 0, None, 29)]
 
@@ -98,7 +99,8 @@ def test_masks() -> None:
         return {way.mask for way in ways(call(shape, (64, 0), mask, **more)) if way.row.family == "attn_fwd_sm90"}
 
     assert inputs("none") == {MaskInput.IN_PLACE}
-    assert inputs("bool") == {MaskInput.LISTED, MaskInput.PACKED}
+    assert inputs("bool") == {MaskInput.LISTED}
+    assert inputs("bool", (4, 200, 200, 8, 4)) == {MaskInput.LISTED, MaskInput.PACKED}
     assert inputs("io") == {MaskInput.IN_PLACE}
     assert inputs("odd io") == {MaskInput.COPIED}
     # Numbers a key, others for each head: packed, or as tiles where a tensor map can repeat them.
@@ -130,3 +132,80 @@ def test_no_row_is_far_too_wide_or_has_scores_for_nothing(width: tuple[int, int]
         columns = [row.head_dim + row.head_dim_v for row in of_hopper if row.op == op]
         assert max(columns) <= max(128, 1.5 * min(columns))
     assert not any(row.score_mods for row in of_hopper)
+
+
+def test_the_lse_changes_no_way() -> None:
+    """O has the same bits with it and without."""
+
+    def tile(problem: AttentionProblem) -> Any:
+        way = ranked(problem, HOPPER)[0][1]
+        row = way.row
+        kind = row.family, row.head_dim, row.block_m, row.block_n, row.num_warps, row.ctas_per_sm
+        return kind, replace(way, row=HOPPER_ROW)
+
+    for problem in CALLS:
+        made = [replace(problem, lse=lse) for lse in (False, True)]
+        if all(candidates(one, HOPPER) for one in made):
+            assert tile(made[0]) == tile(made[1])
+
+
+def test_choices_are_the_best_of_each_kernel_and_schedule() -> None:
+    problem = call((1, 16, 32768, 8, 2), (128, 0))
+    found, of_all = choices(problem, HOPPER), ranked(problem, HOPPER)
+    kinds = [(choice.candidate.row, type(choice.candidate.schedule)) for choice in found]
+    assert len(kinds) == len(set(kinds)) == len({(way.row, type(way.schedule)) for _, way in of_all})
+    assert [choice.candidate for choice in found] == [
+        next(way for _, way in of_all if (way.row, type(way.schedule)) == kind) for kind in kinds
+    ]
+    assert "the fastest of" in "\n".join(found[0].why)
+    assert "number " in "\n".join(found[1].why)
+
+
+@pytest.mark.parametrize(
+    ("row", "options"),
+    [
+        ("attn_fwd_sm80_bf16_d256", {}),  # far wider than it need be
+        ("attn_fwd_sm90_bf16_d128_m192n64_softcap", {}),  # forms scores for nothing
+        ("attn_fwd_sm80_bf16_d128", {}),  # not in a wheel for Hopper
+        ("attn_int8_sm80_bf16_d128", {"precision": Int8(pv="fp16").precision}),
+        ("attn_int8_sm89_bf16_d128", {"precision": Int8(pv="fp8", pv_accumulator="fp32").precision}),
+        ("attn_fwd_sm90_bf16_d64_m256n64_split", {"head_dim": 64}),
+    ],
+)
+def test_a_forced_row_is_taken_whether_it_is_worth_a_look_or_not(row: str, options: dict[str, Any]) -> None:
+    problem = replace(call((2, 1000, 1000, 8, 8), (128, 0)), **options)
+    found = choices(problem, HOPPER, row)
+    assert {choice.candidate.row.name for choice in found} == {row}
+    assert launches_of(found[0].candidate, problem, HOPPER, row).selection.spec.name == row
+    assert all(way.row.name == row for _, way in ranked(problem, HOPPER, by_name(row)))
+
+
+def test_forced_rows_have_no_tail_and_are_split_if_they_can() -> None:
+    long = call((1, 20000, 20000, 1, 1), (128, 0))
+    assert TailSplit in schedules(long)
+    whole, split = "attn_fwd_sm90_bf16_d128_m192n64", "attn_fwd_sm90_bf16_d128_m192n64_split"
+    assert {type(choice.candidate.schedule) for choice in choices(long, HOPPER, whole)} == {Whole}
+    for force in (split, f"{whole},{split}"):
+        ways = [choice.candidate for choice in choices(long, HOPPER, force)]
+        assert {way.row.name for way in ways} == {split}
+        assert all(isinstance(way.schedule, SplitKV) and way.schedule.splits > 1 for way in ways)
+    (one,) = choices(call((2, 1000, 64, 8, 8), (128, 0)), HOPPER, split)
+    assert one.candidate.schedule == SplitKV(1)
+
+
+@pytest.mark.parametrize("mask", ["bool", "keys io"])
+@pytest.mark.parametrize("gpu", GPUS)
+def test_what_a_mask_hides_from_all_is_not_read(gpu: str, mask: str) -> None:
+    """NaN in it would reach everybody. On Hopper and newer GPUs up to 256 keys of a batch may be."""
+    for varlen, keys in itertools.product((False, True), (200, 256, 257, 5000)):
+        for queries in (1, 40, 1000):
+            found = ways(call((2, queries, keys, 8, 4), (64, 0), mask, varlen=varlen), GPUS[gpu])
+            if varlen:
+                kinds = {way.mask for way in found}
+                assert kinds == {MaskInput.LISTED} if gpu == "H200" else {MaskInput.IN_PLACE}
+                continue
+            reads = {way for way in found if way.mask is not MaskInput.LISTED}
+            # Heads that share a tile, each with a mask of its own, have no list in common.
+            reads = {way for way in reads if not (way.mask is MaskInput.PACKED and way.pack_gqa.heads > 1)}
+            assert not reads or (keys <= 256 and GPUS[gpu].cc >= (9, 0))
+            assert gpu != "H200" or bool(reads) == (keys <= 256)

@@ -22,11 +22,10 @@ from omniattn.plan.attention import plan_attention
 from omniattn.problems import AttentionProblem, Target
 from omniattn.problems.target import Coefficients, Tuning
 from omniattn.runtime.device import DeviceInfo
-from omniattn.select import candidates, choices
-from omniattn.select.by_cost import ranked
+from omniattn.select import candidates, choices, ranked
 from omniattn.select.cost import cost_us
 from omniattn.select.features import features, tile_steps
-from omniattn.select.model import NAMES, Rates, expected
+from omniattn.select.model import NAMES, Rates, coefficients_of, expected
 from omniattn.tune.fit import fit, judge
 from omniattn.tune.run import class_of, fitted, measured
 from tests.unit.every_call import call
@@ -53,7 +52,7 @@ def other_gpu(seed: int) -> Coefficients:
 
 
 def simulated(cases: tuple[ShapeCase, ...], truth: Coefficients, noise: float = 0.02) -> list[CandidateResult]:
-    """Results of a run on such a GPU, with what today's rules choose."""
+    """Results of a run on such a GPU, with what is chosen on one that was measured."""
     draw, results = random.Random(1), []
     for case in cases:
         problem = problem_of(case)
@@ -90,17 +89,17 @@ def test_times_are_those_of_results_in_docs() -> None:
     """Measured on an H200: what the coefficients are fitted to, and so no more than a check of units."""
     times = {(4, 4096, 4096, 16, 16): 688.0, (1, 1024, 1024, 8, 8): 16.6, (16, 1024, 1024, 16, 16): 205.0}
     for shape, us in times.items():
-        found = ranked(call(shape, (128, 0)), HOPPER, USUAL)[0][0]
+        found = ranked(call(shape, (128, 0)), HOPPER)[0][0]
         assert found == pytest.approx(us, rel=0.15)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.long_name)
 def test_every_way_has_a_time(case: ShapeCase) -> None:
     problem = problem_of(case)
-    ways = ranked(problem, HOPPER, USUAL)
+    ways = ranked(problem, HOPPER)
     assert all(math.isfinite(us) and us > 0 for us, _ in ways)
     assert [us for us, _ in ways] == sorted(us for us, _ in ways)
-    assert ranked(problem, HOPPER, USUAL) == ways
+    assert ranked(problem, HOPPER) == ways
 
 
 def test_steps_are_those_of_the_kernels() -> None:
@@ -127,8 +126,35 @@ def test_unmeasured_gpus_scale_by_their_rates() -> None:
     assert expected(Rates((7, 7), 10)).product == USUAL.product
     # With a sixteenth of the bandwidth, fewer CTAs are enough to read K and V.
     few = call((4, 1, 8192, 32, 8), (128, 0))
-    fast, starved = (ranked(few, GPUS["A100"], c)[0][0] for c in (USUAL, slow))
+    tuned = (dataclasses.replace(GPUS["A100"], tuning=Tuning(c, "a GPU", "0" * 64)) for c in (USUAL, slow))
+    fast, starved = (ranked(few, target)[0][0] for target in tuned)
     assert starved > 4 * fast
+
+
+def test_a_gpu_has_the_rates_that_its_driver_says() -> None:
+    device = dataclasses.replace(DEVICE, clock_mhz=1755.0, memory_gb_s=2039.0)
+    target = tuning.target_of(device)
+    assert (target.clock_mhz, target.memory_gb_s) == (1755.0, 2039.0)
+    assert coefficients_of(target) == expected(Rates((9, 0), 132, 1755.0, 2039.0)) != USUAL
+    assert coefficients_of(HOPPER) == USUAL
+    other = other_gpu(1)
+    assert coefficients_of(dataclasses.replace(target, tuning=Tuning(other, "a GPU", "0" * 64))) == other
+
+
+@pytest.mark.parametrize(
+    ("changes", "scaled"),
+    [
+        ({}, False), ({"clock_mhz": 1979.0}, False), ({"clock_mhz": 1200.0}, True), ({"sm_count": 114}, True),
+        ({"memory_gb_s": 2039.0}, True), ({"cc": (8, 0)}, True),
+        ({"cc": (8, 0), "tuning": Tuning(USUAL, "a GPU", "0" * 64)}, False),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_explain_says_whose_coefficients_were_scaled(changes: dict[str, Any], scaled: bool) -> None:
+    target = dataclasses.replace(HOPPER, **changes)
+    why = "\n".join(choices(call((2, 1000, 1000, 8, 8), (128, 0)), target)[0].why)
+    assert ("not measured on this GPU: scaled from NVIDIA H" in why) == scaled
+    assert ("tuned on this GPU" in why) == ("tuning" in changes)
 
 
 # The fit

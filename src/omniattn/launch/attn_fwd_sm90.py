@@ -6,7 +6,6 @@ from dataclasses import asdict, replace
 
 from ..problems import UNLIMITED, AttentionProblem, Target
 from ..problems.memory import ITEMSIZE
-from ..problems.shares import even_share, short_tile, takes_even_share
 from ..problems.split import PackGQA
 from ..registry import KernelSpec
 from ..runtime.record import LaunchRecord, TensorMap
@@ -63,8 +62,8 @@ def ctas_of(problem: AttentionProblem, spec: KernelSpec, tiles: tile_order.TileL
     """How many CTAs share ``tiles``."""
     p, most = problem, target.sm_count * spec.ctas_per_sm
     heads, blocks = p.batch * p.num_q_heads, -(-p.seqlen_q // spec.block_m)
-    if takes_even_share(p) and spec.ctas_per_sm == 1 and tiles.num_items == heads * blocks:
-        most, _ = even_share(heads, blocks, short_tile(p.seqlen_q, spec.block_m), most)
+    if tile_order.takes_even_share(p) and spec.ctas_per_sm == 1 and tiles.num_items == heads * blocks:
+        most, _ = tile_order.even_share(heads, blocks, tile_order.short_tile(p.seqlen_q, spec.block_m), most)
     return min(tiles.num_items, most)
 
 

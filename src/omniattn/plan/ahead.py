@@ -16,7 +16,7 @@ from ..errors import UnsupportedError
 from ..problems import UNLIMITED, AttentionProblem, AttentionStrides, BackwardProblem, BackwardStrides, Target
 from ..problems.score_mod import BlockMaskProblem, ScoreModProblem
 from ..registry import KernelSpec
-from ..select import rows_to_compare, select_attention
+from ..select import rows_of
 from .attention import plan_attention
 from .backward import plan_backward
 from .engine import Launches
@@ -105,9 +105,9 @@ def _strides(rows: int, heads: int, head_dim: int) -> tuple[int, int, int]:
 
 
 def _plans(problem: AttentionProblem, target: Target) -> Iterator[Launches]:
-    """The plan without a split, and those of every row that splits keys."""
-    unsplit = select_attention(problem, target)
-    for spec in (unsplit.spec, *rows_to_compare(problem, target, unsplit)):
+    """The plan that is chosen, which says why where there is none, and those of every row that others may take."""
+    yield plan_attention(problem, target, None)
+    for spec in rows_of(problem, target):
         yield plan_attention(problem, target, spec.name)
 
 

@@ -99,4 +99,6 @@ def forget() -> None:
 
 def target_of(device: DeviceInfo) -> Target:
     """A GPU as selection and builders see it."""
-    return Target(device.cc, device.max_smem_optin, device.sm_count, tuning_for(device))
+    return Target(
+        device.cc, device.max_smem_optin, device.sm_count, tuning_for(device), device.clock_mhz, device.memory_gb_s
+    )

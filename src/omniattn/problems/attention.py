@@ -12,14 +12,6 @@ from .score_mod import BlockMaskProblem, ScoreModProblem, words
 
 UNLIMITED = -1
 
-#: Keys from which on a problem without causality counts as long, and below which a causal one counts as short.
-LONG_KEYS = 8192
-#: Of a batch, and of packed sequences in the mean: up to 1024 keys, as far as the model of short sequences goes.
-SHORT_CAUSAL_KEYS, SHORT_PACKED_KEYS = 640, 1025
-#: Keys besides a query's own from which on a window counts as wide, in a batch of so many queries and at most so many
-#: heads of all entries: further windows have not been measured.
-WIDE_WINDOW, WIDE_WINDOW_ROWS, WIDE_WINDOW_HEADS = 1024, 8192, 64
-
 
 @dataclass(frozen=True)
 class AttentionStrides:
@@ -273,21 +265,6 @@ class AttentionProblem:
         modified = self.softcap > 0.0 or self.mask != "none"
         modified = modified or self.score_mod is not None or self.block_mask is not None
         return modified or not is_plain_scale(self.softmax_scale)
-
-    @property
-    def workload(self) -> str:
-        """``"window"`` (with a left edge), ``"wide window"``, ``"short causal"``, ``"causal"``, ``"short"`` or
-        ``"long"``.
-        """
-        keys = self.seqlen_k // max(self.batch, 1) if self.varlen else self.seqlen_k
-        if self.window_left != UNLIMITED:
-            right = keys if self.window_right == UNLIMITED else self.window_right
-            few_heads = not self.varlen and self.batch * self.num_q_heads <= WIDE_WINDOW_HEADS
-            long = few_heads and self.seqlen_q >= WIDE_WINDOW_ROWS
-            return "wide window" if long and self.window_left + right >= WIDE_WINDOW else "window"
-        if self.window_right != UNLIMITED:
-            return "short causal" if keys < (SHORT_PACKED_KEYS if self.varlen else SHORT_CAUSAL_KEYS) else "causal"
-        return "long" if keys >= LONG_KEYS else "short"
 
     def quantization(self, *, grouping: str, pv: str, pv_accumulator: str, unpacked: bool) -> QuantizeProblem:
         """The quantization of q, k and v that a kernel reading such operands needs first.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -82,6 +82,15 @@ WHOLE = Whole()
 def is_final(problem: AttentionProblem, num_splits: int) -> bool:
     """Whether the kernel that attends writes o and the LSE: one split leaves nothing to merge. Not on 8 bits."""
     return num_splits == 1 and not problem.precision.quantized
+
+
+def of_equal_lengths(problem: AttentionProblem) -> AttentionProblem:
+    """Packed sequences as a batch of sequences of the mean length: what a choice on the host can know of them."""
+    p = problem
+    if not p.varlen or p.batch == 0:
+        return p
+    n = p.sequences
+    return replace(p, varlen=False, batch=n, parts=1, seqlen_q=-(-p.seqlen_q // n), seqlen_k=-(-p.seqlen_k // n))
 
 
 def tiles_of_group(problem: AttentionProblem, block_m: int, pack_gqa: PackGQA) -> int:

@@ -105,9 +105,13 @@ class Target:
         Streaming multiprocessors.
     tuning : Tuning, optional
         What was measured on the GPU by its user.
+    clock_mhz, memory_gb_s : float
+        Clock, and bandwidth of memory, as the driver says them; 0: unknown, those of the GPU that was measured.
     """
 
     cc: tuple[int, int]
     max_smem: int
     sm_count: int = 1
     tuning: Tuning | None = None
+    clock_mhz: float = 0.0
+    memory_gb_s: float = 0.0

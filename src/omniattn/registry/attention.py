@@ -21,7 +21,6 @@ class _FwdTile:
     min_ctas: int
     suffix: str = ""
     min_arch: tuple[int, int] = (8, 0)
-    tuned_for: tuple[str, ...] = ()
 
 
 # Every tile fits into the 99 KB of sm_86, sm_89 and sm_120, so that one row serves all GPUs.
@@ -50,11 +49,11 @@ _FWD_SM80_MODS_TILES: tuple[_FwdTile, ...] = (
     _FwdTile(256, 64, 64, 4, 1, False, 2, suffix="_n64", min_arch=(9, 0)),
 )
 
-# Of short sequences, several CTAs an SM (docs/performance/short.md): select/short_forms.py says when.
+# Of short sequences, several CTAs an SM (docs/performance/short.md).
 _FWD_SM80_SMALL_MODS_TILES: tuple[_FwdTile, ...] = tuple(
     _FwdTile(
         head_dim, block_m, block_n, num_warps, 2, head_dim == 64, ctas, suffix=f"_m{block_m}n{block_n}",
-        min_arch=(9, 0), tuned_for=("small",),
+        min_arch=(9, 0),
     )
     for head_dim, block_m, block_n, num_warps, ctas in (
         (64, 64, 64, 4, 3), (128, 64, 64, 4, 2), (64, 16, 16, 1, 16), (128, 16, 16, 1, 10),
@@ -113,7 +112,6 @@ def _attn_fwd_sm80(
         smem_bytes=smem_bytes,
         ctas_per_sm=tile.min_ctas,
         min_arch=tile.min_arch,
-        tuned_for=frozenset(tile.tuned_for),
         softcap="any" if score_mods else "never",
         masks="any" if score_mods else "none",
         score_mod=score_mods,
@@ -131,7 +129,6 @@ class _FwdSm90Tile:
     block_n: int
     num_stages: int = 2
     num_q_stages: int = 1
-    tuned_for: tuple[str, ...] = ()
     bias_bytes: int = 0
     softcap: bool = True
     ctas_per_sm: int = 1
@@ -145,28 +142,28 @@ class _FwdSm90Tile:
 _FWD_SM90_TILES: tuple[_FwdSm90Tile, ...] = (
     _FwdSm90Tile(64, 4, 64, 4, 2),
     _FwdSm90Tile(96, 3, 96),
-    _FwdSm90Tile(128, 2, 128, 2, 2, ("short causal", "window")),
-    _FwdSm90Tile(128, 3, 64, 3, 1, ("causal", "short", "long", "wide window")),
+    _FwdSm90Tile(128, 2, 128, 2, 2),
+    _FwdSm90Tile(128, 3, 64, 3, 1),
     _FwdSm90Tile(192, 2, 64, 3),
     _FwdSm90Tile(256, 2, 64),
 )
 
 # Of v with a head_dim of its own; other pairs are padded to the next of these or of the tiles above.
 _FWD_SM90_HEAD_DIM_V_TILES: tuple[_FwdSm90Tile, ...] = (
-    _FwdSm90Tile(192, 2, 128, 2, 1, ("short", "long"), head_dim_v=128),
-    _FwdSm90Tile(192, 3, 64, 3, 1, ("short causal", "causal", "window", "wide window"), head_dim_v=128),
+    _FwdSm90Tile(192, 2, 128, 2, 1, head_dim_v=128),
+    _FwdSm90Tile(192, 3, 64, 3, 1, head_dim_v=128),
     _FwdSm90Tile(128, 4, 64, 3, 2, head_dim_v=64),
-    _FwdSm90Tile(64, 2, 128, 3, 2, ("long",), head_dim_v=128),
-    _FwdSm90Tile(64, 3, 64, 4, 1, ("short causal", "causal", "window", "wide window", "short"), head_dim_v=128),
+    _FwdSm90Tile(64, 2, 128, 3, 2, head_dim_v=128),
+    _FwdSm90Tile(64, 3, 64, 4, 1, head_dim_v=128),
     _FwdSm90Tile(96, 4, 64, 4, 1, head_dim_v=64),
 )
 
-# Several CTAs an SM, for short sequences (docs/performance/short.md): select/tile.py says when.
+# Several CTAs an SM, for short sequences (docs/performance/short.md).
 _FWD_SM90_SMALL_TILES: tuple[_FwdSm90Tile, ...] = (
-    _FwdSm90Tile(64, 1, 64, 3, 2, ("small",), ctas_per_sm=3),
-    _FwdSm90Tile(64, 1, 32, 4, 2, ("small",), ctas_per_sm=4),
-    _FwdSm90Tile(128, 1, 32, 3, 1, ("small",), ctas_per_sm=3),
-    _FwdSm90Tile(128, 1, 64, 3, 1, ("small",), ctas_per_sm=2),
+    _FwdSm90Tile(64, 1, 64, 3, 2, ctas_per_sm=3),
+    _FwdSm90Tile(64, 1, 32, 4, 2, ctas_per_sm=4),
+    _FwdSm90Tile(128, 1, 32, 3, 1, ctas_per_sm=3),
+    _FwdSm90Tile(128, 1, 64, 3, 1, ctas_per_sm=2),
 )
 
 
@@ -196,9 +193,9 @@ _FWD_SM90_VARLEN_BIAS_TILES: tuple[_FwdSm90Tile, ...] = (
 )
 
 
-# Short sequences with score forms, several CTAs an SM (docs/performance/short.md): select/short_forms.py says when.
+# Short sequences with score forms, several CTAs an SM (docs/performance/short.md).
 _FWD_SM90_SMALL_FORMS_TILES: tuple[_FwdSm90Tile, ...] = tuple(
-    _FwdSm90Tile(head_dim, consumers, 64, stages, q_stages, ("small",), bias_bytes, softcap, ctas)
+    _FwdSm90Tile(head_dim, consumers, 64, stages, q_stages, bias_bytes, softcap, ctas)
     for head_dim, consumers, stages, q_stages, bias_bytes, softcap, ctas in (
         (64, 1, 3, 2, 0, False, 3),
         (64, 1, 3, 2, 0, True, 3),
@@ -222,7 +219,7 @@ _FWD_SM90_SPLIT_TILES: tuple[_FwdSm90Tile, ...] = (
     _FwdSm90Tile(64, 1, 64, 3, 2, ctas_per_sm=3),
     _FwdSm90Tile(128, 1, 64, 3, 1, ctas_per_sm=2),
     # Of long sequences, for the tiles that do not fill a round (docs/performance/tail.md).
-    _FwdSm90Tile(64, 4, 64, 4, tuned_for=("tail",)),
+    _FwdSm90Tile(64, 4, 64, 4),
 )
 # The same of packed sequences, each CTA with an even share of all keys.
 _FWD_SM90_PACKED_SPLIT_TILES: tuple[_FwdSm90Tile, ...] = (
@@ -310,7 +307,6 @@ def _attn_fwd_sm90(
         # Small tiles have no lists of what it hides, nor have splits of packed sequences.
         score_mod=forms and not (small or (split and varlen)),
         lists=lists,
-        tuned_for=frozenset(tile.tuned_for),
         own_head_dim_v=tile.head_dim_v,
         bias_bytes=tile.bias_bytes,
     )

@@ -107,8 +107,6 @@ class KernelSpec:
         Source files whose text is not that of the kernels folder: a user's score modification.
     cache : tuple of str
         Of decode and append: row formats of K and V (`registry.decode.row_format`).
-    tuned_for : frozenset of str
-        Workloads (`Problem.workload`) for which this row comes before others of the same reach; empty: all.
     """
 
     name: str
@@ -143,7 +141,6 @@ class KernelSpec:
     any_scale: bool = True
     fragments: bool = False
     rotated: bool = False
-    tuned_for: frozenset[str] = field(default_factory=frozenset)
     qk: str = "io"
     pv: str = "io"
     pv_accumulator: str = "fp32"

@@ -1,6 +1,7 @@
 """Which targets the wheel carries a row for: those whose GPUs take it in some call. Standard library only.
 
-Selection is asked what it takes by a test, over calls of every kind (``tests/unit/test_registry_targets.py``).
+Attention is chosen among these rows (`select.candidates`). What else is carried, selection is asked for by a test, over
+calls of every kind (``tests/unit/test_registry_targets.py``).
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ def _only_on(spec: KernelSpec) -> tuple[tuple[int, int], ...]:
     shares_keys = spec.op in ("decode", "decode_combine") and spec.block_m > 16
     beside = spec.op in ("mask_align", "quantize_fp8_sums", "quantize_values") or spec.fragments
     of_grouping = spec.specialization is not None and spec.specialization[0] == "sm90"
-    if "small" in spec.tuned_for or shares_keys or beside or of_grouping:
+    # Tiles up to head_dim 128 have 128 rows otherwise.
+    short = spec.family == "attn_fwd_sm80" and spec.op == "attention" and spec.head_dim <= 128 and spec.block_m < 128
+    if short or shares_keys or beside or of_grouping:
         return _HOPPER
     return ((8, 9), (12, 0)) if (spec.qk, spec.pv_accumulator) == ("fp8", "fp16") else ()
 
@@ -46,20 +49,26 @@ def _has_code_of_ada(spec: KernelSpec) -> bool:
 
 
 def _reach(spec: KernelSpec) -> tuple[object, ...]:
-    """What rows have in common of which selection takes the one of the highest `_rank` that fits a GPU.
+    """What rows have in common of which the wheel carries the one of the highest `_rank` that fits a GPU.
 
-    Kernels of one architecture, and those of short sequences, have tiles for different lengths: each is alone.
+    Kernels of one architecture, and tiles of other rows, are for different lengths: each is alone.
     """
     kind = (spec.qk, spec.pv, spec.pv_accumulator, spec.specialization, spec.cache)
-    tile = spec.name if spec.arch_specific or spec.tuned_for else spec.block_m if spec.op.startswith("decode") else ""
+    backward = spec.op.startswith("attention_backward")
+    tile = spec.name if spec.arch_specific else None if backward else spec.block_m
     scores = (spec.softcap, spec.masks, spec.dmask)
     values = (spec.other_head_dim_v, spec.value_factors, spec.smooth_q, spec.rotated, spec.fragments)
     return spec.op, spec.dtype, spec.head_dim, spec.head_dim_v, scores, values, kind, tile
 
 
 def _rank(spec: KernelSpec) -> tuple[object, ...]:
-    """What selection prefers: the newest tuning; of the backward the largest tile."""
+    """What comes first: the newest tuning; of the backward the largest tile."""
     return spec.min_arch, spec.smem_bytes if spec.op.startswith("attention_backward") else 0
+
+
+def is_carried(spec: KernelSpec, cc: tuple[int, int]) -> bool:
+    """Whether the wheel has a cubin of the row for a GPU."""
+    return any(cc in GPUS[arch] for arch in spec.prebuild)
 
 
 def with_targets(rows: Iterable[KernelSpec]) -> Iterator[KernelSpec]:

@@ -3,18 +3,17 @@
 ``OMNIATTN_FORCE_KERNEL`` names rows that have to be used by the operations that they belong to.
 """
 
-from .attention import PV_CHOICES, select_attention
+from .attention import PV_CHOICES
 from .backward import select_backward, select_backward_rows, select_dq
 from .cache import select_append, select_copy, select_decode, select_merge, select_parts
 from .candidate import Candidate, MaskInput
-from .candidates import candidates
+from .candidates import candidates, rows_of
 from .choice import Selection
-from .choose import Choice, choices
+from .choose import Choice, choices, ranked
 from .fit import needs_mods
 from .masks import select_mask_align, select_masks, select_tile_kinds
+from .partial import combine_of, tail_row
 from .quantize import select_delta, select_fp8_quantizer, select_fp8_values, select_layout, select_quantizer
-from .split import combine_of, rows_to_compare, select_split
-from .tail import tail_row
 
 __all__ = [
     "PV_CHOICES",
@@ -26,9 +25,9 @@ __all__ = [
     "choices",
     "combine_of",
     "needs_mods",
-    "rows_to_compare",
+    "ranked",
+    "rows_of",
     "select_append",
-    "select_attention",
     "select_backward",
     "select_backward_rows",
     "select_copy",
@@ -43,7 +42,6 @@ __all__ = [
     "select_merge",
     "select_parts",
     "select_quantizer",
-    "select_split",
     "select_tile_kinds",
     "tail_row",
 ]

@@ -10,6 +10,10 @@ from ..problems.split import ONE_HEAD, WHOLE, PackGQA, Schedule, SplitKV, Stream
 from ..registry import KernelSpec
 from ..registry.masks import MASK_TILE, MAX_TILES
 
+#: Keys up to which kernels for Hopper and newer GPUs may read those that a mask hides from all queries. NaN there
+#: reaches nobody otherwise (docs/api.md), so that how fast a kernel is does not decide about it.
+READ_WHOLE = 256
+
 
 class MaskInput(Enum):
     """How a kernel gets what hides keys: a mask, a block mask, a mask expression."""
@@ -124,13 +128,13 @@ def keys_as_tiles(problem: AttentionProblem) -> AttentionProblem:
 
 
 def mask_inputs(row: KernelSpec, problem: AttentionProblem, pack_gqa: PackGQA = ONE_HEAD) -> tuple[MaskInput, ...]:
-    """The ways in which ``row`` can get the mask of a call, the usual one first.
+    """The ways in which ``row`` can get the mask of a call, the usual one first; none, if it gets it in another form.
 
     ``problem`` is as the kernel is told of it: with numbers a key as tiles where that is wanted.
     """
     p, of_hopper = problem, row.family == "attn_fwd_sm90"
     if p.keys_as_tiles:
-        return (MaskInput.AS_TILES,)
+        return (MaskInput.AS_TILES,) if row.bias_bytes else ()
     can_pack = p.packs_mask
     if row.quantized:
         return (_packed(row, p, pack_gqa),) if row.arch_specific and can_pack else (MaskInput.IN_PLACE,)
@@ -144,7 +148,8 @@ def mask_inputs(row: KernelSpec, problem: AttentionProblem, pack_gqa: PackGQA = 
         return (MaskInput.COPIED,)
     if can_pack:
         packed = _packed(row, p, pack_gqa)
-        return (packed,) if of_hopper else (packed, MaskInput.IN_PLACE)
+        may_read = row.min_arch >= (9, 0) and p.seqlen_k <= READ_WHOLE
+        return (packed, MaskInput.IN_PLACE) if may_read and not of_hopper else (packed,)
     return (MaskInput.LISTED if p.finds_tiles else MaskInput.IN_PLACE,)
 
 

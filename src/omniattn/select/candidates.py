@@ -16,13 +16,17 @@ from ..problems.split import (
     gqa_packing,
     gqa_packing_on_mma_sync,
     gqa_packing_with_scores,
+    of_equal_lengths,
     tiles_of_group,
 )
 from ..registry import REGISTRY, KernelSpec
 from ..registry.masks import MASK_TILE
+from ..registry.targets import is_carried
 from .attention import preferred_products
 from .candidate import (
+    READ_WHOLE,
     Candidate,
+    MaskInput,
     can_have_heads_as_queries,
     can_have_keys_as_tiles,
     heads_as_queries,
@@ -30,10 +34,8 @@ from .candidate import (
     mask_inputs,
 )
 from .features import sequences, tile_steps
-from .fit import fitting_rows
-from .split import TAIL
-from .split_model import of_equal_lengths
-from .tail import tail_row
+from .fit import fit, fitting_rows
+from .partial import tail_row
 
 #: Rounds of CTAs that a split makes: with more of them a few more or less no longer count.
 _ROUNDS = (0.5, 0.75, 1, 2, 3, 4)
@@ -50,7 +52,7 @@ _NARROW, _USUAL, _PART = 32, 64, 0.75
 _WIDEST, _LEAST_COLUMNS = 1.5, 128
 
 
-def candidates(problem: AttentionProblem, target: Target) -> tuple[Candidate, ...]:
+def candidates(problem: AttentionProblem, target: Target, row: KernelSpec | None = None) -> tuple[Candidate, ...]:
     """The ways to run a call.
 
     Of rows that differ in nothing but what the call has no use for (columns beyond its head_dim, options) the smallest
@@ -60,21 +62,51 @@ def candidates(problem: AttentionProblem, target: Target) -> tuple[Candidate, ..
     ----------
     problem : AttentionProblem
     target : Target
+    row : KernelSpec, optional
+        Only the ways of this one, which need not be worth a look; one that splits keys has more than one part of a tile
+        where there are several tiles of keys.
 
     Returns
     -------
     tuple of Candidate
         Empty where no kernel serves the call.
     """
-    found = [way for view in _views(problem) for way in (*_whole(view, target), *_split(view, target))]
+    found = [way for view in _with_tiles(problem) for way in (*_whole(view, target, row), *_split(view, target, row))]
     if can_have_heads_as_queries(problem):
-        for view in _views(heads_as_queries(problem)):
-            ways = (*_whole(view, target), *(() if _shares_all_heads(problem) else _split(view, target)))
+        for view in _with_tiles(heads_as_queries(problem)):
+            ways = list(_whole(view, target, row))
+            if not _shares_all_heads(problem):
+                ways += _split(view, target, row)
             found += [replace(way, heads_as_queries=True) for way in ways]
-    return tuple(found)
+    if row is not None:
+        return tuple([way for way in found if way.schedule != SplitKV(1)] or found)
+    listed = problem.packed_lists and any(way.mask is MaskInput.LISTED for way in found)
+    return tuple(way for way in found if not _reads_hidden(way, problem, listed))
 
 
-def _views(p: AttentionProblem) -> tuple[AttentionProblem, ...]:
+def _reads_hidden(way: Candidate, p: AttentionProblem, listed: bool) -> bool:
+    """Whether a way reads keys that a mask hides from all queries, of a call that has to pass over them.
+
+    listed: that is one of packed sequences, for which there is a way with a list.
+    """
+    if way.mask is MaskInput.PACKED:
+        return not way.row.lists and p.seqlen_k > READ_WHOLE
+    return listed and way.mask is MaskInput.IN_PLACE
+
+
+def views(problem: AttentionProblem) -> tuple[AttentionProblem, ...]:
+    """A call as kernels may be told of it: as it is, with numbers a key as tiles, with heads as queries."""
+    folded = can_have_heads_as_queries(problem)
+    return (*_with_tiles(problem), *(_with_tiles(heads_as_queries(problem)) if folded else ()))
+
+
+def rows_of(problem: AttentionProblem, target: Target) -> tuple[KernelSpec, ...]:
+    """The rows that calls like this one may take, whatever their lengths and numbers of heads."""
+    ops = "attention", "attention_split"
+    return tuple(dict.fromkeys(row for view in views(problem) for op in ops for row in _rows(op, view, target)))
+
+
+def _with_tiles(p: AttentionProblem) -> tuple[AttentionProblem, ...]:
     """The call, and with numbers a key as tiles where it can have them."""
     return (p, keys_as_tiles(p)) if can_have_keys_as_tiles(p) else (p,)
 
@@ -84,14 +116,15 @@ def _shares_all_heads(p: AttentionProblem) -> bool:
     return not p.score_mods and gqa_packing(p, MASK_TILE).heads * p.num_kv_heads == p.num_q_heads
 
 
-def _whole(p: AttentionProblem, target: Target) -> Iterator[Candidate]:
-    for row in _rows("attention", p, target):
-        if _is_too_narrow(row, p):
+def _whole(p: AttentionProblem, target: Target, only: KernelSpec | None) -> Iterator[Candidate]:
+    for row in _rows("attention", p, target, only):
+        if only is None and _is_too_narrow(row, p):
             continue
         for mask in mask_inputs(row, p):
             way = Candidate(row, mask=mask)
             yield way
-            yield from (replace(way, schedule=schedule) for schedule in _tails(row, p, target))
+            if only is None:
+                yield from (replace(way, schedule=schedule) for schedule in _tails(row, p, target))
 
 
 def _tails(row: KernelSpec, p: AttentionProblem, target: Target) -> Iterator[TailSplit]:
@@ -120,15 +153,15 @@ def _is_too_narrow(row: KernelSpec, p: AttentionProblem) -> bool:
     return narrow > _PART * usual
 
 
-def _split(p: AttentionProblem, target: Target) -> Iterator[Candidate]:
+def _split(p: AttentionProblem, target: Target, only: KernelSpec | None) -> Iterator[Candidate]:
     typical = of_equal_lengths(p)
-    for row in _rows("attention_split", p, target):
+    for row in _rows("attention_split", p, target, only):
         for pack_gqa in _packings(row, p, typical):
-            schedules: Iterable[Any]
-            if p.varlen and row.arch_specific:
-                schedules = (StreamK(target.sm_count * row.ctas_per_sm),) if _shares_keys(row, pack_gqa, p) else ()
-            else:
-                schedules = _numbers(row, pack_gqa, typical, target)
+            schedules: Iterable[Any] = ()
+            if not (p.varlen and row.arch_specific):
+                schedules = _numbers(row, pack_gqa, typical, target, is_forced=only is not None)
+            elif only is not None or _shares_keys(row, pack_gqa, p):
+                schedules = (StreamK(target.sm_count * row.ctas_per_sm),)
             for mask in mask_inputs(row, p, pack_gqa):
                 yield from (Candidate(row, pack_gqa, schedule, mask) for schedule in schedules)
 
@@ -156,7 +189,9 @@ def _packings(row: KernelSpec, p: AttentionProblem, typical: AttentionProblem) -
     return tuple(dict.fromkeys((*ways, ONE_HEAD)))
 
 
-def _numbers(row: KernelSpec, pack_gqa: PackGQA, p: AttentionProblem, target: Target) -> tuple[SplitKV, ...]:
+def _numbers(
+    row: KernelSpec, pack_gqa: PackGQA, p: AttentionProblem, target: Target, *, is_forced: bool
+) -> tuple[SplitKV, ...]:
     """Numbers of parts that keep a part of the SMs busy, or make a few rounds of CTAs.
 
     One part only where heads share tiles: kernels that split nothing store o faster, and have tiles in a better order.
@@ -168,7 +203,7 @@ def _numbers(row: KernelSpec, pack_gqa: PackGQA, p: AttentionProblem, target: Ta
     ctas = target.sm_count * row.ctas_per_sm
     if items == 0 or longest == 0:
         return ()
-    fewest = 1 if pack_gqa.heads > 1 else 2
+    fewest = 1 if is_forced or pack_gqa.heads > 1 else 2
     numbers = {fewest, 2, *(int(rounds * ctas) // items for rounds in _ROUNDS)}
     found: dict[tuple[int, int], int] = {}
     for n in sorted(n for n in numbers if fewest <= n <= longest):
@@ -176,36 +211,44 @@ def _numbers(row: KernelSpec, pack_gqa: PackGQA, p: AttentionProblem, target: Ta
     return tuple(SplitKV(n) for n in found.values())
 
 
-def _rows(op: str, p: AttentionProblem, target: Target) -> tuple[KernelSpec, ...]:
-    """The rows of an operation that can serve a call and are worth a look.
+def _rows(op: str, p: AttentionProblem, target: Target, only: KernelSpec | None = None) -> tuple[KernelSpec, ...]:
+    """The rows of an operation that can serve a call and are worth a look; of ``only`` that it can serve it.
 
     Kept by the rows that fit, which are those of the registry: they are the same for calls of most lengths.
     """
+    if only is not None:
+        return (only,) if only.op == op and fit(only, p, target) is None else ()
     fitting = fitting_rows(REGISTRY, op, p, target)
-    key = op, target.cc, p.score_mods, p.own_head_dim_v, p.packed_lists, *map(id, fitting)
+    modified = p.score_mod is not None
+    key = op, target.cc, p.score_mods, modified, p.own_head_dim_v, p.packed_lists, *map(id, fitting)
     found = _kept.get(key)
     if found is None:
         if len(_kept) >= _MAX_KEPT:
             _kept.clear()
-        rows = fitting if op == "attention_split" else preferred_products(fitting, p, target)
-        found = _kept[key] = tuple(_smallest([row for row in rows if TAIL not in row.tuned_for], p))
-    return found
+        # Where the wheel carries nothing for a GPU, all have to be compiled.
+        rows = [row for row in fitting if is_carried(row, target.cc)] or fitting
+        rows = rows if op == "attention_split" else preferred_products(rows, p, target)
+        # The fitting rows stay alive with their ids.
+        found = _kept[key] = tuple(_smallest(rows, p)), fitting
+    return found[0]
 
 
-_kept: dict[tuple[Any, ...], tuple[KernelSpec, ...]] = {}
+_kept: dict[tuple[Any, ...], tuple[tuple[KernelSpec, ...], list[KernelSpec]]] = {}
 _MAX_KEPT = 4096
 
 
 def _smallest(rows: Iterable[KernelSpec], p: AttentionProblem) -> list[KernelSpec]:
     """Of each kind of tile the row with the least that the call has no use for, and none that has far more of it."""
     rows = list(rows)
+    # Each row more would be a text more to compile.
+    widest, least = (_WIDEST, _LEAST_COLUMNS) if p.score_mod is None else (1.0, 0)
     narrowest: dict[bool, int] = {}
     for row in rows:
         narrowest[row.arch_specific] = min(narrowest.get(row.arch_specific, 1 << 30), row.head_dim + row.head_dim_v)
     plain = {row.arch_specific for row in rows if not row.score_mods}
     kinds: dict[Any, KernelSpec] = {}
     for row in rows:
-        if row.head_dim + row.head_dim_v > max(_WIDEST * narrowest[row.arch_specific], _LEAST_COLUMNS):
+        if row.head_dim + row.head_dim_v > max(widest * narrowest[row.arch_specific], least):
             continue
         if (not p.score_mods and row.score_mods and row.arch_specific in plain) or (
             row.own_head_dim_v and not p.own_head_dim_v

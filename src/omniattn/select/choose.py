@@ -1,32 +1,25 @@
-"""The way in which an attention call is run, and those that come next if its kernels cannot be had."""
+"""The way in which an attention call is run: the fastest by the model of costs, and those that come next."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 from ..problems import AttentionProblem, Target
-from ..problems.split import gqa_packing, tiles_of_group
-from .attention import select_attention
-from .by_cost import ranked, reasons
-from .candidate import (
-    Candidate,
-    can_have_heads_as_queries,
-    can_have_keys_as_tiles,
-    heads_as_queries,
-    keys_as_tiles,
-    mask_inputs,
-)
-from .choice import forced, named_ops
-from .split import select_split
-from .tail import select_tail
+from ..problems.split import TailSplit
+from ..registry import KernelSpec
+from .attention import facts, unserved
+from .candidate import Candidate
+from .candidates import candidates, views
+from .choice import VARIABLE, forced, named_ops
+from .cost import cost_us
+from .features import Kept, features
+from .fit import fit
+from .model import coefficients_of, scaled_from
 
-#: Compute capability of the kernels whose heads can share tiles that have a bias, and the keys for each query from
-#: which on that gains: those of few queries are split.
-_HOPPER, _KEYS_FOR_EACH = (9, 0), 16
-#: Of the tile that one query's heads share.
-_ROWS = 64
+#: Operations that merge: where one of their kernels is named, no tail is split for it to merge.
+_MERGES = {"attention_combine", "attention_combine_lse"}
 
 
 @dataclass(frozen=True)
@@ -49,19 +42,17 @@ class Choice:
         return self.reasons()
 
 
-def _because(candidate: Candidate, *why: str) -> Choice:
-    return Choice(candidate, lambda: why)
-
-
 def choices(problem: AttentionProblem, target: Target, force: str | None = None) -> tuple[Choice, ...]:
-    """Ways to run a call, the best one first.
+    """Ways to run a call, the best one first; of each kernel the best with each kind of schedule.
+
+    The others are for where the binary of a kernel cannot be had.
 
     Parameters
     ----------
     problem : AttentionProblem
     target : Target
     force : str, optional
-        ``OMNIATTN_FORCE_KERNEL``.
+        ``OMNIATTN_FORCE_KERNEL``: of a row of ``attention`` or ``attention_split`` only the ways of that row.
 
     Raises
     ------
@@ -70,49 +61,73 @@ def choices(problem: AttentionProblem, target: Target, force: str | None = None)
     UnsupportedError
         No kernel serves it on this GPU.
     """
-    of_attention = {op for op in named_ops(force) if op.startswith("attention") and "backward" not in op}
-    named = of_attention & {"attention", "attention_split"}
-    if target.tuning is not None and not of_attention:
-        forced(force, (), lambda spec: None)  # an unknown name is an error here too
-        ways = ranked(problem, target, target.tuning.coefficients)
-        if ways:
-            return tuple(Choice(way, partial(reasons, problem, target, ways, us, way)) for us, way in ways)
-    folds = _folds(problem)
-    told = heads_as_queries(problem) if folds else problem
-    more = (f"one query: the {told.seqlen_q} query heads of a kv head are the rows of a tile",) if folds else ()
-    whole = select_attention(told, target, force)
-    # A forced kernel gets the mask as it is.
-    as_tiles = not named and _takes_keys_as_tiles(told, target)
-    of_split = keys_as_tiles(told) if as_tiles else told
-    split = select_split(of_split, target, whole, force)
-    row = whole.spec
-    usual = _because(Candidate(row, mask=mask_inputs(row, told)[0], heads_as_queries=folds), *whole.why, *more)
-    if split is not None:
-        row, pack_gqa = split.main.spec, split.pack_gqa
-        mask = mask_inputs(row, of_split, pack_gqa)[0]
-        first = _because(Candidate(row, pack_gqa, split.schedule, mask, folds), *split.main.why, *more)
-        return (first,) if named else (first, usual)
-    tail = select_tail(told, target, whole, force)
-    if tail is None:
-        return (usual,)
-    of_tail = replace(usual.candidate, schedule=tail.schedule)
-    return _because(of_tail, *whole.why, *tail.main.why, *more), usual
+    row = forced_row(problem, target, force)
+    ways = ranked(problem, target, row)
+    if force and named_ops(force) & _MERGES:
+        ways = [(us, way) for us, way in ways if not isinstance(way.schedule, TailSplit)]
+    if not ways:
+        raise unserved(problem, target)
+    best: dict[object, tuple[float, Candidate]] = {}
+    for us, way in ways:
+        best.setdefault((way.row.name, type(way.schedule)), (us, way))
+    said = force if row is not None else None
+    return tuple(Choice(way, partial(_reasons, problem, target, ways, us, way, said)) for us, way in best.values())
 
 
-def _folds(problem: AttentionProblem) -> bool:
-    """Whether query heads of a kv head become queries of one head.
+def ranked(problem: AttentionProblem, target: Target, row: KernelSpec | None = None) -> list[tuple[float, Candidate]]:
+    """The ways to run a call with the microseconds that they take by the model, the fastest first.
 
-    The plain kernels share tiles among heads by themselves where they split keys, but for groups like Falcon's 71,
-    which no number of rows divides.
+    Of equally fast ones the first of `candidates` comes first. row: as `candidates` takes it.
     """
-    p = problem
-    if not can_have_heads_as_queries(p):
-        return False
-    group = p.num_q_heads // p.num_kv_heads
-    return p.score_mods or tiles_of_group(p, _ROWS, gqa_packing(p, _ROWS)) > 2 * -(-group // _ROWS)
+    coefficients = coefficients_of(target)
+    kept: Kept = {}
+    ways = candidates(problem, target, row)
+    found = [(cost_us(features(way, problem, target, kept), coefficients), way) for way in ways]
+    return sorted(found, key=lambda pair: pair[0])
 
 
-def _takes_keys_as_tiles(problem: AttentionProblem, target: Target) -> bool:
-    p = problem
-    few = p.num_q_heads > p.num_kv_heads and p.seqlen_k >= _KEYS_FOR_EACH * p.seqlen_q > 0
-    return target.cc == _HOPPER and few and can_have_keys_as_tiles(p)
+def forced_row(problem: AttentionProblem, target: Target, force: str | None) -> KernelSpec | None:
+    """The row that ``force`` names for the attention of a call, one that splits keys first; None if it names none.
+
+    Raises
+    ------
+    ArgumentError
+        A name that no kernel has; none of those named can serve the call.
+    """
+    if not force:
+        return None
+    told = views(problem)
+
+    def unfit(spec: KernelSpec) -> str | None:
+        reasons = [fit(spec, view, target) for view in told]
+        return None if None in reasons else reasons[0]
+
+    whole, split = (forced(force, (op,), unfit) for op in ("attention", "attention_split"))
+    chosen = split or whole
+    return None if chosen is None else chosen.spec
+
+
+def _reasons(
+    problem: AttentionProblem,
+    target: Target,
+    of_all: list[tuple[float, Candidate]],
+    us: float,
+    way: Candidate,
+    force: str | None,
+) -> tuple[str, ...]:
+    """Why ``way``, which takes ``us``, was chosen of all that there are."""
+    others = [f"{other.text}: {time:.1f} µs" for time, other in of_all[:3] if other != way][:2]
+    place = next(i for i, (_, other) in enumerate(of_all, 1) if other == way)
+    rank = "the fastest" if place == 1 else f"number {place}"
+    tuning, scaled = target.tuning, scaled_from(target)
+    if tuning is not None:
+        measured = [f"tuned on this GPU: {tuning.device}, digest {tuning.digest[:12]}"]
+    else:
+        measured = [] if scaled is None else [f"not measured on this GPU: scaled from {scaled}'s"]
+    return (
+        *([f"{VARIABLE}={force}"] if force else []),
+        *facts(way, problem, target),
+        f"{rank} of {len(of_all)} ways by the model: {way.text}, {us:.1f} µs",
+        *([f"others: {'; '.join(others)}"] if others else []),
+        *measured,
+    )

@@ -60,7 +60,7 @@ def pass_us(one: Pass, c: Coefficients) -> float:
 
 
 def _longest(*times: float) -> float:
-    """Of times that overlap: a little more than the longest, where others are nearly as long (4th powers are summed)."""
+    """Of times that overlap: their 4th powers are summed. A little more than the longest, where others are nearly so."""
     most = max(times)
     if most <= 0.0:
         return 0.0

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..problems.target import Coefficients
+from ..problems.target import Coefficients, Target
 
 #: In the order of the class.
 NAMES = tuple(field.name for field in fields(Coefficients))
@@ -37,12 +38,49 @@ class Rates(NamedTuple):
     memory_gb_s: float = 0.0
 
 
+#: How far rates that drivers say may be from each other for one model of GPU.
+_SAME_RATE = 0.03
+
+
+@functools.cache
+def _file() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(_FILE.read_text(encoding="utf-8"))
+    return found
+
+
 @functools.cache
 def _measured() -> tuple[Rates, Coefficients]:
-    data: dict[str, Any] = json.loads(_FILE.read_text(encoding="utf-8"))
+    data = _file()
     major, minor = data["cc"]
     rates = Rates((major, minor), data["sm_count"], data["clock_mhz"], data["memory_gb_s"])
     return rates, Coefficients(**data["coefficients"])
+
+
+def _rates_of(target: Target) -> Rates:
+    return Rates(target.cc, target.sm_count, target.clock_mhz, target.memory_gb_s)
+
+
+def coefficients_of(target: Target) -> Coefficients:
+    """What work costs on a GPU: as its user has measured it, or as it follows from the GPU's rates."""
+    return _expected(_rates_of(target)) if target.tuning is None else target.tuning.coefficients
+
+
+def scaled_from(target: Target) -> str | None:
+    """The GPU whose coefficients are scaled to ``target``; None if its own were measured, by its user or for the file.
+
+    A rate that nobody has asked for tells no GPUs apart.
+    """
+    if target.tuning is not None:
+        return None
+    here, there = _rates_of(target), _measured()[0]
+    rates = ((here.clock_mhz, there.clock_mhz), (here.memory_gb_s, there.memory_gb_s))
+    alike = all(not own or math.isclose(own, other, rel_tol=_SAME_RATE) for own, other in rates)
+    return None if alike and here[:2] == there[:2] else str(_file()["device"])
+
+
+@functools.lru_cache(64)
+def _expected(rates: Rates) -> Coefficients:
+    return expected(rates)
 
 
 def expected(rates: Rates, of: tuple[Rates, Coefficients] | None = None) -> Coefficients:

@@ -1,0 +1,105 @@
+"""How much longer the chosen ways take than the fastest ones: choices are made anew for calls whose ways were measured.
+
+Results are those of ``omniattn bench candidates``. Of a call whose chosen way was not measured, the first one by the
+model that was counts, and there may be few of these.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from build_tools.fit_selection import GPUS, read
+from omniattn.bench.shape_plan import problem_of
+from omniattn.problems import Target
+from omniattn.select import choices, ranked
+from omniattn.tune.run import class_of
+
+RESULTS = Path(__file__).parents[2] / "docs/performance/results"
+FILES = ("candidates-h100.json", "candidates-h200.json")
+#: By class of calls (`tune.run.class_of`): the mean of (time of what is chosen / time of the fastest way - 1), and the
+#: largest one of a call.
+BOUNDS = {
+    "8 bits": (0.06, 2.0),
+    "few queries": (0.06, 2.0),
+    "long sequences": (0.06, 2.0),
+    "masks and softcap": (0.06, 2.0),
+    "packed sequences": (0.15, 2.0),
+    "short sequences": (0.06, 2.0),
+    "windows": (0.06, 2.0),
+    "all": (0.06, 2.0),
+}
+#: Of all calls, those whose chosen way was not measured, at most.
+UNMEASURED = 0.05
+
+
+class Regret(NamedTuple):
+    """Of a call: its class, what is chosen, and how much longer it and the slowest way take than the fastest."""
+
+    name: str
+    of_class: str
+    way: str
+    of_chosen: float
+    of_slowest: float
+    was_measured: bool
+
+
+@functools.cache
+def regrets(file: str) -> tuple[Regret, ...]:
+    results, device = read(RESULTS / file)
+    target, clock_mhz, memory_gb_s = GPUS[device]
+    target = replace(target, clock_mhz=clock_mhz, memory_gb_s=memory_gb_s)
+    found = []
+    for result in results:
+        us = {way.way: way.timing.median_us for way in result.ways if way.timing is not None}
+        if not us:
+            continue
+        ways = [way.text for _, way in ranked(problem_of(result.case), target)]
+        chosen = next(way for way in ways if way in us)
+        of_chosen, of_slowest = (time / min(us.values()) - 1 for time in (us[chosen], max(us.values())))
+        name = result.case.long_name
+        found.append(Regret(name, class_of(result.case), chosen, of_chosen, of_slowest, chosen == ways[0]))
+    return tuple(found)
+
+
+def of(file: str, name: str) -> list[Regret]:
+    """The calls of a class, or all."""
+    return [regret for regret in regrets(file) if name in (regret.of_class, "all")]
+
+
+@pytest.mark.parametrize("name", BOUNDS)
+@pytest.mark.parametrize("file", FILES)
+def test_regrets_are_small(file: str, name: str) -> None:
+    calls, (mean, most) = of(file, name), BOUNDS[name]
+    worst = max(calls, key=lambda regret: regret.of_chosen)
+    assert sum(regret.of_chosen for regret in calls) / len(calls) <= mean
+    assert worst.of_chosen <= most, worst
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_it_matters_which_way_is_chosen(file: str) -> None:
+    """Were the slowest way chosen everywhere, no class would keep its bound."""
+    for name, (mean, _) in BOUNDS.items():
+        calls = of(file, name)
+        assert sum(regret.of_slowest for regret in calls) / len(calls) > 2 * mean
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_classes_and_ways_are_known(file: str) -> None:
+    calls = regrets(file)
+    assert len(calls) >= 300
+    assert {regret.of_class for regret in calls} | {"all"} == set(BOUNDS)
+    unknown = [regret.name for regret in calls if not regret.was_measured]
+    assert len(unknown) <= UNMEASURED * len(calls), unknown
+
+
+def test_what_is_ranked_first_is_what_a_call_takes() -> None:
+    results, device = read(RESULTS / FILES[0])
+    target: Target = GPUS[device][0]
+    for result in results[::20]:
+        problem = problem_of(result.case)
+        assert choices(problem, target)[0].candidate == ranked(problem, target)[0][1]
