@@ -72,8 +72,9 @@ def test_every_head_finds_its_own_elements(heads_kv: int, mask_heads: int) -> No
 def test_others_stay_as_they_are(changes: dict[str, Any]) -> None:
     p = problem_of(**changes)
     plain = p.precision.quantized or "strides" in changes  # cannot be planned here
-    assert not can_have_heads_as_queries(p) or "mask" in changes
-    assert plain or not any(choice.candidate.heads_as_queries for choice in choices(p, HOPPER))
+    assert can_have_heads_as_queries(p) == ("mask" in changes)
+    # Without a mask kernels share tiles among heads by themselves: of one query that may be as fast.
+    assert plain or "mask" in changes or not any(choice.candidate.heads_as_queries for choice in choices(p, HOPPER))
 
 
 def test_softcap_and_scales_too() -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from ..problems import AttentionProblem, Target
-from ..problems.split import TailSplit
+from ..problems.split import SplitKV, StreamK
 from ..registry import KernelSpec
 from .attention import facts, unserved
 from .candidate import Candidate
@@ -17,9 +17,10 @@ from .cost import cost_us
 from .features import Kept, features
 from .fit import fit
 from .model import coefficients_of, scaled_from
+from .partial import merge_op
 
-#: Operations that merge: where one of their kernels is named, no tail is split for it to merge.
-_MERGES = {"attention_combine", "attention_combine_lse"}
+#: Operations that merge.
+_MERGES = {"attention_combine", "attention_combine_lse", "attention_combine_packed"}
 
 
 @dataclass(frozen=True)
@@ -63,8 +64,10 @@ def choices(problem: AttentionProblem, target: Target, force: str | None = None)
     """
     row = forced_row(problem, target, force)
     ways = ranked(problem, target, row)
-    if force and named_ops(force) & _MERGES:
-        ways = [(us, way) for us, way in ways if not isinstance(way.schedule, TailSplit)]
+    if force and (named := named_ops(force) & _MERGES):
+        # Of a kernel that merges the ways that leave it something, but for tails: a split of all tiles shows more.
+        split = [(us, way) for us, way in ways if isinstance(way.schedule, (SplitKV, StreamK))]
+        ways = [(us, way) for us, way in split if merge_op(way.row, problem) in named] or ways
     if not ways:
         raise unserved(problem, target)
     best: dict[object, tuple[float, Candidate]] = {}

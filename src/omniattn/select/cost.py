@@ -60,7 +60,7 @@ def pass_us(one: Pass, c: Coefficients) -> float:
 
 
 def _longest(*times: float) -> float:
-    """Of times that overlap: their 4th powers are summed. A little more than the longest, where others are nearly so."""
+    """Of times that overlap, by the sum of their 4th powers: a little more than the longest, if others are as long."""
     most = max(times)
     if most <= 0.0:
         return 0.0

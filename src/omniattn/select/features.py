@@ -336,13 +336,15 @@ def tile_steps(
     if left == right == UNLIMITED or count == 0:
         return count, float(count * whole), float(whole)
     queries = rows // pack
-    step = max(1, -(-count // _COUNTED))
-    total = most = counted = 0
-    for tile in range(count - 1, -1, -step):
+    counted = min(count, _COUNTED)
+    total = most = 0
+    # In the middle of parts of the tiles; the longest may be the last one.
+    for tile in (*((2 * i + 1) * count // (2 * counted) for i in range(counted)), count - 1):
         m0 = tile * block_m
         first, last = m0 // pack + keys - queries, (min(m0 + block_m, rows) - 1) // pack + keys - queries
         end = keys if right == UNLIMITED else min(max(last + right + 1, 0), keys)
         begin = 0 if left == UNLIMITED else min(max(first - left, 0), keys)
         steps = max(-(-end // block_n) - begin // block_n, 0)
-        total, most, counted = total + steps, max(most, steps), counted + 1
+        most, total = max(most, steps), total + steps
+    total -= steps
     return count, total * count / counted, float(most)

@@ -22,11 +22,15 @@ def _goes_on(row: KernelSpec, spec: KernelSpec) -> bool:
     return not row.score_mods and same == (spec.family, spec.block_m, spec.head_dim, spec.head_dim_v)
 
 
+def merge_op(spec: KernelSpec, problem: AttentionProblem) -> str:
+    """The operation that merges what the splits of ``spec`` leave."""
+    if spec.arch_specific and spec.sequences == "packed":
+        return "attention_combine_packed"
+    own_lse = spec.quantized and problem.lse and not spec.value_factors
+    return "attention_combine_lse" if own_lse else "attention_combine"
+
+
 def combine_of(spec: KernelSpec, problem: AttentionProblem, target: Target, force: str | None) -> Selection:
     """The kernel that merges what the splits of ``spec`` leave."""
-    own_lse = spec.quantized and problem.lse and not spec.value_factors
-    merges = "attention_combine_lse" if own_lse else "attention_combine"
-    if spec.arch_specific and spec.sequences == "packed":
-        merges = "attention_combine_packed"
-    (combine,) = _OF_DTYPE(REGISTRY, (merges, problem.dtype))
+    (combine,) = _OF_DTYPE(REGISTRY, (merge_op(spec, problem), problem.dtype))
     return the_one(combine, "merges the splits' results", target, force)
