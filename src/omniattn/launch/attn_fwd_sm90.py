@@ -53,7 +53,8 @@ def tiles_of(problem: AttentionProblem, spec: KernelSpec, blocks: int, num_ctas:
         spare = blocks * spec.block_m - problem.seqlen_q
         delta = spec.smooth_q == "always" or (spec.smooth_q == "any" and problem.precision.smooth_q)
         lead_rows = 0 if delta else spare // _GROUP_ROWS * _GROUP_ROWS
-        order = tile_order.causal(heads, _tile_lengths(problem, spec, lead_rows), num_ctas, _head_bytes(problem))
+        lengths = _tile_lengths(problem, spec, lead_rows)
+        order = tile_order.causal(heads, lengths, num_ctas, _head_bytes(problem), tile_order.SPARE_CTAS)
         return replace(order, lead_rows=lead_rows)
     return tile_order.head_by_head(heads, blocks)
 
@@ -64,6 +65,8 @@ def ctas_of(problem: AttentionProblem, spec: KernelSpec, tiles: tile_order.TileL
     heads, blocks = p.batch * p.num_q_heads, -(-p.seqlen_q // spec.block_m)
     if tile_order.takes_even_share(p) and spec.ctas_per_sm == 1 and tiles.num_items == heads * blocks:
         most, _ = tile_order.even_share(heads, blocks, tile_order.short_tile(p.seqlen_q, spec.block_m), most)
+    elif tiles.num_pairs == tiles.num_items > 0:
+        most, _ = tile_order.paired_ctas(tiles, heads, _tile_lengths(p, spec, tiles.lead_rows), most)
     return min(tiles.num_items, most)
 
 

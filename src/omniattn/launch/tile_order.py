@@ -17,7 +17,7 @@ _TAIL_BYTES, _TAIL_COST, _TAILS = 64e6, 0.047, 32
 # (docs/performance/windows.md).
 _FEW_HEADS, _INTERLEAVED, _MANY_INTERLEAVED = 64, 0.96, 0.88
 # CTAs that may be left out for an even share, and what that has to gain (docs/performance/tail.md).
-_SPARE_CTAS, _EVEN = 3, 0.98
+SPARE_CTAS, _EVEN = 3, 0.98
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def lengths(rows: int, columns: int, block: int, step: int, left: int, right: in
     return found
 
 
-def causal(heads: int, lengths: list[int], num_ctas: int, head_bytes: float) -> TileList:
+def causal(heads: int, lengths: list[int], num_ctas: int, head_bytes: float, spare: int = 0) -> TileList:
     """The list that ends first, among pairs with or without a tail of single tiles.
 
     Parameters
@@ -97,6 +97,8 @@ def causal(heads: int, lengths: list[int], num_ctas: int, head_bytes: float) -> 
         SMs.
     head_bytes : float
         Of the K and V of a head; of those that share them, its part.
+    spare : int
+        CTAs that pairs without a tail may leave out (`paired_ctas`).
 
     Returns
     -------
@@ -115,7 +117,8 @@ def causal(heads: int, lengths: list[int], num_ctas: int, head_bytes: float) -> 
     whole = (heads - rounds * num_ctas // per_head for rounds in range(pairs // num_ctas + 1))
     tails = sorted({n for n in (*whole, *range(0, heads + 1, -(-heads // _TAILS))) if 0 < n <= most})
     # A tail costs L2 traffic: it has to gain more than that, and one per cent.
-    in_pairs = shortest = makespan(best, heads, lengths, num_ctas)
+    _, in_pairs = paired_ctas(best, heads, lengths, num_ctas, spare)
+    shortest = in_pairs
     for tail in tails:
         num_pairs = (heads - tail) * per_head
         candidate = TileList(num_pairs + tail * blocks, num_pairs, tail)
@@ -124,6 +127,21 @@ def causal(heads: int, lengths: list[int], num_ctas: int, head_bytes: float) -> 
         if span < 0.99 * in_pairs and cost * span < shortest:
             best, shortest = candidate, cost * span
     return best
+
+
+def paired_ctas(
+    tiles: TileList, heads: int, lengths: list[int], num_ctas: int, spare: int = SPARE_CTAS
+) -> tuple[int, float]:
+    """How many CTAs share pairs most evenly, all or a few less, and the work of the busiest.
+
+    If the number of CTAs is a multiple of a head's pairs, a CTA has the same pair of all its heads. Of an odd number of
+    tiles the middle one is alone, and some CTAs would have half of what the others have.
+    """
+    few = tiles.num_pairs > _MAX_ROUNDS * num_ctas or len(lengths) % 2 == 0
+    fewest = num_ctas if few else max(num_ctas - spare, 1)
+    spans = {n: makespan(tiles, heads, lengths, n) for n in range(num_ctas, fewest - 1, -1)}
+    best = min(spans, key=lambda n: spans[n])
+    return best, spans[best]
 
 
 def windowed(heads: int, lengths: list[int], num_ctas: int) -> TileList:
@@ -216,7 +234,7 @@ def even_share(heads: int, blocks: int, last: float, num_ctas: int) -> tuple[int
     items = heads * blocks
     if last == 1.0 or blocks <= 1 or not num_ctas < items <= _MAX_ROUNDS * num_ctas:
         return num_ctas, float(-(-items // num_ctas))
-    spans = {n: _busiest(heads, blocks, last, n) for n in range(num_ctas, max(num_ctas - _SPARE_CTAS, 1) - 1, -1)}
+    spans = {n: _busiest(heads, blocks, last, n) for n in range(num_ctas, max(num_ctas - SPARE_CTAS, 1) - 1, -1)}
     best = min(spans, key=lambda n: spans[n])
     best = best if spans[best] < _EVEN * spans[num_ctas] else num_ctas
     return best, spans[best]

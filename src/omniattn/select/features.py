@@ -17,8 +17,6 @@ SECTOR = 32
 _WGMMA_ROWS, _MMA_ROWS = 64, 16
 #: Tiles of a head that are counted one by one; of more the mean is as good.
 _COUNTED = 8
-#: Tiles of a head with a middle one, so few that single tiles behind the pairs do not make up for it.
-_FEW_PAIRED = (3, 5)
 #: Lengths that stand for those of packed sequences; what the longest one is of the mean, at most.
 _QUANTILES, _MOST_OF_MEAN = 4, 4.0
 
@@ -110,8 +108,7 @@ class Features(NamedTuple):
 class _Tiles(NamedTuple):
     """What a kernel has to do whatever the schedule: tiles of queries, their steps, and one launch of all of them.
 
-    problem: as the kernel is told of it. pairs: of long and short tiles of a head, if one is a middle tile alone and
-    counts, else 0. pair: steps of one.
+    problem: as the kernel is told of it.
     """
 
     problem: AttentionProblem
@@ -120,8 +117,6 @@ class _Tiles(NamedTuple):
     steps: float
     longest: float
     is_even: bool
-    pairs: int
-    pair: float
     rows: int
     whole: Pass
 
@@ -202,11 +197,6 @@ def _launch(
             busy = min(float(places), items)
             mean = found.steps * (tiles / found.tiles) / busy
             own, steps, is_uneven = items / busy, max(mean, longest), mean > longest
-            if found.pairs and splits == 1 and places % found.pairs == 0:
-                # Every round of pairs of a long and a short tile gives a CTA the same ones of a head, and some the
-                # middle tile alone.
-                rounds = -(-int(tiles / (2 * found.pairs - 1) * found.pairs) // places)
-                own, steps, is_uneven = max(own, 2.0 * rounds), max(steps, rounds * found.pair), True
     if share != 1.0:
         whole = whole._replace(read=whole.read * share, reread=whole.reread * share)
     return whole._replace(
@@ -282,11 +272,7 @@ def _tiles(candidate: Candidate, p: AttentionProblem, target: Target) -> _Tiles:
         in_parts=of_hopper and not row.quantized and p.head_dim * itemsize % SECTOR != 0,
         walks=p.varlen,
     )
-    pairs, pair = 0, 0.0
-    count = -(-p.seqlen_q * pack // row.block_m)
-    if of_hopper and p.window_left == UNLIMITED != p.window_right and not p.varlen and count in _FEW_PAIRED:
-        pairs, pair = (count + 1) // 2, 2.0 * steps / tiles
-    return _Tiles(p, _quantized_bytes(p), tiles, steps, longest, is_even, pairs, pair, queries, whole)
+    return _Tiles(p, _quantized_bytes(p), tiles, steps, longest, is_even, queries, whole)
 
 
 def _seen(p: AttentionProblem, queries: int, keys: int) -> int:
