@@ -246,7 +246,7 @@ def test_same_bits_every_time(options: dict[str, Any]) -> None:
 
 
 @pytest.mark.alone  # 10 GB
-def test_more_than_2_31_elements(family: str) -> None:
+def test_more_than_2_31_elements() -> None:
     """Offsets beyond 32 bits in q, k, v and o: the last batch of a tensor with 2.4e9 elements."""
     b, s, h, d = 9, 16384, 128, 128
     assert b * s * h * d > 2**31
@@ -257,7 +257,7 @@ def test_more_than_2_31_elements(family: str) -> None:
     oa.attention(base, base, base, causal=True, out=out)
     small = base[-1:, :, -2:].contiguous()
     want = oa.attention(small, small, small, causal=True)
-    _same(out[-1:, :, -2:], want, family)
+    _same(out[-1:, :, -2:], want, "selected")  # few heads may take another tile
     assert not out[0].any()
 
 
@@ -268,7 +268,7 @@ def test_many_heads() -> None:
     o = oa.attention(q, k, v)
     tail = slice(69_990, 70_000)
     want = oa.attention(*(x[:, :, tail].contiguous() for x in (q, k, v)))
-    assert torch.equal(o[:, :, tail], want)
+    _same(o[:, :, tail], want, "selected")  # few heads may take another tile
 
 
 def test_launches_are_split(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,6 +33,8 @@ BOUNDS = {
     "windows": (0.06, 2.0),
     "all": (0.06, 2.0),
 }
+#: The same of all calls, were there only the kernels of every GPU: how good choices are where a GPU has no others.
+OF_EVERY_GPU = (0.06, 2.0)
 #: Of all calls, those whose chosen way was not measured, at most.
 UNMEASURED = 0.05
 
@@ -49,16 +51,19 @@ class Regret(NamedTuple):
 
 
 @functools.cache
-def regrets(file: str) -> tuple[Regret, ...]:
+def regrets(file: str, of_every_gpu: bool = False) -> tuple[Regret, ...]:
+    """Of all calls that have several ways; of_every_gpu: the kernels of Hopper alone do not count."""
     results, device = read(RESULTS / file)
     target, clock_mhz, memory_gb_s = GPUS[device]
     target = replace(target, clock_mhz=clock_mhz, memory_gb_s=memory_gb_s)
     found = []
     for result in results:
-        us = {way.way: way.timing.median_us for way in result.ways if way.timing is not None}
+        in_order = (way for _, way in ranked(problem_of(result.case), target))
+        ways = [way.text for way in in_order if not (of_every_gpu and way.row.arch_specific)]
+        times = {way.way: way.timing.median_us for way in result.ways if way.timing is not None}
+        us = {way: time for way, time in times.items() if way in ways}
         if not us:
             continue
-        ways = [way.text for _, way in ranked(problem_of(result.case), target)]
         chosen = next(way for way in ways if way in us)
         of_chosen, of_slowest = (time / min(us.values()) - 1 for time in (us[chosen], max(us.values())))
         name = result.case.long_name
@@ -78,6 +83,16 @@ def test_regrets_are_small(file: str, name: str) -> None:
     worst = max(calls, key=lambda regret: regret.of_chosen)
     assert sum(regret.of_chosen for regret in calls) / len(calls) <= mean
     assert worst.of_chosen <= most, worst
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_regrets_are_small_among_the_kernels_of_every_gpu(file: str) -> None:
+    calls, (mean, most) = regrets(file, of_every_gpu=True), OF_EVERY_GPU
+    worst = max(calls, key=lambda regret: regret.of_chosen)
+    assert len(calls) > 250
+    assert sum(regret.of_chosen for regret in calls) / len(calls) <= mean
+    assert worst.of_chosen <= most, worst
+    assert not any("sm90" in regret.way for regret in calls)
 
 
 @pytest.mark.parametrize("file", FILES)
