@@ -39,6 +39,7 @@ ROOMS: tuple[tuple[str, ...], ...] = (
     ("bench",),
     ("tune",),
     ("cli",),
+    ("__main__",),
 )
 #: Imports that climb, at most. Each is one too many; a new one needs a reason that the reviewer believes.
 MAX_CLIMBING = 0

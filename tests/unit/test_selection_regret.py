@@ -24,17 +24,17 @@ FILES = ("candidates-h100.json", "candidates-h200.json")
 #: By class of calls (`tune.run.class_of`): the mean of (time of what is chosen / time of the fastest way - 1), and the
 #: largest one of a call.
 BOUNDS = {
-    "8 bits": (0.06, 2.0),
-    "few queries": (0.06, 2.0),
-    "long sequences": (0.06, 2.0),
-    "masks and softcap": (0.06, 2.0),
-    "packed sequences": (0.15, 2.0),
-    "short sequences": (0.06, 2.0),
-    "windows": (0.06, 2.0),
-    "all": (0.06, 2.0),
+    "8 bits": (0.015, 0.12),
+    "few queries": (0.04, 0.20),
+    "long sequences": (0.005, 0.06),
+    "masks and softcap": (0.015, 0.20),
+    "packed sequences": (0.01, 0.10),
+    "short sequences": (0.015, 0.30),
+    "windows": (0.02, 0.12),
+    "all": (0.015, 0.30),
 }
 #: The same of all calls, were there only the kernels of every GPU: how good choices are where a GPU has no others.
-OF_EVERY_GPU = (0.06, 2.0)
+OF_EVERY_GPU = (0.015, 0.5)
 #: Of all calls, those whose chosen way was not measured, at most.
 UNMEASURED = 0.05
 
@@ -65,7 +65,8 @@ def regrets(file: str, of_every_gpu: bool = False) -> tuple[Regret, ...]:
         if not us:
             continue
         chosen = next(way for way in ways if way in us)
-        of_chosen, of_slowest = (time / min(us.values()) - 1 for time in (us[chosen], max(us.values())))
+        fastest = min((us if of_every_gpu else times).values())
+        of_chosen, of_slowest = (time / fastest - 1 for time in (us[chosen], max(us.values())))
         name = result.case.long_name
         found.append(Regret(name, class_of(result.case), chosen, of_chosen, of_slowest, chosen == ways[0]))
     return tuple(found)
