@@ -37,8 +37,10 @@ from .features import sequences, tile_steps
 from .fit import fit, fitting_rows
 from .partial import tail_row
 
-#: Rounds of CTAs that a split makes: with more of them a few more or less no longer count.
-_ROUNDS = (0.5, 0.75, 1, 2, 3, 4)
+#: Rounds of CTAs that a split makes: more of them were never faster by half a percent; and that of a tail's tiles.
+_ROUNDS, _TAIL_ROUNDS = (0.5, 0.75, 1, 2), (1, 2)
+#: Rounds of CTAs from which on whole tiles keep the GPU busy: no split of them was the fastest way.
+_FULL = 1.5
 #: Splits of a tail's tiles, at most.
 _TAIL_SPLITS = 11
 #: Tiles that heads which share them have to save, as a fraction.
@@ -138,11 +140,10 @@ def _tails(row: KernelSpec, p: AttentionProblem, target: Target) -> Iterator[Tai
     if rounds == 0 or rest == 0 or tail_row(row, p, target) is None:
         return
     steps = -(-p.seqlen_k // row.block_n)
-    fewest: dict[tuple[int, int], int] = {}
-    for n in range(2, min(_TAIL_SPLITS, steps) + 1):
-        fewest.setdefault((-(-rest * n // target.sm_count), -(-steps // n)), n)
-    for splits in fewest.values():
-        yield TailSplit(splits, rounds * target.sm_count, rest)
+    most = min(_TAIL_SPLITS, steps)
+    for splits in sorted({min(n * target.sm_count // rest, most) for n in _TAIL_ROUNDS}):
+        if splits > 1:
+            yield TailSplit(splits, rounds * target.sm_count, rest)
 
 
 def _is_too_narrow(row: KernelSpec, p: AttentionProblem) -> bool:
@@ -204,6 +205,8 @@ def _numbers(
     if items == 0 or longest == 0:
         return ()
     fewest = 1 if is_forced or pack_gqa.heads > 1 else 2
+    if items >= _FULL * ctas and not is_forced:
+        return (SplitKV(1),) if fewest == 1 else ()
     numbers = {fewest, 2, *(int(rounds * ctas) // items for rounds in _ROUNDS)}
     found: dict[tuple[int, int], int] = {}
     for n in sorted(n for n in numbers if fewest <= n <= longest):

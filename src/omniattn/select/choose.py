@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from ..problems import AttentionProblem, Target
-from ..problems.split import SplitKV, StreamK
+from ..problems.split import SplitKV, StreamK, TailSplit
 from ..registry import KernelSpec
 from .attention import facts, unserved
 from .candidate import Candidate
@@ -66,6 +66,7 @@ def choices(problem: AttentionProblem, target: Target, force: str | None = None)
     ways = ranked(problem, target, row)
     if force and (named := named_ops(force) & _MERGES):
         # Of a kernel that merges the ways that leave it something, but for tails: a split of all tiles shows more.
+        ways = [(us, way) for us, way in ways if not isinstance(way.schedule, TailSplit)]
         split = [(us, way) for us, way in ways if isinstance(way.schedule, (SplitKV, StreamK))]
         ways = [(us, way) for us, way in split if merge_op(way.row, problem) in named] or ways
     if not ways:
