@@ -158,10 +158,13 @@ def test_gradients(jax: Any, case: str, way: str) -> None:
 
 
 def test_vmap(jax: Any) -> None:
+    """One call of all: the bits are those of the batches as one, whose tile may be another than that of each."""
     many = [jax.numpy.stack([x, x[::-1], x * 2]) for x in _qkv(jax)]
     got = jax.jit(jax.vmap(functools.partial(oa.attention, causal=True)))(*many)
+    _same(got.reshape(-1, *got.shape[2:]), oa.attention(*(x.reshape(-1, *x.shape[2:]) for x in many), causal=True))
     for i in range(3):
-        _same(got[i], oa.attention(*(x[i] for x in many), causal=True))
+        one = oa.attention(*(x[i] for x in many), causal=True)
+        np.testing.assert_allclose(_float(got[i]), _float(one), rtol=2e-2, atol=2e-2)
 
 
 def test_merge_states(jax: Any) -> None:

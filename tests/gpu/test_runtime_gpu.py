@@ -351,6 +351,7 @@ def test_graph_of_varlen_and_merge() -> None:
         o, lse = oa.attention_varlen(q, k, v, causal=True, **options)
         return oa.merge_states(o, lse, *oa.attention_varlen(q, k, v, window=(5, 3), **options))
 
+    both()  # loads the kernels: of a process's first calls see test_first_call_of_a_process_inside_a_capture
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

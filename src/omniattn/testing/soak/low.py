@@ -178,11 +178,16 @@ class Quantized:
         return of
 
 
-def _flavour(m: Machine, problem: Problem, arrays: dict[str, Placed], options: dict[str, Any]) -> tuple[Any, str]:
-    """Precision and grouping of the kernel that the call takes."""
+def _said(arrays: dict[str, Placed], options: dict[str, Any]) -> Any:
+    """What `omniattn.explain` says of the call."""
     given = {name: x.array for name, x in arrays.items() if name not in "qkv"}
     explain: Any = omniattn.explain
-    said = explain(*(arrays[name].array for name in "qkv"), **given, **options)
+    return explain(*(arrays[name].array for name in "qkv"), **given, **options)
+
+
+def _flavour(m: Machine, problem: Problem, arrays: dict[str, Placed], options: dict[str, Any]) -> tuple[Any, str]:
+    """Precision and grouping of the kernel that the call takes."""
+    said = _said(arrays, options)
     precision: Any = said.problem.precision
     if m.on_cpu:
         return precision.on_cpu, "sm90"
@@ -226,10 +231,15 @@ def _on_operands(
     precision = facts["options"]["precision"]
     if isinstance(precision, tuple) and "pv_accumulator" in precision[1]:
         options["precision"] = dataclasses.replace(problem.options()["precision"], min_seqlen=0)
+    of_operands = (quantized.qk.q, quantized.qk.k, quantized.v)
     try:
-        again = function(quantized.qk.q, quantized.qk.k, quantized.v, **given, **options)
+        again = function(*of_operands, **given, **options)
     except UnsupportedError:
         return []  # what the operands' grouping cannot do; `precision=` may take another kernel
+    explain: Any = omniattn.explain
+    kernels = (explain(*of_operands, **given, **options).kernel, _said(arrays, problem.options()).kernel)
+    if kernels[0] != kernels[1]:
+        return []  # operands of 4 bits are multiplied as such, which `precision=` does on older GPUs alone
     again = again if isinstance(again, tuple) else (again,)
     m.synchronize()
     what = "attention on the operands of quantize_qk and quantize_v has other bits than precision="
