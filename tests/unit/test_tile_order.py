@@ -404,3 +404,25 @@ def test_packed_tiles_of_keys_cover_each_key_of_each_head_once(batch: int, inter
         for b in range(batch):
             expected.update({(h, key): b for h in range(heads) for key in range(starts[b], starts[b + 1])})
         assert owner == expected
+
+
+@pytest.mark.parametrize(("blocks", "heads", "ctas"), [(5, 256, 131), (3, 384, 131), (4, 256, SMS)])
+def test_pairs_with_a_middle_tile_take_a_cta_less(blocks: int, heads: int, ctas: int) -> None:
+    """132 is a multiple of the items of heads of three and five tiles: some CTAs would have middle tiles alone."""
+    lengths = [1 + i for i in range(1, blocks + 1)]
+    found = tile_order.causal(heads, lengths, SMS, 0.0, tile_order.SPARE_CTAS)
+    pairs = TileList(heads * ((blocks + 1) // 2), heads * ((blocks + 1) // 2), 0)
+    assert found == pairs
+    assert tile_order.paired_ctas(found, heads, lengths, SMS)[0] == ctas
+    assert work_of(pairs, heads, lengths, ctas) == tile_order.makespan(pairs, heads, lengths, ctas)
+    mean = heads * sum(lengths) / SMS
+    assert work_of(pairs, heads, lengths, ctas) < 1.06 * mean
+    # Without a spare CTA single tiles follow, or some CTAs have far more.
+    if ctas < SMS:
+        assert work_of(pairs, heads, lengths, SMS) > 1.15 * mean
+
+
+def work_of(tiles: TileList, heads: int, lengths: list[int], num_ctas: int) -> int:
+    """Of the busiest CTA, as the kernel walks."""
+    blocks = len(lengths)
+    return max(sum(lengths[block] for _, block in walk(tiles, heads, blocks, num_ctas, cta)) for cta in range(num_ctas))
