@@ -41,7 +41,9 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--iters", type=int, default=_ITERS, help=f"timed rounds a call (default: {_ITERS})")
     parser.add_argument(
         "--shapes", action="append", default=[], metavar="WORDS",
-        help='calls whose name has all these words, e.g. "d128 causal"; may be repeated (default: all)',
+        help='calls whose name has all these words, e.g. "d128 causal"; may be repeated (default: all). d128: head_dim '
+        "(d192/128: of q and v); b4: batch; h32/8: query and kv heads; s4096, or sq16 sk8192: queries and keys; full, "
+        "causal, window1024; packed; int8, fp8; bool-mask, key-padding, bf16-bias, softcap50",
     )  # fmt: skip
     parser.set_defaults(run=run)
 
