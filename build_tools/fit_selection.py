@@ -22,11 +22,11 @@ from omniattn.bench.document import write
 from omniattn.bench.shape_plan import problem_of
 from omniattn.bench.timing import Timing
 from omniattn.problems import Target
-from omniattn.select import candidates, choices
+from omniattn.select import candidates
 from omniattn.select.features import Kept, features
 from omniattn.select.model import Rates, expected
 from omniattn.tune.fit import judge
-from omniattn.tune.run import TuneResult, fitted, measured
+from omniattn.tune.run import TuneResult, fitted, measured, with_a_choice
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "src/omniattn/select/coefficients"
@@ -58,8 +58,7 @@ def read(path: Path) -> tuple[list[CandidateResult], str]:
             print(f"{path.name}: {name} is no case any more", file=sys.stderr)
             continue
         problem = problem_of(by_name[name])
-        chosen = (choice.candidate for choice in choices(problem, target))
-        known = {way.text: way for way in (*candidates(problem, target), *chosen)}
+        known = {way.text: way for way in candidates(problem, target)}
         ways: list[WayResult] = []
         kept: Kept = {}
         for row in of_case:
@@ -97,7 +96,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (OSError, ValueError, UnknownError) as error:
         print(error, file=sys.stderr)
         return 2
-    usable = [result for result in results if result.regret is not None and len(result.timed) > 1]
+    usable = with_a_choice(results)
     target, clock, memory = GPUS[device]
     rates = Rates(target.cc, target.sm_count, clock, memory)
     found = fitted(CandidateReport({}, tuple(usable)), usable, expected(rates))
@@ -113,7 +112,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         scaled = expected(
             Rates(of_other[0].cc, of_other[0].sm_count, of_other[1], of_other[2]), (rates, found.coefficients)
         )
-        quality = judge([measured(result) for result in there if len(result.timed) > 1], scaled)
+        quality = judge([measured(result) for result in with_a_choice(there)], scaled)
         worst, call = quality.worst
         print(f"{name}, not fitted: mean regret {100 * quality.mean:.1f} %, worst {100 * worst:.0f} % ({call})")
     if options.write:

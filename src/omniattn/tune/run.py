@@ -124,7 +124,7 @@ def tune(
     """
     report = run_candidates(cases, iters=iters, command=command, progress=progress)
     progress("fitting")
-    usable = [result for result in report.results if result.regret is not None and len(result.timed) > 1]
+    usable = with_a_choice(report.results)
     start = expected(Rates(device.cc, device.sm_count, device.clock_mhz, device.memory_gb_s))
     return fitted(report, usable, start)
 
@@ -146,6 +146,11 @@ def fitted(report: CandidateReport, results: Sequence[CandidateResult], start: C
         after.update(judge(calls[part::_PARTS], fit(others, start)).regrets)
     found = fit(calls, start)
     return TuneResult(report, found, _gains(results, after), judge(calls, found).error)
+
+
+def with_a_choice(results: Sequence[CandidateResult]) -> list[CandidateResult]:
+    """Calls of which several ways have a time and are candidates: others say nothing about choosing."""
+    return [result for result in results if result.regret is not None and len(measured(result).ways) > 1]
 
 
 def measured(result: CandidateResult) -> Measured:
@@ -170,4 +175,15 @@ def _gains(results: Sequence[CandidateResult], after: dict[str, float]) -> dict[
     }  # fmt: skip
 
 
-__all__ = ["FEWEST", "QUICK", "Gain", "Quality", "TuneResult", "class_of", "fitted", "measured", "tune"]
+__all__ = [
+    "FEWEST",
+    "QUICK",
+    "Gain",
+    "Quality",
+    "TuneResult",
+    "class_of",
+    "fitted",
+    "measured",
+    "tune",
+    "with_a_choice",
+]
