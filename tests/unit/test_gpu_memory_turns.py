@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("fcntl")
+fcntl = pytest.importorskip("fcntl")
 
 from tests.gpu.memory_turns import Turn, alone, beside_others, in_background
 
@@ -30,6 +30,16 @@ def _comes_true(happened: Callable[[], object]) -> bool:
             return True
         time.sleep(0.1)
     return bool(happened())
+
+
+def _is_held(file: Path) -> bool:
+    """Whether somebody has the lock, or waits with it for another."""
+    with file.open("ab") as mine:
+        try:
+            fcntl.flock(mine, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
 
 
 class Other:
@@ -88,6 +98,7 @@ def test_one_that_wants_to_be_alone_is_next(tmp_path: Path) -> None:
     running = [Other(beside_others(tmp_path)) for _ in range(3)]
     assert all(other.enters() for other in running)
     one = Other(alone(tmp_path))
+    assert _comes_true(lambda: _is_held(tmp_path / "gate"))
     assert one.waits()
     late = Other(beside_others(tmp_path))
     assert late.waits()
@@ -198,13 +209,21 @@ from tests.gpu import conftest
 from tests.gpu.conftest import memory_for_others, pytest_runtest_teardown  # noqa: F401
 from tests.gpu.memory_turns import Turn
 conftest._TURN = Turn(Path({folder!r}))
+
+def pytest_collection_finish():
+    Path("collected").touch()
 """
+#: The usual test stays until it may go on, so that who else has a turn when the next one asks is not left to chance.
 TESTS = """
+import time
 from pathlib import Path
 
 import pytest
 
-def test_usual(): Path("usual").touch()
+def test_usual():
+    Path("usual").touch()
+    while not Path("go_on").exists():
+        time.sleep(0.05)
 
 @pytest.mark.alone
 @pytest.mark.parametrize("i", range(2))
@@ -226,12 +245,14 @@ def test_fixture_and_hook_of_the_suite(tmp_path: Path) -> None:
     first = Other(alone(turns))
     assert first.enters()
     run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=tmp_path)
-    time.sleep(5)
+    assert _comes_true((tmp_path / "collected").exists)
+    time.sleep(0.5)
     assert not (tmp_path / "usual").exists(), "one is alone"
-    second = Other(beside_others(turns))
     first.leave()
-    assert second.enters()
-    assert _comes_true((tmp_path / "usual").exists), "beside another"
+    assert _comes_true((tmp_path / "usual").exists)
+    second = Other(beside_others(turns))
+    assert second.enters(), "beside another"
+    (tmp_path / "go_on").touch()
     time.sleep(1)
     assert not (tmp_path / "alone0").exists()
     second.leave()
