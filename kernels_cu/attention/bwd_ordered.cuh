@@ -54,7 +54,7 @@ class BwdOrderedWriter {
             if (rows.is_empty()) continue;
             const int32 count = rows.end - rows.first;
             int32 firsts, before;
-            look_back(t, rows, firsts, before);
+            tiles_before(t, rows, firsts, before);
             const uint32 place = place_of(t);
             uint32* steps = step_counters(bwd) + place;
             tell(place, 0);
@@ -107,7 +107,7 @@ class BwdOrderedWriter {
   private:
     // firsts: tiles of queries, of a head, that no tile of keys before this one sees, those with the highest numbers.
     // before: how many the tile of keys before sees.
-    OA_DEVICE void look_back(const BwdTile& t, const Rows& rows, int32& firsts, int32& before) const {
+    OA_DEVICE void tiles_before(const BwdTile& t, const Rows& rows, int32& firsts, int32& before) const {
         firsts = rows.end - rows.first;
         before = 0;
         if (t.n0 == 0) return;

@@ -2,8 +2,8 @@
 // consumers, and dQ on its way from them.
 //
 // Config: kHeadDim, kPanels (of 64 columns), kConsumers, kBlockM queries and kBlockN keys of a tile, kQStages,
-// kDoStages, kDsStages, kDqWidth (columns of dQ that a warpgroup computes), kTurns (attention/bwd_turns.cuh), kVarlen
-// (packed sequences), kKeyMask, kOrdered (attention/bwd_ordered.cuh), kWalker (one of both), Params.
+// kDoStages, kDsStages, kDqWidth (columns of dQ that a warpgroup computes), kAlternate (attention/bwd_alternate.cuh),
+// kVarlen (packed sequences), kKeyMask, kOrdered (attention/bwd_ordered.cuh), kWalker (one of both), Params.
 #pragma once
 #include "attention/bwd_stray.cuh"
 #include "attention/mask.cuh"
@@ -135,7 +135,7 @@ struct BwdBarriers {
         d_o.init(kConsumerWarps);
         for (int s = 0; s < Config::kDsStages; ++s) {
             mbarrier_init(ds.full + 8 * s, kConsumerWarps);
-            mbarrier_init(ds.empty + 8 * s, Config::kTurns ? 4 : kConsumerWarps);
+            mbarrier_init(ds.empty + 8 * s, Config::kAlternate ? 4 : kConsumerWarps);
         }
         fence_barrier_init();
     }

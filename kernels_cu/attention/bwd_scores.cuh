@@ -66,8 +66,8 @@ class BwdScores {
 };
 
 // What the kernels are told, with a user's score modification and without.
-using BwdParams = Select<kHasScoreMod, AttnBwdModParams, AttnBwdParams>::Type;
+using BwdParams = Select<kHasScoreMod, AttnBwdUserModParams, AttnBwdParams>::Type;
 OA_DEVICE const AttnBwdParams& backward_of(const AttnBwdParams& params) { return params; }
-OA_DEVICE const AttnBwdParams& backward_of(const AttnBwdModParams& params) { return params.call; }
+OA_DEVICE const AttnBwdParams& backward_of(const AttnBwdUserModParams& params) { return params.call; }
 OA_DEVICE const ScoreModArrays* arrays_of(const AttnBwdParams&) { return nullptr; }
-OA_DEVICE const ScoreModArrays* arrays_of(const AttnBwdModParams& params) { return &params.arrays; }
+OA_DEVICE const ScoreModArrays* arrays_of(const AttnBwdUserModParams& params) { return &params.arrays; }

@@ -10,7 +10,7 @@
 #include "ptx/wgmma_bf16.cuh"
 #include "ptx/wgmma_fp16.cuh"
 
-// Config: Io, kHeadDim, kHeadDimV, kBlockM, kBlockN, kPanelsV, kNTiles, kDTiles, kTurnStep (after how many of a
+// Config: Io, kHeadDim, kHeadDimV, kBlockM, kBlockN, kPanelsV, kNTiles, kDTiles, kPassStep (after how many of a
 // product's k steps the next warpgroup may issue). Tiles in shared memory are panels of 64 columns with the 128-byte
 // swizzle.
 template <typename Config>
@@ -42,11 +42,11 @@ struct FwdProducts {
         wgmma_fence();
 #pragma unroll
         for (int step = 0; step < Config::kBlockN / 16; ++step) {
-            if (step == Config::kTurnStep) pass_on();
+            if (step == Config::kPassStep) pass_on();
             Pv::template rs<kMnMajor>(o, probs[step], v.at(step * 16 * 128), 1);
         }
         wgmma_commit();
-        if (Config::kTurnStep == Config::kBlockN / 16) pass_on();
+        if (Config::kPassStep == Config::kBlockN / 16) pass_on();
         wgmma_pin(o);
     }
 

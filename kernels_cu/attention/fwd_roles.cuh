@@ -45,7 +45,7 @@ class ForwardProducer : public PersistentProducer<Config, Derived> {
     using Base::outer_at_;
     using Base::p_;
 
-    // As copy_tile, of the steps of a list (attention/score_forms.cuh: FormSteps). Masks: what is copied beside K
+    // As copy_tile, of the steps of a list (attention/score_mods.cuh: ListSteps). Masks: what is copied beside K
     // (attention/mask_copies.cuh). kWaits: a kernel ahead makes that, and has to end first.
     template <typename Masks, bool kWaits, typename Params, typename Steps>
     OA_DEVICE void copy_listed(const Params& params, const TileOf<Config>& t, const Steps& steps) {
@@ -62,7 +62,7 @@ class ForwardProducer : public PersistentProducer<Config, Derived> {
         for (int32 i = 0; i <= steps.count; ++i) {
             bool has_k = i < steps.count, has_v = i > 0;
             int32 next = i + 1 < steps.count ? steps.entry(i + 1) : 0;  // one ahead: it comes from global memory
-            uint32 mask_bytes = has_k ? Masks::bytes(params.forms, entry) : 0;
+            uint32 mask_bytes = has_k ? Masks::bytes(params.mods, entry) : 0;
             uint32 bar = bars_.inner.acquire(
                 inner_at_, (has_k ? derived().k_bytes() + mask_bytes : 0) + (has_v ? Derived::kVBytes : 0));
             if (has_v) derived().copy_v(t, kv_head, before, inner_at_.stage, bar);

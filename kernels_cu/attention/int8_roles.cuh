@@ -30,7 +30,7 @@ struct Int8Score<Int8> {
 };
 
 struct NoMasks {};
-template <typename Config, bool kPresent = Config::kForms && !Config::kVarlen>
+template <typename Config, bool kPresent = Config::kScoreMods && !Config::kVarlen>
 struct MaskStorage : NoMasks {};
 template <typename Config>
 struct MaskStorage<Config, true> : MaskTiles<Config>::Storage {};
@@ -45,8 +45,9 @@ struct Int8Storage : MaskStorage<Config> {
     float4 o[Config::kConsumers][Config::kOutputs / 4][128];  // each thread's own, in its order
     alignas(16) float k_scale[Config::kInnerStages][4];
     float channels[Config::kConsumers][2][Config::kOwnChannels];  // v_scale and v_mean
-    // With forms every byte counts (head_dim 256): dense batches use the barriers only.
-    typename Select<Config::kForms && !Config::kVarlen, RoleBarrierStorage<Config>, RoleStorage<Config>>::Type roles;
+    // With score modifications every byte counts (head_dim 256): dense batches use the barriers only.
+    typename Select<Config::kScoreMods && !Config::kVarlen, RoleBarrierStorage<Config>, RoleStorage<Config>>::Type
+        roles;
 
     OA_DEVICE RoleStorage<Config>& role_storage() { return static_cast<RoleStorage<Config>&>(roles); }
 };
@@ -104,7 +105,7 @@ OA_DEVICE int32 first_block(const FwdTile& t, int32 begin) {
     return Config::kVarlen ? first_slot(begin, t.sequence, kBlockRows) : 0;
 }
 
-// Params: AttnInt8Sm90Params, or those with forms.
+// Params: AttnInt8Sm90Params, or those with score modifications.
 template <typename Config, typename Params, typename Derived>
 class Int8Producer : public ForwardProducer<Config, Derived> {
     using Base = ForwardProducer<Config, Derived>;
@@ -343,9 +344,9 @@ class Int8Consumer : public ForwardConsumer<Config, Derived> {
         state.shrink[0] = state.shrink[1] = 1.0f;
     }
 
-    // Whether there is delta_s: with forms it is the call that says so.
+    // Whether there is delta_s: with score modifications it is the call that says so.
     OA_DEVICE bool has_delta() const {
-        return Config::kDelta && (!Config::kForms || params_.operands.delta_s != nullptr);
+        return Config::kDelta && (!Config::kScoreMods || params_.operands.delta_s != nullptr);
     }
 
     // Score units of tile n -> those of q_scale times K's, of this lane's two rows and its keys.
@@ -462,7 +463,7 @@ class Int8Consumer : public ForwardConsumer<Config, Derived> {
             store_partial_rows(state.acc, m2, state.softmax.l, params_.partial_o + first * p_.head_dim,
                                params_.partial_ml + 2 * first, p_.head_dim, t.seqlen_q, warp_row, lane_);
         }
-        if constexpr ((Config::kForms || Config::kVarlen) && !Config::kFactors)
+        if constexpr ((Config::kScoreMods || Config::kVarlen) && !Config::kFactors)
             if (params_.partial_lse == nullptr) return;  // these kernels always have the sums
         if constexpr (Config::kLse && !Config::kFactors)
             store_partial_sums(base, state.lse_sum, params_.partial_lse, t, first, warp_row, lane_);
@@ -470,10 +471,10 @@ class Int8Consumer : public ForwardConsumer<Config, Derived> {
 
     // Whether what smoothing took from the scores is still to be added: the softcap has had it already.
     OA_DEVICE bool has_bias() const {
-        if constexpr (Config::kFactors && (Config::kForms || Config::kSplitKeys)) return false;
+        if constexpr (Config::kFactors && (Config::kScoreMods || Config::kSplitKeys)) return false;
         if constexpr (Config::kBlockScales)
             if (params_.operands.row_bias == nullptr) return false;
-        if constexpr (Config::kSoftcap) return !(params_.forms.forms & kFormSoftcap);
+        if constexpr (Config::kSoftcap) return !(params_.mods.flags & kModSoftcap);
         return true;
     }
 };

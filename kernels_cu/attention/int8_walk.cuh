@@ -1,5 +1,5 @@
-// What the steps of a tile of queries share in the consumers of attn_int8_sm90, with forms and without, and what is
-// done to these registers alone. Waits, barriers and scales are the consumers' (attention/int8_roles.cuh).
+// What the steps of a tile of queries share in the consumers of attn_int8_sm90, with score modifications and without,
+// and what is done to these registers alone. Waits, barriers and scales are the consumers' (attention/int8_roles.cuh).
 #pragma once
 #include "attention/int8_roles.cuh"
 #include "attention/p_e4m3.cuh"

@@ -90,5 +90,5 @@ OA_DEVICE float mask_value(const AttnFwdParams& p, int64 head_offset, int32 row,
     return to_float(Io{}, static_cast<const uint16*>(p.mask)[at]);
 }
 
-// The least number that masks add in the forward (score_forms.cuh), and so the least LSE of rows that they have.
+// The least number that masks add in the forward (score_mods.cuh), and so the least LSE of rows that they have.
 constexpr float kLeastBias = 0.25f * kLowest * kLn2;

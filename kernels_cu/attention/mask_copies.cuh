@@ -1,6 +1,6 @@
 // What masks need beside a tile of K, in shared memory: the producer's copies and where consumers find them.
 #pragma once
-#include "attention/score_forms.cuh"
+#include "attention/score_mods.cuh"
 #include "params/attn_fwd.cuh"
 #include "params/mask_tiles.cuh"
 #include "ptx/shared.cuh"
@@ -10,7 +10,7 @@
 
 // In place of MaskTiles where nothing is copied beside K.
 struct NoMaskTiles {
-    OA_DEVICE static uint32 bytes(const ScoreForms&, int32) { return 0; }
+    OA_DEVICE static uint32 bytes(const ScoreModParams&, int32) { return 0; }
     template <typename Params, typename Tile>
     OA_DEVICE static void copy(const Params&, const Tile&, int32, int32, uint32) {}
 };
@@ -33,17 +33,17 @@ struct MaskTiles {
     OA_DEVICE static uint32 at(int32 stage) { return smem_addr_at(&Storage::mask) + stage * kBytes; }
 
     // Bytes that copy() copies.
-    OA_DEVICE static uint32 bytes(const ScoreForms& f, int32 entry) {
+    OA_DEVICE static uint32 bytes(const ScoreModParams& f, int32 entry) {
         if constexpr (kPanels != 0) return kBytes;
-        uint32 mixed = FormSteps::mixed_groups(entry);
-        if (f.forms & kFormBits) return __popc(mixed) * kWordBytes;
-        return mixed != 0 && (f.forms & kFormKeyBias) ? Config::kBlockN * 4 : 0;
+        uint32 mixed = ListSteps::mixed_groups(entry);
+        if (f.flags & kModBits) return __popc(mixed) * kWordBytes;
+        return mixed != 0 && (f.flags & kModKeyBias) ? Config::kBlockN * 4 : 0;
     }
-    // One thread. params: with forms and map_bias.
+    // One thread. params: with score modifications and map_bias.
     template <typename Params, typename Tile>
     OA_DEVICE static void copy(const Params& params, const Tile& t, int32 entry, int32 stage, uint32 bar) {
-        const ScoreForms& f = params.forms;
-        const int32 n = FormSteps::tile(entry);
+        const ScoreModParams& f = params.mods;
+        const int32 n = ListSteps::tile(entry);
         if constexpr (kPanels != 0) {
 #pragma unroll
             for (int c = 0; c < kPanels; ++c) {
@@ -59,10 +59,10 @@ struct MaskTiles {
             return;
         }
         int64 head = t.sequence * f.tiles_stride_b + t.head_idx * f.tiles_stride_h;
-        if (f.forms & kFormBits) {
+        if (f.flags & kModBits) {
             const uint32* words = static_cast<const uint32*>(f.tiles) + head + n * 128;
             for (int g = 0; g < Config::kConsumers; ++g)
-                if (FormSteps::kind(entry, g) == kTileMixed)
+                if (ListSteps::kind(entry, g) == kTileMixed)
                     bulk_load(at(stage) + g * kWordBytes, words + (t.m0 / 64 + g) * f.tiles_stride_m, kWordBytes, bar);
         } else {
             bulk_load(at(stage), static_cast<const float*>(f.tiles) + head + n * Config::kBlockN, Config::kBlockN * 4,
@@ -75,9 +75,9 @@ struct MaskTiles {
         return load_shared(at(stage) + group * kWordBytes + (threadIdx.x & 127) * 4);
     }
     // Of this thread's 32 scores: a bit for each that the mask lets through; all ones if the mask is none of bits.
-    OA_DEVICE static uint32 bits(const ScoreForms& f, int32 entry, int32 stage, int32 group) {
-        int32 kind = FormSteps::kind(entry, group);
-        if (kPanels != 0 || !(f.forms & kFormBits) || kind == kTileFull) return 0xffffffffu;
+    OA_DEVICE static uint32 bits(const ScoreModParams& f, int32 entry, int32 stage, int32 group) {
+        int32 kind = ListSteps::kind(entry, group);
+        if (kPanels != 0 || !(f.flags & kModBits) || kind == kTileFull) return 0xffffffffu;
         return kind == kTileEmpty ? 0 : word(stage, group);
     }
 };

@@ -14,7 +14,7 @@
 // Rows where that would reach beyond the mask's memory, and tiles that some keys do not exist of, come element by
 // element. What does not exist becomes 0.
 #pragma once
-#include "attention/score_forms.cuh"
+#include "attention/score_mods.cuh"
 #include "params/attn_fwd.cuh"
 #include "params/mask_tiles.cuh"
 #include "ptx/cp_async.cuh"
@@ -39,23 +39,23 @@ class MaskSlots {
     enum Source : int32 { kNone, kBits, kKeys, kFours, kShifted, kRowValues, kWords };
 
     // smem: of the warp. warp_row: its first row.
-    OA_DEVICE MaskSlots(const AttnFwdFormsSm80Params& params, const Tile& t, uint32 smem, int32 warp_row, int lane)
+    OA_DEVICE MaskSlots(const AttnFwdModsSm80Params& params, const Tile& t, uint32 smem, int32 warp_row, int lane)
         : params_(params), p_(params.fwd), t_(t), warp_row_(warp_row), lane_(lane) {
         const AttnFwdParams& p = params.fwd;
-        const ScoreForms& f = params.forms;
+        const ScoreModParams& f = params.mods;
         const int32 size = element_bytes(), row = warp_row + (lane >> 2);
         if (f.tiles != nullptr) {
-            source_ = f.forms & kFormBits ? kBits : kKeys;
+            source_ = f.flags & kModBits ? kBits : kKeys;
             int64 head = t.sequence * f.tiles_stride_b + head_of(t, row) * f.tiles_stride_h;
             // Keys 4c + 2m + x of a group are keys 2c' + x of 8 in the order of packed words, with c' = 2(c%2) + m.
-            int64 own = f.forms & kFormBits ? (warp_row >> 6) * f.tiles_stride_m + (warp_row >> 4 & 3) * 32 +
+            int64 own = f.flags & kModBits ? (warp_row >> 6) * f.tiles_stride_m + (warp_row >> 4 & 3) * 32 +
                                                   (lane & ~3) + 2 * (lane & 1)
                                             : FourKeys::of_lane(lane);
             // All rows of a CTA are of one tile of 64 queries.
-            if (Config::kSplitKeys && (f.forms & kFormBits))
+            if (Config::kSplitKeys && (f.flags & kModBits))
                 own = (query_of(t, t.m0) >> 6) * f.tiles_stride_m + 2 * (lane & 1);
             at_ = static_cast<const uint8*>(f.tiles) + 4 * (head + own);
-            slot_ = smem + lane * (f.forms & kFormBits ? 8 : 16);
+            slot_ = smem + lane * (f.flags & kModBits ? 8 : 16);
         } else if (p.mask_kind != kMaskNone) {
             int64 all =
                 int64(reinterpret_cast<uint64>(p.mask)) | size * (p.mask_stride_b | p.mask_stride_h | p.mask_stride_q);
@@ -339,7 +339,7 @@ class MaskSlots {
         }
     }
 
-    const AttnFwdFormsSm80Params& params_;
+    const AttnFwdModsSm80Params& params_;
     const AttnFwdParams& p_;
     const Tile& t_;
     const int32 warp_row_;

@@ -2,7 +2,7 @@
 //
 //   S = expression(S, b, h, q, k);  S = -inf where mask(b, h, q, k) is false
 //
-// b: sequence, h: query head, q and k: positions in their sequence. Accumulators as in attention/score_forms.cuh.
+// b: sequence, h: query head, q and k: positions in their sequence. Accumulators as in attention/score_mods.cuh.
 #pragma once
 #include "attention/score_mod_user.cuh"
 #include "ptx/math.cuh"

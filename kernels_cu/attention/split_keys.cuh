@@ -3,14 +3,14 @@
 #include "attention/mask.cuh"
 #include "params/attn_fwd.cuh"
 #include "ptx/types.cuh"
-#include "scheduler/packed_shares.cuh"
+#include "scheduler/stream_k.cuh"
 #include "scheduler/split_tiles.cuh"
 
 // The keys that a row of a tile sees.
 OA_DEVICE KeyRange visible_to(const AttnFwdParams& p, const SplitTile& t, int32 row) {
     return visible_keys(row / t.pack, t.num_queries, t.seqlen_k, p.window_left, p.window_right);
 }
-OA_DEVICE KeyRange visible_to(const AttnFwdParams& p, const PackedShareTile& t, int32 row) {
+OA_DEVICE KeyRange visible_to(const AttnFwdParams& p, const StreamKTile& t, int32 row) {
     return visible_keys(query_of(t, row), t.num_queries, t.seqlen_k, p.window_left, p.window_right);
 }
 
@@ -26,7 +26,7 @@ struct SplitKeyTiles : KeyTiles<kBlockM, kBlockN> {
     OA_DEVICE constexpr SplitKeyTiles(const AttnFwdParams& p, const SplitTile& t)
         : SplitKeyTiles(t.m0, t.pack, t.num_queries, t.seqlen_k, p.window_left, p.window_right, t.split, t.num_splits) {
     }
-    OA_DEVICE constexpr SplitKeyTiles(const AttnFwdParams& p, const PackedShareTile& t)
+    OA_DEVICE constexpr SplitKeyTiles(const AttnFwdParams& p, const StreamKTile& t)
         : Base(query_of(t, t.m0), query_of(t, min_of(t.m0 + kBlockM, t.seqlen_q) - 1), t.num_queries, t.seqlen_k,
                p.window_left, p.window_right) {
         if (t.num_splits == 1) return;

@@ -11,7 +11,7 @@
 // A persistent kernel, one CTA an SM, walks over tiles of 128 keys of one kv head; each of two consumer warpgroups owns
 // 64 of them, their dK and dV in registers. Tiles of 64 queries, of all query heads of the kv head, come by. Scores are
 // transposed, keys times queries, so that P^T and dS^T are operands from registers; dS goes through shared memory too,
-// for dQ, of whose columns either warpgroup computes half, or all of every other tile of queries (kTurns).
+// for dQ, of whose columns either warpgroup computes half, or all of every other tile of queries (kAlternate).
 //   warpgroup 0: producer, one lane copies; a lane for each consumer adds its dQ     warpgroups 1, 2: consumers
 //
 //   producer                          consumer g, tile i of queries
@@ -30,16 +30,16 @@
 // ahead of dQ (kDkFirst).
 //
 // VARLEN: packed [rows, heads, head_dim]; warp 3 walks cu_seqlens (scheduler/bwd_feed.cuh), copies end with their
-// sequence (params/attn_bwd.cuh). SOFTCAP, KEY_MASK: forms of scores (attention/bwd_forms.cuh). ORDERED: dQ is added to
-// in a fixed order, the last queries first (attention/bwd_ordered.cuh). Shared memory, bytes:
+// sequence (params/attn_bwd.cuh). SOFTCAP, KEY_MASK: score modifications (attention/bwd_mods.cuh). ORDERED: dQ is added
+// to in a fixed order, the last queries first (attention/bwd_ordered.cuh). Shared memory, bytes:
 // VARLEN, ORDERED: tiles | K, V [128 * PANELS * 128] | Q [3][64 * PANELS * 128] | dO [NUM_DO_STAGES][same]
 // | dS [3][64 * 256] | dQ [2][256 * DQ_WIDTH] | lse2 [3][64 * 4] | delta [NUM_DO_STAGES][64 * 4] | barriers. Tiles are
 // panels of 64 columns with the 128-byte swizzle.
-#include "attention/bwd_forms.cuh"
+#include "attention/bwd_mods.cuh"
 #include "attention/bwd_roles.cuh"
 #include "attention/bwd_ordered.cuh"
 #include "attention/bwd_products.cuh"
-#include "attention/bwd_turns.cuh"
+#include "attention/bwd_alternate.cuh"
 #include "attention/mask.cuh"
 #include "params/attn_bwd.cuh"
 #include "pipeline/ring.cuh"
@@ -68,13 +68,13 @@ struct Config {
     static constexpr bool kWalker = VARLEN || ORDERED;  // a warp hands the tiles of keys to the other roles
     static constexpr bool kExponents = SOFTCAP || KEY_MASK;  // of P, made of scores before P is
     static constexpr bool kSoftcap = SOFTCAP, kKeyMask = KEY_MASK;  // the latter: the same for all queries, any dtype
-    using Params = Select<kSoftcap, AttnBwdFormsSm90Params, AttnBwdSm90Params>::Type;
+    using Params = Select<kSoftcap, AttnBwdModsSm90Params, AttnBwdSm90Params>::Type;
     static constexpr int kThreads = 128 * (1 + kConsumers);
     static constexpr int kPanels = kHeadDim / 64;
     // dK before dQ, whose operands are in shared memory; and warpgroup g makes dQ of tiles g, g + 2 .. of queries of a
     // tile of keys, not half of the columns of each.
-    static constexpr bool kDkFirst = !kWalker && !kExponents, kTurns = kDkFirst && kHeadDim == 64;
-    static constexpr int kDqWidth = kTurns ? kHeadDim : kHeadDim / kConsumers;  // columns of dQ that it computes
+    static constexpr bool kDkFirst = !kWalker && !kExponents, kAlternate = kDkFirst && kHeadDim == 64;
+    static constexpr int kDqWidth = kAlternate ? kHeadDim : kHeadDim / kConsumers;  // columns of dQ that it computes
     static constexpr int kProducerRegisters = kHeadDim == 64 ? 40 : 24;
     static constexpr int kConsumerRegisters = kHeadDim == 64 ? 232 : 240;
     // K and V as operands from registers: fewer reads of shared memory.
@@ -86,7 +86,7 @@ using Layout = BwdLayout<Config>;
 using SharedStorage = BwdStorage<Config>;
 using Barriers = BwdBarriers<Config>;
 using Rows = QueryTiles<Config::kBlockM, Config::kBlockN>;
-using PlainWriter = Select<Config::kTurns, BwdTurnsWriter<Config>, BwdWriter<Config>>::Type;
+using PlainWriter = Select<Config::kAlternate, BwdAlternateWriter<Config>, BwdWriter<Config>>::Type;
 using Writer = Select<Config::kOrdered, BwdOrderedWriter<Config>, PlainWriter>::Type;
 static_assert(sizeof(SharedStorage) == SMEM_BYTES, "the registry's smem_bytes must be this struct's size");
 
@@ -112,7 +112,7 @@ class Consumer : BwdProducts<Config> {
           do_trans_(wgmma_descriptor(smem_addr_at(&SharedStorage::d_o), Layout::kQPanelBytes, 1024)),
           ds_(wgmma_descriptor(smem_addr_at(&SharedStorage::ds), 16, 1024)),
           k_trans_(wgmma_descriptor(
-              smem_addr_at(&SharedStorage::k) + column_bytes(Config::kTurns ? 0 : group * Config::kDqWidth),
+              smem_addr_at(&SharedStorage::k) + column_bytes(Config::kAlternate ? 0 : group * Config::kDqWidth),
               Layout::kKvPanelBytes, 1024)) {
         // stmatrix: this lane's row of queries (modulo 16) and its chunk of 8 keys in panel `group`.
         int32 row = (lane_ & 7) + (lane_ >> 4) * 8, chunk = 2 * warp_ + ((lane_ >> 3) & 1);
@@ -204,8 +204,8 @@ class Consumer : BwdProducts<Config> {
         }
         step<0>(t, rows, w);
         if (total > 1) step<1>(t, rows, w);
-        if constexpr (Config::kTurns) {
-            take_turns(t, rows, w, total);
+        if constexpr (Config::kAlternate) {
+            alternate(t, rows, w, total);
         } else {
 #pragma unroll 1
             for (int32 i = 2; i < total; ++i) step<2>(t, rows, w);
@@ -222,7 +222,7 @@ class Consumer : BwdProducts<Config> {
         if (lane_ == 0) mbarrier_arrive(bars_.kv_empty);
     }
     // Tiles of queries from the third on. Warpgroup 1 has dQ of the odd ones, of which the first is due at tile 3.
-    OA_DEVICE void take_turns(const BwdTile& t, const Rows& rows, Work& w, int32 total) {
+    OA_DEVICE void alternate(const BwdTile& t, const Rows& rows, Work& w, int32 total) {
         int32 i = 2;
         if (group_ == 1 && i < total) step<2, false>(t, rows, w), ++i;
 #pragma unroll 1
@@ -235,7 +235,7 @@ class Consumer : BwdProducts<Config> {
     }
     // Of tile i of queries, the oldest one of which there is no dQ yet.
     OA_DEVICE void finish_dq_of(Work& w, int32 i) {
-        if (!Config::kTurns || (i & 1) == group_)
+        if (!Config::kAlternate || (i & 1) == group_)
             finish_dq(w);
         else
             ds_read_.advance();
@@ -277,13 +277,13 @@ class Consumer : BwdProducts<Config> {
     OA_DEVICE QueryRows lse2_of(int32 stage) const { return {smem_addr_at(&SharedStorage::lse2), stage, lane_}; }
     OA_DEVICE QueryRows delta_of(int32 stage) const { return {smem_addr_at(&SharedStorage::delta), stage, lane_}; }
 
-    // P from S, in place. P: a template, because the plain kernel's Params have no forms.
+    // P from S, in place. P: a template, because the plain kernel's Params have no mods.
     template <typename P, typename Row>
     OA_DEVICE void exponentiate(const P& params, const BwdTile& t, const Rows& rows, Work& w, const Row& lse2) const {
         const bool hides = w.m < rows.full_first || w.m >= rows.full_end;
         [[maybe_unused]] const float c = p_.softmax_scale * kLog2e;
         if constexpr (Config::kSoftcap) {
-            capped_exponents(w.s, params.forms, lse2);
+            capped_exponents(w.s, params.mods, lse2);
             if (hides) hide(w.s, t, w.m, 1.0f);
         } else {
             if (hides) hide(w.s, t, w.m, c);

@@ -1,5 +1,5 @@
 // Merge of the partial results that attn_fwd_sm90 leaves of packed sequences whose keys are split over CTAs
-// (scheduler/packed_shares.cuh). Source: Flash-Decoding (Dao et al. 2023).
+// (scheduler/stream_k.cuh). Source: Flash-Decoding (Dao et al. 2023).
 //
 //   M = max m_i;  L = sum l_i 2^(m_i - M);  O = sum O_i 2^(m_i - M) / L;  LSE = ln 2 (M + log2 L), sinks added to L
 //
@@ -31,7 +31,7 @@ struct Config {
 OA_DEVICE int64 first_row_of(const AttnCombinePackedParams& p, const CutTile& t, int32 first_cta, int32 of_class,
                              int32 part) {
     const int32 cta = first_cta + part * t.distance;
-    return int64((cta * kShareClasses + of_class) * kShareSlots + (part == 0 ? 1 : 0)) * p.block_m;
+    return int64((cta * kStreamKClasses + of_class) * kStreamKSlots + (part == 0 ? 1 : 0)) * p.block_m;
 }
 
 // Rows of the tile that goes on behind the share of class `of_class` of CTA `first_cta`.
@@ -72,10 +72,10 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads) attn_combine_pack
 #pragma unroll 1
     for (int32 cta = blockIdx.y; cta < p.num_ctas; cta += gridDim.y) {
         // All classes at once: most have nothing.
-        const CutTile* cuts = p.cuts + cta * kShareClasses;
+        const CutTile* cuts = p.cuts + cta * kStreamKClasses;
         uint32 cut = 0;
 #pragma unroll
-        for (int32 i = 0; i < kShareClasses; ++i) cut |= uint32(cuts[i].num_parts > 0) << i;
+        for (int32 i = 0; i < kStreamKClasses; ++i) cut |= uint32(cuts[i].num_parts > 0) << i;
 #pragma unroll 1
         for (; cut != 0; cut &= cut - 1) {
             const int32 i = __ffs(int(cut)) - 1;

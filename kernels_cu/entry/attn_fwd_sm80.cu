@@ -23,7 +23,7 @@
 // Shared memory, bytes: Q, later O [BLOCK_M * HEAD_DIM * 2] | K [NUM_STAGES][BLOCK_N * HEAD_DIM * 2] | V [same].
 #include "attention/mask.cuh"
 #include "attention/partial_epilogue.cuh"
-#include "attention/score_mods.cuh"
+#include "attention/score_mods_mma.cuh"
 #include "attention/sinks.cuh"
 #include "attention/softmax.cuh"
 #include "attention/split_keys.cuh"
@@ -58,10 +58,10 @@ struct Config {
     static_assert(kStages == 1 || kStages == 2, "single or double buffer");
 };
 
-using FormsParams = Select<kHasScoreMod, AttnFwdModSm80Params, AttnFwdFormsSm80Params>::Type;
-using CallParams = Select<Config::kScoreMods, FormsParams, AttnFwdParams>::Type;
-using SplitFormsParams = Select<kHasScoreMod, AttnFwdSplitModSm80Params, AttnFwdSplitFormsSm80Params>::Type;
-using SplitParams = Select<Config::kScoreMods, SplitFormsParams, AttnFwdSplitSm80Params>::Type;
+using ModsParams = Select<kHasScoreMod, AttnFwdUserModSm80Params, AttnFwdModsSm80Params>::Type;
+using CallParams = Select<Config::kScoreMods, ModsParams, AttnFwdParams>::Type;
+using SplitModsParams = Select<kHasScoreMod, AttnFwdSplitUserModSm80Params, AttnFwdSplitModsSm80Params>::Type;
+using SplitParams = Select<Config::kScoreMods, SplitModsParams, AttnFwdSplitSm80Params>::Type;
 using Params = Select<Config::kSplitKeys, SplitParams, CallParams>::Type;
 template <typename P>
 OA_DEVICE const auto& without_partial(const P& params) {
@@ -71,15 +71,15 @@ OA_DEVICE const auto& without_partial(const P& params) {
         return params;
 }
 OA_DEVICE const AttnFwdParams& call_of(const AttnFwdParams& params) { return params; }
-OA_DEVICE const AttnFwdFormsSm80Params& call_of(const AttnFwdFormsSm80Params& params) { return params; }
-OA_DEVICE const AttnFwdFormsSm80Params& call_of(const AttnFwdModSm80Params& params) { return params.call; }
+OA_DEVICE const AttnFwdModsSm80Params& call_of(const AttnFwdModsSm80Params& params) { return params; }
+OA_DEVICE const AttnFwdModsSm80Params& call_of(const AttnFwdUserModSm80Params& params) { return params.call; }
 OA_DEVICE const AttnFwdParams& forward_of(const AttnFwdParams& call) { return call; }
-OA_DEVICE const AttnFwdParams& forward_of(const AttnFwdFormsSm80Params& call) { return call.fwd; }
+OA_DEVICE const AttnFwdParams& forward_of(const AttnFwdModsSm80Params& call) { return call.fwd; }
 template <typename P>
 OA_DEVICE const ScoreModArrays* arrays_of(const P&) {
     return nullptr;
 }
-OA_DEVICE const ScoreModArrays* arrays_of(const AttnFwdModSm80Params& params) { return &params.arrays; }
+OA_DEVICE const ScoreModArrays* arrays_of(const AttnFwdUserModSm80Params& params) { return &params.arrays; }
 
 using Tile = SyncTileOf<Config>;
 template <typename T, typename P>
@@ -257,16 +257,16 @@ struct AllSteps {
 // branches: they would stand between the products of two tiles.
 class ListedSteps {
   public:
-    OA_DEVICE ListedSteps(const AttnFwdFormsSm80Params& params, const Tile& t, const Keys& keys, int warp_idx)
-        : list_(params.forms.lists),
+    OA_DEVICE ListedSteps(const AttnFwdModsSm80Params& params, const Tile& t, const Keys& keys, int warp_idx)
+        : list_(params.mods.lists),
           left_(Part(keys.end - keys.first).count),
           group_(warp_idx * Config::kMTiles * 16 / 64) {
-        const ScoreForms& f = params.forms;
+        const ScoreModParams& f = params.mods;
         // Without a list: the last tile but one to come.
         step_ = keys.end - Part(keys.end - keys.first).first +
                 (params.fwd.mask_kind == kMaskNone ? kTileFull : kTileMixed) * kKindUnit;
         // A list that knows nothing of a mask: the mask is read in every tile.
-        if ((f.forms & kFormModTiles) && params.fwd.mask_kind != kMaskNone) no_kind_ = kTileFull;
+        if ((f.flags & kModUserTiles) && params.fwd.mask_kind != kMaskNone) no_kind_ = kTileFull;
         if (list_ != nullptr) {
             list_ += t.sequence * f.lists_stride_b + t.head_idx * f.lists_stride_h +
                      int64(t.m0 / Config::kBlockM) * (1 + f.num_tiles);
@@ -309,9 +309,9 @@ class ListedSteps {
     OA_DEVICE int32 after(int32 step) {
         const bool listed = list_ != nullptr, part = listed && step % kParts != 0, some = left_ > 0;
         int32 entry = load_if(list_, listed && some && !part);
-        int32 kind = FormSteps::kind(entry, group_);
+        int32 kind = ListSteps::kind(entry, group_);
         if (kind == no_kind_) kind = kTileMixed;
-        int32 first = FormSteps::tile(entry) * kParts + kParts - 1 + kind * kKindUnit;
+        int32 first = ListSteps::tile(entry) * kParts + kParts - 1 + kind * kKindUnit;
         left_ -= some && !part;
         list_ += listed && some && !part;
         return part || (some && !listed) ? step - 1 : some ? first : -1;
@@ -336,7 +336,7 @@ struct NoMods {
 class Mods {
   public:
     static constexpr int kGroups = 1;
-    OA_DEVICE Mods(const AttnFwdFormsSm80Params& params, const ScoreModArrays* arrays, const Tile& t,
+    OA_DEVICE Mods(const AttnFwdModsSm80Params& params, const ScoreModArrays* arrays, const Tile& t,
                    SharedStorage& smem, int32 warp_row, int warp_idx, int lane)
         : params_(params),
           arrays_(arrays),
@@ -350,7 +350,7 @@ class Mods {
     }
     // c: as softmax and products take it.
     OA_DEVICE void apply(Scores& s, float& c, const ListedSteps& steps) const {
-        c = TileMods<Config>::apply(s, params_.fwd, params_.forms, arrays_, tile_, slots_, steps.n(), steps.kind(),
+        c = TileMods<Config>::apply(s, params_.fwd, params_.mods, arrays_, tile_, slots_, steps.n(), steps.kind(),
                                     warp_row_, lane_);
         if (steps.next_kind() == kTileMixed && has_mask()) slots_.copy(steps.next());
         cp_async_commit();
@@ -359,7 +359,7 @@ class Mods {
   private:
     OA_DEVICE bool has_mask() const { return params_.fwd.mask_kind != kMaskNone; }
 
-    const AttnFwdFormsSm80Params& params_;
+    const AttnFwdModsSm80Params& params_;
     const ScoreModArrays* arrays_;
     const Tile& tile_;
     const int32 warp_row_;

@@ -25,20 +25,20 @@
 // A consumer passes over key tiles that none of its 64 rows sees, and may be a tile of queries ahead of the others.
 //
 // SPLIT_KEYS: a CTA takes a part of a tile's keys (scheduler/split_tiles.cuh); attn_combine_sm80 merges. Of packed
-// sequences it takes an even share of all (scheduler/packed_shares.cuh), attn_combine_packed_sm90 merges. CTAS_PER_SM:
+// sequences it takes an even share of all (scheduler/stream_k.cuh), attn_combine_packed_sm90 merges. CTAS_PER_SM:
 // of more than one, each with one warp that copies, behind its consumers, and no ping-pong.
-// SCORE_FORMS: softcap, masks and any softmax_scale between product and softmax (attention/tile_form.cuh). Steps are
-// those of a list where a mask hides whole tiles; what it needs is copied beside K (attention/mask_copies.cuh). What is
-// common runs in a loop as straight as the plain one; what comes next is looked up under the products.
-// Shared memory, bytes: masks, if any | Q [NUM_Q_STAGES][BLOCK_M * PANELS * 128] | K [NUM_STAGES][BLOCK_N * PANELS *
-// 128] | V [same, with V's panels] | barriers. Tiles are panels of 64 columns with the 128-byte swizzle; no product
-// reads columns beyond HEAD_DIM or HEAD_DIM_V.
+// SCORE_MODS: softcap, masks and any softmax_scale between product and softmax (attention/tile_score_mods.cuh). Steps
+// are those of a list where a mask hides whole tiles; what it needs is copied beside K (attention/mask_copies.cuh).
+// What is common runs in a loop as straight as the plain one; what comes next is looked up under the products. Shared
+// memory, bytes: masks, if any | Q [NUM_Q_STAGES][BLOCK_M * PANELS * 128] | K [NUM_STAGES][BLOCK_N * PANELS * 128] | V
+// [same, with V's panels] | barriers. Tiles are panels of 64 columns with the 128-byte swizzle; no product reads
+// columns beyond HEAD_DIM or HEAD_DIM_V.
 #include "attention/fwd_products.cuh"
 #include "attention/fwd_roles.cuh"
 #include "attention/mask_copies.cuh"
 #include "attention/partial_epilogue.cuh"
-#include "attention/score_forms.cuh"
-#include "attention/tile_form.cuh"
+#include "attention/score_mods.cuh"
+#include "attention/tile_score_mods.cuh"
 #include "attention/warp_epilogue.cuh"
 #include "attention/warp_softmax.cuh"
 #include "params/attn_fwd.cuh"
@@ -60,50 +60,52 @@ struct Config {
     static constexpr int kInnerStages = NUM_STAGES;
     static constexpr int kOuterStages = NUM_Q_STAGES;
     static constexpr bool kVarlen = VARLEN;  // packed sequences
-    static constexpr bool kForms = SCORE_FORMS, kSoftcap = SOFTCAP;  // forms: softcap, masks, biases, scale <= 0
-    static constexpr bool kLists = MASK_LISTS;  // forms: steps may be those of a list
-    // Forms: a tile's base is found before its first exponentials, of few steps a large part; not where that spills.
-    static constexpr bool kRaisesFirst = kForms && !VARLEN && CTAS_PER_SM > 1 && BIAS_BYTES != 4;
+    static constexpr bool kScoreMods = SCORE_MODS, kSoftcap = SOFTCAP;  // softcap, masks, biases, scale <= 0
+    static constexpr bool kLists = MASK_LISTS;  // with kScoreMods: steps may be those of a list
+    // Score modifications: a tile's base is found before its first exponentials, of few steps a large part; not where
+    // that spills.
+    static constexpr bool kRaisesFirst = kScoreMods && !VARLEN && CTAS_PER_SM > 1 && BIAS_BYTES != 4;
     // A kernel ahead makes what is read beside K, and nothing else.
-    static constexpr bool kWaitsForMasks = kForms && !kLists && !VARLEN;
+    static constexpr bool kWaitsForMasks = kScoreMods && !kLists && !VARLEN;
     static constexpr bool kSplitKeys = SPLIT_KEYS;
-    static constexpr bool kRotateHeads = kForms, kMeetAtTiles = kForms;
+    static constexpr bool kRotateHeads = kScoreMods, kMeetAtTiles = kScoreMods;
     static constexpr int kBiasBytes = BIAS_BYTES;  // of an element of a bias tile; 0: none
     static constexpr int kThreads = 128 * kConsumers + (kCtas == 1 ? 128 : 32);
     static constexpr int kPanels = (kHeadDim + 63) / 64, kPanelsV = (kHeadDimV + 63) / 64;
     static constexpr int kNTiles = kBlockN / 8, kDTiles = kHeadDimV / 8;
     // After how many of a product's k steps the next warpgroup may issue. With four there is always one that is ready.
-    static constexpr int kTurnStep = kConsumers == 4 ? kBlockN / 32 : kBlockN / 16;
+    static constexpr int kPassStep = kConsumers == 4 ? kBlockN / 32 : kBlockN / 16;
     static_assert(kHeadDim % 32 == 0 && kHeadDimV % 32 == 0 && kBlockN % 16 == 0, "whole groups of output blocks");
-    static_assert(!kForms || kBlockN == 64, "tiles of masks");
-    static_assert(!kSplitKeys || !kForms || kLists != kVarlen, "lists of dense batches, none of packed sequences");
+    static_assert(!kScoreMods || kBlockN == 64, "tiles of masks");
+    static_assert(!kSplitKeys || !kScoreMods || kLists != kVarlen, "lists of dense batches, none of packed sequences");
     static_assert((kCtas == 1 ? 2 : 1) <= kConsumers && kConsumers <= 4, "64 query rows each");
 };
 
-// Arguments by mode, how keys are divided among CTAs, and by what is done to scores: nothing, forms, or forms and the
-// user's expressions.
+// Arguments by mode, how keys are divided among CTAs, and by what is done to scores: nothing, score modifications, or
+// those and the user's expressions.
 struct WholeKeys {
     using Plain = AttnFwdSm90Params;
-    using Forms = AttnFwdFormsSm90Params;
-    using Mod = AttnFwdModSm90Params;
+    using ScoreMods = AttnFwdModsSm90Params;
+    using UserMod = AttnFwdUserModSm90Params;
 };
 struct SplitKeys {
     using Plain = AttnFwdSplitSm90Params;
-    using Forms = AttnFwdSplitFormsSm90Params;
-    using Mod = AttnFwdSplitModSm90Params;
+    using ScoreMods = AttnFwdSplitModsSm90Params;
+    using UserMod = AttnFwdSplitUserModSm90Params;
 };
-struct KeyShares {
-    using Plain = AttnFwdSharesSm90Params;
-    using Forms = AttnFwdSharesFormsSm90Params;
-    using Mod = AttnFwdSharesFormsSm90Params;  // which no row has
+struct StreamK {
+    using Plain = AttnFwdStreamKSm90Params;
+    using ScoreMods = AttnFwdStreamKModsSm90Params;
+    using UserMod = AttnFwdStreamKModsSm90Params;  // which no row has
 };
-using Mode = Select<Config::kSplitKeys, Select<Config::kVarlen, KeyShares, SplitKeys>::Type, WholeKeys>::Type;
-using Params = Select<Config::kForms, Select<kHasScoreMod, Mode::Mod, Mode::Forms>::Type, Mode::Plain>::Type;
+using Mode = Select<Config::kSplitKeys, Select<Config::kVarlen, StreamK, SplitKeys>::Type, WholeKeys>::Type;
+using ModsParams = Select<kHasScoreMod, Mode::UserMod, Mode::ScoreMods>::Type;
+using Params = Select<Config::kScoreMods, ModsParams, Mode::Plain>::Type;
 using Tile = TileOf<Config>;
 using Masks = MaskTiles<Config>;
 struct Nothing {};
 
-struct SharedStorage : Select<Config::kForms, MaskTiles<Config>::Storage, Nothing>::Type {
+struct SharedStorage : Select<Config::kScoreMods, MaskTiles<Config>::Storage, Nothing>::Type {
     alignas(1024) uint8 q[Config::kOuterStages][Config::kBlockM * Config::kPanels * 128];
     alignas(1024) uint8 k[Config::kInnerStages][Config::kBlockN * Config::kPanels * 128];
     alignas(1024) uint8 v[Config::kInnerStages][Config::kBlockN * Config::kPanelsV * 128];
@@ -159,8 +161,8 @@ class Producer : public ForwardProducer<Config, Producer> {
   private:
     template <typename P>
     OA_DEVICE void copy_steps(const P& params, const Tile& t, const Span& keys) {
-        if constexpr (Config::kForms) {
-            const FormSteps steps = TileForm<Config>::steps_of(params.forms, list_, t, keys);
+        if constexpr (Config::kScoreMods) {
+            const ListSteps steps = TileScoreMods<Config>::steps_of(params.mods, list_, t, keys);
             this->template copy_listed<Masks, Config::kWaitsForMasks>(params, t, steps);
         } else {
             Base::copy_tile(t, keys);
@@ -205,7 +207,7 @@ class Consumer : public ForwardConsumer<Config, Consumer>, FwdProducts<Config> {
 
     template <typename Rows>
     OA_DEVICE void attend_tile(const Tile& t, const Span& keys, int32 warp_row, Rows& rows) {
-        if constexpr (Config::kForms) {
+        if constexpr (Config::kScoreMods) {
             attend_listed(params_, t, keys, warp_row, rows);
         } else {
             Base::attend_tile(t, keys, warp_row, rows);
@@ -314,45 +316,45 @@ class Consumer : public ForwardConsumer<Config, Consumer>, FwdProducts<Config> {
     // run begins with S alone and ends with O += P V alone, on the stage of the tile that it does not see.
     template <typename P>
     OA_DEVICE void attend_listed(const P& params, const Tile& t, const Span& keys, int32 warp_row, Rows& state) {
-        const ScoreForms& f = params.forms;
-        const FormSteps steps = TileForm<Config>::steps_of(f, list_, t, keys);
+        const ScoreModParams& f = params.mods;
+        const ListSteps steps = TileScoreMods<Config>::steps_of(f, list_, t, keys);
         Steps at(steps);
         const int32 own_end = own_end_of(t, Config::kSplitKeys ? 0 : keys.first);  // lists are divided by themselves
-        for (; at.left > 0 && FormSteps::tile(at.entry()) >= own_end; at.advance()) pass_over_step();
+        for (; at.left > 0 && ListSteps::tile(at.entry()) >= own_end; at.advance()) pass_over_step();
         const uint32 full_tiles = max_of(keys.full_end - keys.full_first, 0);
         Output& o = state.o;
         RowState<>& rows = state.softmax;
         const bool own[2] = {!Config::kVarlen || warp_row + (lane_ >> 2) < t.seqlen_q,
                              !Config::kVarlen || warp_row + (lane_ >> 2) + 8 < t.seqlen_q};
         const WgmmaDescriptor q = q_.next(outer_at_.stage * kQBytes);
-        const int32 common_kinds = TileForm<Config>::common_kinds(f);
-        // Kinds of tiles, a bit each, whose scores take no rare form now. Where the base decides, none has one yet.
-        int32 common = TileForm<Config>::kMindsBase ? 0 : common_kinds;
+        const int32 common_kinds = TileScoreMods<Config>::common_kinds(f);
+        // Kinds of tiles, a bit each, whose scores take no rare case now. Where the base decides, none has one yet.
+        int32 common = TileScoreMods<Config>::kMindsBase ? 0 : common_kinds;
         Scores s;
         Probabilities probs;
-        TileForm<Config> form(f, steps);
+        TileScoreMods<Config> mods(f, steps);
         const NearCap near_cap(f);
         float alpha[2], sum[2], c[2];
-        bool rare = false, ends = false;  // this step takes rare forms; the next tile is not of this run
+        bool rare = false, ends = false;  // this step takes the rare case; the next tile is not of this run
 
         const int32 group = Config::kConsumers == 1 ? 0 : group_;
-        const bool no_edges = TileForm<Config>::hides_edges(p_, f);
-        auto is_edge = [&] { return !no_edges && uint32(FormSteps::tile(at.entry()) - keys.full_first) >= full_tiles; };
-        auto first_key = [&] { return FormSteps::tile(at.entry()) * Config::kBlockN; };
+        const bool no_edges = TileScoreMods<Config>::hides_edges(p_, f);
+        auto is_edge = [&] { return !no_edges && uint32(ListSteps::tile(at.entry()) - keys.full_first) >= full_tiles; };
+        auto first_key = [&] { return ListSteps::tile(at.entry()) * Config::kBlockN; };
         auto place = [&] { return ModPlace{t, warp_row + (lane_ >> 2), first_key() + 2 * (lane_ & 3)}; };
         auto release = [&](uint32 used) {
             __syncwarp();  // all lanes have read what is beside K
             release_inner(used);
         };
         // Under the products of a step: whatever its softmax needs beside them.
-        auto look = [&] {
-            form.load(f, at.entry(), inner_at_.stage, group);
-            ends = (at.left == 1) | (!form.kOneKind && FormSteps::kind(at.next(), group) == kTileEmpty);
-            bool special = is_edge() | (at.left == 1) | !(common >> form.kind & 1);
+        auto load_mods = [&] {
+            mods.load(f, at.entry(), inner_at_.stage, group);
+            ends = (at.left == 1) | (!mods.kOneKind && ListSteps::kind(at.next(), group) == kTileEmpty);
+            bool special = is_edge() | (at.left == 1) | !(common >> mods.kind & 1);
             rare = __any_sync(0xffffffffu, special);
         };
         for (bool is_first = true;; is_first = false) {
-            for (; !form.kOneKind && at.left > 0 && FormSteps::kind(at.entry(), group) == kTileEmpty; at.advance())
+            for (; !mods.kOneKind && at.left > 0 && ListSteps::kind(at.entry(), group) == kTileEmpty; at.advance())
                 pass_over_step();
             if (at.left == 0) break;
             wait_outer();
@@ -360,22 +362,22 @@ class Consumer : public ForwardConsumer<Config, Consumer>, FwdProducts<Config> {
             ping_pong_.wait();
             issue_qk(s, q, k_.next(inner_at_.stage * kKBytes));
             ping_pong_.pass_on();
-            look();
+            load_mods();
             wgmma_wait<0>();
             wgmma_pin(s);
             rare = true;
             bool again = false;
             for (;;) {
-                // S(i) is there and takes a rare form, or its softmax is to be done again, or nothing of both.
-                if (Config::kVarlen ? __any_sync(0xffffffffu, rare) : rare) {  // a vote: as for key_bias in apply_forms
+                // S(i) is there and takes the rare case, or its softmax is to be done again, or nothing of both.
+                if (Config::kVarlen ? __any_sync(0xffffffffu, rare) : rare) {  // a vote: as for key_bias in apply_mods
                     if (at.left == 1) release_outer();
                     bool near = true;
                     // Which of softcap's polynomials a tile takes must not hang on the next sequence.
                     if (Config::kVarlen && Config::kSoftcap && is_edge())
                         forget_keys(s, t.seqlen_k, first_key(), lane_);
                     c[0] = c[1] =
-                        form.apply_forms(params, s, place(), inner_at_.stage, group, lane_, own, near, release);
-                    if (is_edge()) form.mask_ends(s, p_, t, warp_row, first_key(), lane_);
+                        mods.apply_mods(params, s, place(), inner_at_.stage, group, lane_, own, near, release);
+                    if (is_edge()) mods.mask_ends(s, p_, t, warp_row, first_key(), lane_);
                     if (!near) common = 0;
                     // The base of a tile's first softmax is too low, which the sum tells.
                     again = Config::kRaisesFirst && is_first;
@@ -386,22 +388,22 @@ class Consumer : public ForwardConsumer<Config, Consumer>, FwdProducts<Config> {
                 }
                 if (__any_sync(0xffffffffu, again)) {
                     if (!rare) {
-                        if constexpr (form.kNearCap) {
+                        if constexpr (mods.kNearCap) {
                             bool near = true;
                             c[0] = c[1] = softcap_scores(s, f, own, near).base2;
                             if (!near) common = 0;
-                        } else if constexpr (form.kMindsBase) {
-                            form.refine(s, p_, t, place(), sum);
+                        } else if constexpr (mods.kMindsBase) {
+                            mods.refine(s, p_, t, place(), sum);
                             c[0] = c[1] = 1.0f;
                         }
                     }
                     rows.raise(s, c, alpha);
-                    if (!(form.kOneKind && is_first)) rescale(o, alpha);
+                    if (!(mods.kOneKind && is_first)) rescale(o, alpha);
                     probabilities(rows, s, c, probs, sum);
-                    if (form.kMindsBase)
-                        common = __all_sync(0xffffffffu, form.is_common(rows.m2, own)) ? common_kinds : 0;
+                    if (mods.kMindsBase)
+                        common = __all_sync(0xffffffffu, mods.is_common(rows.m2, own)) ? common_kinds : 0;
                 }
-                if (Config::kVarlen && is_first) clear_foreign_rows(t, FormSteps::tile(at.entry()));
+                if (Config::kVarlen && is_first) clear_foreign_rows(t, ListSteps::tile(at.entry()));
                 is_first = false;
                 wait_inner();
                 if (__any_sync(0xffffffffu, ends)) break;
@@ -412,21 +414,21 @@ class Consumer : public ForwardConsumer<Config, Consumer>, FwdProducts<Config> {
                     ping_pong_.wait();
                     issue_qk(s, q, k_.next(inner_at_.stage * kKBytes));
                     issue_pv(o, probs, v_.next(inner_at_.stage * kVBytes), [&] { ping_pong_.pass_on(); });
-                    look();
+                    load_mods();
                     wgmma_wait<0>();
                     wgmma_pin(s);
                     wgmma_pin(o);
                     if (rare) break;
-                    if (!form.kReadsLate) release(form.loaded());
-                    if constexpr (form.kNearCap) {
+                    if (!mods.kReadsLate) release(mods.loaded());
+                    if constexpr (mods.kNearCap) {
                         constexpr int kTops = Config::kVarlen ? 2 : 1;
                         int32 top[kTops], limit = __float_as_int(near_cap.limit);
                         exponentiate_near(s, near_cap, rows.m2, sum, top, typename Products::Put{probs});
                         again = (own[0] & (top[0] > limit)) | (own[1] & (top[kTops - 1] > limit));
                     } else {
                         uint32 used = 0;
-                        c[0] = c[1] = form.apply(params, s, place(), inner_at_.stage, group, lane_, used);
-                        if (form.kReadsLate) release(used);
+                        c[0] = c[1] = mods.apply(params, s, place(), inner_at_.stage, group, lane_, used);
+                        if (mods.kReadsLate) release(used);
                         probabilities(rows, s, c, probs, sum);
                         again = false;
                     }
@@ -446,7 +448,7 @@ class Consumer : public ForwardConsumer<Config, Consumer>, FwdProducts<Config> {
             wgmma_wait<0>();
             wgmma_pin(o);
             release_inner();
-            if (form.kOneKind || !in_list) return;
+            if (mods.kOneKind || !in_list) return;
             at.advance();
         }
         // The last tile of keys is not this warpgroup's, or there is none.

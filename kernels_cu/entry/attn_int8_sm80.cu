@@ -36,7 +36,7 @@
 #include "attention/p_operands.cuh"
 #include "attention/quantized_epilogue.cuh"
 #include "attention/quantized_operands.cuh"
-#include "attention/score_mods.cuh"
+#include "attention/score_mods_mma.cuh"
 #include "attention/value_factors.cuh"
 #include "attention/warp_scores.cuh"
 #include "attention/warp_softmax.cuh"
@@ -352,7 +352,7 @@ class Worker : Select<Config::kFloatQk, WithBlockScales, NoBlockScales>::Type {
 
     OA_DEVICE void modified_scores(Floats (&f)[Config::kMTiles], const Integers (&s)[Config::kMTiles], float c,
                                    const float* delta, int32 n0) const {
-        ScoreMods<Config::Io> mods(p_, t_);
+        ElementMods<Config::Io> mods(p_, t_);
 #pragma unroll
         for (int i = 0; i < Config::kMTiles; ++i) {
             float bias[2] = {0.0f, 0.0f};

@@ -5,7 +5,7 @@
 //
 //   S = softmax_scale * (q_scale k_scale (q_int . k_int) + delta_s + row_bias);  P = softmax([S, sink])
 //   with factors of V (VALUE_FACTORS): one for each 128 rows of V, of the caller, in P (attention/value_factors.cuh)
-//   with forms besides: S = softcap * tanh(S / softcap);  S += bias, or S = -inf where a key is hidden
+//   with score modifications besides: S = softcap * tanh(S / softcap);  S += bias, or S = -inf where a key is hidden
 //   O = (P V8) v_scale + P v_mean;  LSE = log(sum(exp(S)) + exp(sink))
 //
 // q_int [batch, num_q_heads, seqlen_q, head_dim_pad] s8   k_int [batch, num_kv_heads, seqlen_k, head_dim_pad] s8;
@@ -27,25 +27,26 @@
 // SPLIT_KEYS: a CTA takes a part of a tile's keys (scheduler/split_tiles.cuh), and rows of a tile are those of several
 // heads, each with scales and biases of its own; attn_combine_sm80 merges. WITH_LSE stores sums of P before rounding
 // besides; with factors of V there is one sum for both. Of packed sequences it takes an even share of all
-// (scheduler/packed_shares.cuh), attn_combine_packed_sm90 merges.
+// (scheduler/stream_k.cuh), attn_combine_packed_sm90 merges.
 //
-// SCORE_FORMS: softcap, masks and any softmax_scale between product and softmax, with the steps and copies of
-// attn_fwd_sm90's forms (attention/int8_forms.cuh, attention/int8_forms_roles.cuh). With SPLIT_KEYS the rows of a tile
-// are those of one head, so that a lane still has one scale and a CTA one delta_s; lists are divided among the splits.
+// SCORE_MODS: softcap, masks and any softmax_scale between product and softmax, with the steps and copies of
+// attn_fwd_sm90's score modifications (attention/int8_mods.cuh, attention/int8_mods_roles.cuh). With SPLIT_KEYS the
+// rows of a tile are those of one head, so that a lane still has one scale and a CTA one delta_s; lists are divided
+// among the splits.
 //
 // Two-level accumulation: the tensor cores keep about 13 bits of mantissa when they add e4m3 products, and truncate. So
 // A, in registers, covers flush_keys keys only, and O is summed in fp32; it lies in shared memory, because three
 // warpgroups have no registers for both.
 // P is 28 at the base of the softmax: an e4m3 number, so that a key that counts for more than all others is not
 // rounded, with room below the largest e4m3 for scores that exceed the base. O is divided by sums of P as rounded:
-// products with ones. The LSE is of sums before rounding, which kernels WITH_LSE form besides; their O has the same
+// products with ones. The LSE is of sums before rounding, which kernels WITH_LSE compute besides; their O has the same
 // bits. With factors of V both are of sums before rounding, because P rounded with a small factor is 0.
 //
 // Shared memory, bytes: masks, if any | Q [NUM_Q_STAGES][BLOCK_M * HEAD_DIM] | K [NUM_STAGES][BLOCK_N * HEAD_DIM] | V
-// [same] | ones [512], with forms [256] | delta_s [NUM_STAGES][DELTA_ROWS][BLOCK_N * 4] | O [BLOCK_M * HEAD_DIM * 4] |
-// k_scale [NUM_STAGES][16] | v_scale and v_mean [NUM_CONSUMERS][2][HEAD_DIM * 4], at head_dim 256 in O's place |
+// [same] | ones [512], with SCORE_MODS [256] | delta_s [NUM_STAGES][DELTA_ROWS][BLOCK_N * 4] | O [BLOCK_M * HEAD_DIM *
+// 4] | k_scale [NUM_STAGES][16] | v_scale and v_mean [NUM_CONSUMERS][2][HEAD_DIM * 4], at head_dim 256 in O's place |
 // barriers. Rows of Q and K are min(HEAD_DIM, 128) bytes, those of V BLOCK_N, each with a swizzle of its length.
-#include "attention/int8_forms_roles.cuh"
+#include "attention/int8_mods_roles.cuh"
 #include "attention/int8_roles.cuh"
 #include "attention/int8_walk.cuh"
 #include "attention/value_factors.cuh"
@@ -68,12 +69,12 @@ struct Config {
     static constexpr int kInnerStages = NUM_STAGES;
     static constexpr int kOuterStages = NUM_Q_STAGES;
     static constexpr bool kVarlen = VARLEN;
-    static constexpr bool kDelta = SMOOTH_Q;  // with forms: if there is delta_s
+    static constexpr bool kDelta = SMOOTH_Q;  // with score modifications: if there is delta_s
     static constexpr bool kLse = WITH_LSE;
     static constexpr bool kFactors = VALUE_FACTORS;  // one for each 128 rows of V; kLse, not kDelta
     static constexpr bool kRegisterQ = REGISTER_Q;
-    static constexpr bool kForms = SCORE_FORMS, kSoftcap = SOFTCAP;  // forms: softcap, masks, biases, scale <= 0
-    static constexpr bool kRotateHeads = kForms, kMeetAtTiles = false;
+    static constexpr bool kScoreMods = SCORE_MODS, kSoftcap = SOFTCAP;  // softcap, masks, biases, scale <= 0
+    static constexpr bool kRotateHeads = kScoreMods, kMeetAtTiles = false;
     static constexpr int kBiasBytes = BIAS_BYTES;  // of an element of a bias tile; 0: none
     static constexpr int kThreads = 128 * (1 + kConsumers);
     static constexpr int kRowBytes = kHeadDim < 128 ? kHeadDim : 128;
@@ -81,7 +82,7 @@ struct Config {
     static constexpr int kNTiles = kBlockN / 8;
     static constexpr int kDTiles = kHeadDim / 8;
     static constexpr int kOutputs = kHeadDim / 2;  // of one thread
-    static constexpr int kOnesBytes = kForms ? 256 : 512;
+    static constexpr int kOnesBytes = kScoreMods ? 256 : 512;
     // Blocks of 128 query rows, which delta_s has, in a tile.
     static constexpr int kDeltaRows = kBlockM % 128 == 0 ? kBlockM / 128 : kBlockM / 128 + 1;
     static constexpr bool kByRow = kHeadDim == 128;  // order of exponentials: the other one costs 1 to 2 %
@@ -89,17 +90,17 @@ struct Config {
     static constexpr int kOwnChannels = kEarlyChannels ? kHeadDim : 1;
     static_assert(kHeadDim == 64 || kHeadDim == 128 || kHeadDim == 256, "rows of 64 or 128 bytes");
     static_assert(!kFactors || (kBlockScales && kLse && !kDelta), "arrays in e4m3");
-    static_assert(!kSplitKeys || !kDelta || kForms, "forms know the head of delta_s");
-    static_assert(!kSplitKeys || !kVarlen || !(kForms || kFactors), "packed sequences without forms and factors");
-    static_assert(!kSplitKeys || !(kForms || kVarlen) || kLse, "these make the sums for the LSE");
+    static_assert(!kSplitKeys || !kDelta || kScoreMods, "mods know the head of delta_s");
+    static_assert(!kSplitKeys || !kVarlen || !(kScoreMods || kFactors), "packed sequences without mods and factors");
+    static_assert(!kSplitKeys || !(kScoreMods || kVarlen) || kLse, "these make the sums for the LSE");
     static_assert(kBlockN == 64, "rows of V have the length of their swizzle; two tiles to a tile of scales");
 };
 
 using WholeParams = Select<Config::kFactors, AttnFp8FactorsSm90Params, AttnInt8Sm90Params>::Type;
-using PackedSplitParams = Select<Config::kVarlen, AttnInt8SharesSm90Params, AttnInt8SplitSm90Params>::Type;
+using PackedSplitParams = Select<Config::kVarlen, AttnInt8StreamKSm90Params, AttnInt8SplitSm90Params>::Type;
 using SplitParams = Select<Config::kFactors, AttnFp8SplitFactorsSm90Params, PackedSplitParams>::Type;
 using PlainParams = Select<Config::kSplitKeys, SplitParams, WholeParams>::Type;
-using Params = Select<Config::kForms, FormsParams<Config>, PlainParams>::Type;
+using Params = Select<Config::kScoreMods, ModsParams<Config>, PlainParams>::Type;
 using SharedStorage = Int8Storage<Config>;
 static_assert(sizeof(SharedStorage) == SMEM_BYTES, "the registry's smem_bytes must be this struct's size");
 
@@ -141,7 +142,7 @@ class PlainConsumer : public Int8Consumer<Config, PlainParams, PlainConsumer> {
                c,
                k_ahead,
                v_ahead};
-        if (Config::kFactors) look_ahead(w, keys.end - 1 - i);
+        if (Config::kFactors) prefetch_step(w, keys.end - 1 - i);
         first_step(w, num_tiles);
 
         const int32 flush_tiles = this->tiles_to_flush(t, keys.first, keys.end);
@@ -261,9 +262,9 @@ class PlainConsumer : public Int8Consumer<Config, PlainParams, PlainConsumer> {
         w.c[0] = w.q_scale[0] * w.k_ahead;
         w.c[1] = Config::kSplitKeys ? w.q_scale[1] * w.k_ahead : w.c[0];
         w.factor.set(w.v_ahead);
-        look_ahead(w, n - Config::kBlockTiles);  // before the first block: of any
+        prefetch_step(w, n - Config::kBlockTiles);  // before the first block: of any
     }
-    OA_DEVICE void look_ahead(Walk& w, int32 n) const {
+    OA_DEVICE void prefetch_step(Walk& w, int32 n) const {
         w.k_ahead = this->scale_of_keys(n);
         w.v_ahead = this->factor_of_values(n);
     }
@@ -301,8 +302,8 @@ class PlainConsumer : public Int8Consumer<Config, PlainParams, PlainConsumer> {
     }
 };
 
-using Producer = Select<Config::kForms, Int8FormsProducer<Config>, PlainProducer>::Type;
-using Consumer = Select<Config::kForms, Int8FormsConsumer<Config>, PlainConsumer>::Type;
+using Producer = Select<Config::kScoreMods, Int8ModsProducer<Config>, PlainProducer>::Type;
+using Consumer = Select<Config::kScoreMods, Int8ModsConsumer<Config>, PlainConsumer>::Type;
 
 extern "C" __global__ void __launch_bounds__(Config::kThreads, 1) attn_int8_sm90(const
                                                                                  __grid_constant__ Params params) {

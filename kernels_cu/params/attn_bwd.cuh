@@ -63,10 +63,10 @@ struct AttnBwdSm90Params {
 };
 
 // attn_bwd_sm90 with softcap.
-struct AttnBwdFormsSm90Params {
+struct AttnBwdModsSm90Params {
     TensorMap map_q, map_k, map_v, map_do;
     AttnBwdParams bwd;
     TileList tiles;
-    ScoreForms forms;
-    float inv_factor2;  // of forms.factor2
+    ScoreModParams mods;
+    float inv_factor2;  // of mods.factor2
 };

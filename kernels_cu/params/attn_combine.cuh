@@ -25,8 +25,8 @@ struct AttnCombineParams {
     int32 zero;  // makes the size a multiple of 8
 };
 
-// Partial results of a CTA that has even shares of packed sequences (scheduler/packed_shares.cuh), of each class.
-constexpr int32 kShareClasses = 4, kShareSlots = 2;
+// Partial results of a CTA that has even shares of packed sequences (scheduler/stream_k.cuh), of each class.
+constexpr int32 kStreamKClasses = 4, kStreamKSlots = 2;
 
 // A tile of rows that goes on behind a CTA's share of a class.
 struct CutTile {

@@ -68,24 +68,24 @@ struct SplitTileList : TileList {
     uint32 first_tile;
 };
 
-// Forms of scores that attn_fwd applies between Q K^T and the softmax (attention/score_forms.cuh), in this order.
-enum ScoreForm : int32 {
-    kFormSoftcap = 1,   // tanh; else the raw product
-    kFormScaled = 2,    // times `factor2`, which cannot wait for the exponent: it is not positive, or not finite
-    kFormBits = 4,      // visibility, a bit a score
-    kFormKeyBias = 8,   // one number a key, added
-    kFormBias = 16,     // a tile of numbers, added
-    kFormModTiles = 32, // the lists' kinds are those of the user's mask expression
+// Score modifications that attn_fwd applies between Q K^T and the softmax (attention/score_mods.cuh), in this order.
+enum ScoreModFlag : int32 {
+    kModSoftcap = 1,   // tanh; else the raw product
+    kModScaled = 2,    // times `factor2`, which cannot wait for the exponent: it is not positive, or not finite
+    kModBits = 4,      // visibility, a bit a score
+    kModKeyBias = 8,   // one number a key, added
+    kModBias = 16,     // a tile of numbers, added
+    kModUserTiles = 32, // the lists' kinds are those of the user's mask expression
 };
 
 // What masks were made into (params/mask_tiles.cuh): tiles of 64 keys. Strides 0 where the mask is broadcast.
-struct ScoreForms {
-    const void* tiles;   // kFormBits: words [tile of 64 rows][tile of keys][128]; kFormKeyBias: floats [key]
+struct ScoreModParams {
+    const void* tiles;   // kModBits: words [tile of 64 rows][tile of keys][128]; kModKeyBias: floats [key]
     const int32* lists;  // of each tile of queries: which tiles of keys (params/mask_tiles.cuh); null: all visible
     int64 tiles_stride_b, tiles_stride_h, tiles_stride_m;  // elements
     int64 lists_stride_b, lists_stride_h;
     int32 num_tiles;             // one less than a list has elements
-    int32 forms;                 // ScoreForm
+    int32 flags;                 // ScoreModFlag
     int32 bias_batch, bias_head; // 1: the tile's own; 0: the only one
     float cap_scale;             // softmax_scale / softcap
     float factor, factor2;       // of the raw product, or of tanh, to natural-log units; to base 2
@@ -96,9 +96,9 @@ struct ScoreForms {
 };
 
 // attn_fwd_sm80 with score modifiers. Without lists it reads the mask of `fwd` itself.
-struct AttnFwdFormsSm80Params {
+struct AttnFwdModsSm80Params {
     AttnFwdParams fwd;
-    ScoreForms forms;
+    ScoreModParams mods;
     int64 mask_first_byte, mask_end_byte;  // the mask's memory, from `fwd.mask` on
 };
 
@@ -116,9 +116,9 @@ struct AttnFwdSplitSm90Params {
     float* partial_o;   // [batch, head, split, row, head_dim], not divided by the denominator
     float* partial_ml;  // [batch, head, split, row, 2]: base of the exponents in base 2, and denominator
 };
-// Packed sequences, an even share for every CTA (scheduler/packed_shares.cuh); one that is not cut has `fwd.o` and
+// Packed sequences, an even share for every CTA (scheduler/stream_k.cuh); one that is not cut has `fwd.o` and
 // `fwd.lse`. Of `tiles` pack and pack_heads count.
-struct AttnFwdSharesSm90Params {
+struct AttnFwdStreamKSm90Params {
     TensorMap map_q, map_k, map_v;  // map_q as above, of one batch
     AttnFwdParams fwd;
     SplitTileList tiles;
@@ -127,11 +127,11 @@ struct AttnFwdSharesSm90Params {
     struct CutTile* cuts;
 };
 // With softcap, or a scale that is not positive.
-struct AttnFwdSharesFormsSm90Params {
+struct AttnFwdStreamKModsSm90Params {
     TensorMap map_q, map_k, map_v;
     AttnFwdParams fwd;
     SplitTileList tiles;
-    ScoreForms forms;
+    ScoreModParams mods;
     float* partial_o;
     float* partial_ml;
     struct CutTile* cuts;
@@ -145,25 +145,25 @@ struct AttnFwdSplitSm80Params {
     int32 pack_log2;
     int32 pack_heads;  // of the 2^pack_log2 rows of a query those that are a head's
 };
-struct AttnFwdSplitFormsSm80Params {
-    AttnFwdFormsSm80Params call;
+struct AttnFwdSplitModsSm80Params {
+    AttnFwdModsSm80Params call;
     float* partial_o;
     float* partial_ml;
     int32 pack_log2;
     int32 pack_heads;
 };
-struct AttnFwdFormsSm90Params {
-    TensorMap map_q, map_k, map_v, map_bias;  // map_bias: with kFormBias
+struct AttnFwdModsSm90Params {
+    TensorMap map_q, map_k, map_v, map_bias;  // map_bias: with kModBias
     AttnFwdParams fwd;
     TileList tiles;
-    ScoreForms forms;
+    ScoreModParams mods;
 };
 // With the keys split over CTAs. Bits, lists and map_bias ([batch, head, query, pack, key]) are those of packed rows.
-struct AttnFwdSplitFormsSm90Params {
+struct AttnFwdSplitModsSm90Params {
     TensorMap map_q, map_k, map_v, map_bias;
     AttnFwdParams fwd;
     SplitTileList tiles;
-    ScoreForms forms;
+    ScoreModParams mods;
     float* partial_o;
     float* partial_ml;
 };

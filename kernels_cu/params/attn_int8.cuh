@@ -61,8 +61,8 @@ struct AttnInt8SplitSm90Params {
     float* partial_ml;   // denominators of P as rounded; bases with the bias of their row where there are sinks
     float* partial_lse;  // null, or as partial_ml: of P before rounding, with the bias
 };
-// Packed sequences, an even share for every CTA (params/attn_fwd.cuh: AttnFwdSharesSm90Params).
-struct AttnInt8SharesSm90Params {
+// Packed sequences, an even share for every CTA (params/attn_fwd.cuh: AttnFwdStreamKSm90Params).
+struct AttnInt8StreamKSm90Params {
     TensorMap map_q, map_k, map_v;  // map_q as above, of one batch
     AttnFwdParams fwd;
     QuantizedOperands operands;
@@ -75,24 +75,24 @@ struct AttnInt8SharesSm90Params {
     float* partial_lse;  // null: nobody asks for the LSE
     struct CutTile* cuts;
 };
-struct AttnInt8FormsSm90Params {
-    TensorMap map_q, map_k, map_v, map_bias;  // map_bias: with kFormBias
+struct AttnInt8ModsSm90Params {
+    TensorMap map_q, map_k, map_v, map_bias;  // map_bias: with kModBias
     AttnFwdParams fwd;
     QuantizedOperands operands;
     TileList tiles;
-    ScoreForms forms;
+    ScoreModParams mods;
     int32 flush_keys;
     int32 reserved;
     BlockScales scales;
 };
 // With the keys split over CTAs as well. A tile has the rows of one head, `tiles.pack` is 1: maps of q and of biases
-// have five dimensions, as AttnFwdSplitFormsSm90Params says.
-struct AttnInt8SplitFormsSm90Params {
+// have five dimensions, as AttnFwdSplitModsSm90Params says.
+struct AttnInt8SplitModsSm90Params {
     TensorMap map_q, map_k, map_v, map_bias;
     AttnFwdParams fwd;
     QuantizedOperands operands;
     SplitTileList tiles;
-    ScoreForms forms;
+    ScoreModParams mods;
     int32 flush_keys;
     int32 reserved;
     BlockScales scales;
@@ -136,23 +136,23 @@ struct AttnFp8SplitFactorsSm90Params {
     float* partial_ml;  // denominators of P before rounding, so that the LSE is theirs too; bases as they are
     ValueFactors factors;
 };
-struct AttnFp8FormsFactorsSm90Params {
-    TensorMap map_q, map_k, map_v, map_bias;  // as AttnInt8FormsSm90Params
+struct AttnFp8ModsFactorsSm90Params {
+    TensorMap map_q, map_k, map_v, map_bias;  // as AttnInt8ModsSm90Params
     AttnFwdParams fwd;
     QuantizedOperands operands;
     TileList tiles;
-    ScoreForms forms;
+    ScoreModParams mods;
     int32 flush_keys;
     int32 reserved;
     BlockScales scales;
     ValueFactors factors;
 };
-struct AttnFp8SplitFormsFactorsSm90Params {
-    TensorMap map_q, map_k, map_v, map_bias;  // as AttnInt8SplitFormsSm90Params
+struct AttnFp8SplitModsFactorsSm90Params {
+    TensorMap map_q, map_k, map_v, map_bias;  // as AttnInt8SplitModsSm90Params
     AttnFwdParams fwd;
     QuantizedOperands operands;
     SplitTileList tiles;
-    ScoreForms forms;
+    ScoreModParams mods;
     int32 flush_keys;
     int32 reserved;
     BlockScales scales;

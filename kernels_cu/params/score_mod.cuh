@@ -13,36 +13,36 @@ struct ScoreModArrays {
 };
 
 // Arguments of the forward kernels with a score modification.
-struct AttnFwdModSm80Params {
-    AttnFwdFormsSm80Params call;
+struct AttnFwdUserModSm80Params {
+    AttnFwdModsSm80Params call;
     ScoreModArrays arrays;
 };
 // With the keys split over CTAs.
-struct AttnFwdSplitModSm80Params {
-    AttnFwdModSm80Params call;
+struct AttnFwdSplitUserModSm80Params {
+    AttnFwdUserModSm80Params call;
     float* partial_o;
     float* partial_ml;
     int32 pack_log2;
     int32 pack_heads;
 };
-struct AttnFwdModSm90Params {
+struct AttnFwdUserModSm90Params {
     TensorMap map_q, map_k, map_v, map_bias;
     AttnFwdParams fwd;
     TileList tiles;
-    ScoreForms forms;
+    ScoreModParams mods;
     ScoreModArrays arrays;
 };
-struct AttnFwdSplitModSm90Params {
+struct AttnFwdSplitUserModSm90Params {
     TensorMap map_q, map_k, map_v, map_bias;
     AttnFwdParams fwd;
     SplitTileList tiles;
-    ScoreForms forms;
+    ScoreModParams mods;
     ScoreModArrays arrays;
     float* partial_o;
     float* partial_ml;
 };
 // Of the backward kernels.
-struct AttnBwdModParams {
+struct AttnBwdUserModParams {
     AttnBwdParams call;
     ScoreModArrays arrays;
 };

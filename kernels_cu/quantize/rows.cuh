@@ -159,7 +159,7 @@ OA_DEVICE void rotated_rows(const uint4 (&raw)[kSteps], const float (&mean)[8], 
 }
 
 OA_DEVICE bool to_e4m3(NoRotation) { return false; }
-OA_DEVICE bool to_e4m3(const Rotation& turn) { return turn.to_e4m3 != 0; }
+OA_DEVICE bool to_e4m3(const Rotation& rotation) { return rotation.to_e4m3 != 0; }
 
 // The steps of quantize_rows. cc, ty: the thread's column of 8 channels and its first row; is_q: rows of Q, not of K.
 
@@ -238,18 +238,18 @@ OA_DEVICE void mean_of_queries(const QuantizeParams& p, const QuantizeItem& t, b
 }
 
 // The largest magnitude of the row that combine_rows gives to this lane, whatever the block. Rows that do not exist are
-// zeros, not minus the mean. turned: the rows as rotated_rows leaves them, read with a Rotation alone. most: scratch.
-template <typename Io, int kColumns, typename Turn, int kRows>
-OA_DEVICE float largest_of_any_row(const uint4 (&raw)[kSteps], const float (&mean)[8], const float (&turned)[kRows][8],
+// zeros, not minus the mean. rotated: the rows as rotated_rows leaves them, read with a Rotation alone. most: scratch.
+template <typename Io, int kColumns, typename Rotate, int kRows>
+OA_DEVICE float largest_of_any_row(const uint4 (&raw)[kSteps], const float (&mean)[8], const float (&rotated)[kRows][8],
                                    float (&most)[kSteps], int32 ty, int32 count) {
     Io io;
 #pragma unroll
     for (int i = 0; i < kSteps; ++i) most[i] = 0.0f;
-    if constexpr (Turn::kPresent) {
+    if constexpr (Rotate::kPresent) {
 #pragma unroll
         for (int i = 0; i < kSteps; ++i)
 #pragma unroll
-            for (int j = 0; j < 8; ++j) most[i] = max_abs_nan(most[i], turned[i][j]);
+            for (int j = 0; j < 8; ++j) most[i] = max_abs_nan(most[i], rotated[i][j]);
     } else {
 #pragma unroll
         for (int w = 0; w < 4; ++w) {
@@ -285,23 +285,23 @@ OA_DEVICE bool share_amax(const QuantizeParams& p, const QuantizeItem& t, bool i
 
 // The scale of a row's slot, once for the slot. Blocks of queries and tiles of keys begin at slots of their own in
 // packed arrays. The block's rows end with the sequence's last tile. first, count: the block's rows.
-template <typename Turn>
-OA_DEVICE void store_scale(const QuantizeParams& p, const QuantizeItem& t, const Turn& turn, bool is_q, int32 first,
-                           int32 count, const Grouping& grouping, int32 row, int32 slot, float scale,
+template <typename Rotate>
+OA_DEVICE void store_scale(const QuantizeParams& p, const QuantizeItem& t, const Rotate& rotation, bool is_q,
+                           int32 first, int32 count, const Grouping& grouping, int32 row, int32 slot, float scale,
                            const GroupStorage& groups) {
     int32 tile_rows = is_q ? kBlockRows : key_tile_of(p), tile_log2 = 31 - __clz(tile_rows);
     if (row >> tile_log2 << tile_log2 < count && grouping.leads(row)) {
         int32 tile = (first >> tile_log2) + (is_packed(p) ? first_slot(t.begin, t.batch_idx, tile_rows) : 0);
         int64 at_slot = (int64(t.unit) * (is_q ? p.slots_q : p.tiles_k) + tile) * grouping.slots_of(tile_rows) + slot;
         // Rows of e4m3 are NaN themselves.
-        (is_q ? p.q_scale : p.k_scale)[at_slot] = !is_q && !to_e4m3(turn) && groups.bad[slot] ? quiet_nan() : scale;
+        (is_q ? p.q_scale : p.k_scale)[at_slot] = !is_q && !to_e4m3(rotation) && groups.bad[slot] ? quiet_nan() : scale;
     }
 }
 
-// Turn: NoRotation or Rotation.
-template <typename Io, int kHeadDim, typename Turn>
-OA_DEVICE void quantize_rows(const QuantizeParams& p, const Turn& turn, const QuantizeItem& t, RowsStorage<kHeadDim>& s,
-                             GroupStorage& groups) {
+// Rotate: NoRotation or Rotation.
+template <typename Io, int kHeadDim, typename Rotate>
+OA_DEVICE void quantize_rows(const QuantizeParams& p, const Rotate& rotation, const QuantizeItem& t,
+                             RowsStorage<kHeadDim>& s, GroupStorage& groups) {
     constexpr int kColumns = kHeadDim / 8;
     Io io;
     int32 tid = threadIdx.x, cc = tid % kColumns, ty = tid / kColumns;
@@ -325,11 +325,11 @@ OA_DEVICE void quantize_rows(const QuantizeParams& p, const Turn& turn, const Qu
         for (int j = 0; j < 8; ++j) mean[j] = 0.0f;
     }
     if (is_q && has(p, kSmoothQ)) mean_of_queries<Io, kHeadDim>(p, t, only_amax, rows, stride, count, raw, s, mean);
-    float turned[Turn::kPresent ? kSteps : 1][8];
-    if constexpr (Turn::kPresent) rotated_rows<Io, kColumns>(raw, mean, turn, count, turned);
+    float rotated[Rotate::kPresent ? kSteps : 1][8];
+    if constexpr (Rotate::kPresent) rotated_rows<Io, kColumns>(raw, mean, rotation, count, rotated);
 
     // Lane cc < 8 of a row's lanes has the result of one row.
-    Grouping grouping(granularity_of(p), is_q ? query_slice_of(p) : key_tile_of(p), is_q, to_e4m3(turn));
+    Grouping grouping(granularity_of(p), is_q ? query_slice_of(p) : key_tile_of(p), is_q, to_e4m3(rotation));
     int32 own_row = ty + row_of_lane(cc & 7) * kRowLanes, slot = grouping.slot(own_row),
           group = grouping.group(own_row);
     bool regular = kCommon && count == kBlockRows, bad = false;  // rows that all exist, and are finite
@@ -360,7 +360,7 @@ OA_DEVICE void quantize_rows(const QuantizeParams& p, const Turn& turn, const Qu
     }
     if (!regular) {
         forget(raw);
-        float most = largest_of_any_row<Io, kColumns, Turn>(raw, mean, turned, value, ty, count);
+        float most = largest_of_any_row<Io, kColumns, Rotate>(raw, mean, rotated, value, ty, count);
         bad = !is_finite(most);
         if (cc < 8) {
             reduce_max_shared(&groups.amax[group], bad ? 0 : __float_as_uint(most));
@@ -373,7 +373,7 @@ OA_DEVICE void quantize_rows(const QuantizeParams& p, const Turn& turn, const Qu
     if (per_tensor && !share_amax(p, t, is_q, only_amax, at, amax)) return;
     float scale = scale_of(__uint_as_float(amax), levels_of(p)), inverse = div_rn(1.0f, scale);
     if (cc < 8) {
-        store_scale(p, t, turn, is_q, first, count, grouping, own_row, slot, scale, groups);
+        store_scale(p, t, rotation, is_q, first, count, grouping, own_row, slot, scale, groups);
         if (is_q && p.row_bias && own_row < count)
             p.row_bias[output_row(t, p.seqlen_q) + first + own_row] = bad ? quiet_nan() : dot;
     }
@@ -390,10 +390,10 @@ OA_DEVICE void quantize_rows(const QuantizeParams& p, const Turn& turn, const Qu
         uint32 n[8];
         bool stored = has_channels && (regular || ty + i * kRowLanes < count);
         bool is_bad = !regular && !is_finite(of_row);
-        if constexpr (Turn::kPresent) {
+        if constexpr (Rotate::kPresent) {
 #pragma unroll
-            for (int j = 0; j < 8; ++j) x[j] = turned[i][j];
-            if (to_e4m3(turn)) {
+            for (int j = 0; j < 8; ++j) x[j] = rotated[i][j];
+            if (to_e4m3(rotation)) {
                 uint2 codes = is_bad ? uint2{kE4m3Nans, kE4m3Nans} : to_e4m3(x, of_row);
                 if (stored) *reinterpret_cast<uint2*>(to) = codes;
                 continue;

@@ -18,12 +18,12 @@
 #include "ptx/shared.cuh"
 #include "ptx/types.cuh"
 #include "scheduler/fwd_tile.cuh"
-#include "scheduler/packed_shares.cuh"
+#include "scheduler/stream_k.cuh"
 #include "scheduler/persistent.cuh"
 #include "scheduler/split_tiles.cuh"
 
 template <typename Config>
-using TileOf = typename Select<Config::kSplitKeys, typename Select<Config::kVarlen, PackedShareTile, SplitTile>::Type,
+using TileOf = typename Select<Config::kSplitKeys, typename Select<Config::kVarlen, StreamKTile, SplitTile>::Type,
                                FwdTile>::Type;
 
 template <typename Config>
@@ -104,7 +104,7 @@ class PersistentProducer {
 
     OA_DEVICE auto packed_tiles() const {
         if constexpr (Config::kSplitKeys)
-            return PackedShares<Config::kBlockM, Config::kBlockN>(p_, list_);
+            return StreamKTiles<Config::kBlockM, Config::kBlockN>(p_, list_);
         else
             return PackedTiles<Config::kBlockM>(p_, list_, smem_.sequences);
     }

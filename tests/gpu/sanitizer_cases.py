@@ -22,7 +22,7 @@ import cupy
 import numpy as np
 from racecheck_rows import waits
 from sanitizer_arrays import check, poisoned, to_gpu
-from sanitizer_packed import packed_shares
+from sanitizer_packed import stream_k
 
 import omniattn as oa
 from omniattn import runtime
@@ -155,7 +155,7 @@ def few_queries(rng: np.random.Generator, few_masks: bool) -> None:
         own = [way for way in ways if way.row.name == rows]
         way = next(x for x in own if isinstance(x.schedule, TailSplit) or (x.schedule, x.pack_gqa[0]) == ONE_SPLIT)
         check(*described.in_way(way)())
-    packed_shares(rng)
+    stream_k(rng)
 
 
 def tokens(rng: np.random.Generator) -> None:

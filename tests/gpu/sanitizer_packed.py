@@ -10,7 +10,7 @@ from sanitizer_arrays import check, poisoned, to_gpu
 import omniattn as oa
 
 
-def packed_shares(rng: np.random.Generator) -> None:
+def stream_k(rng: np.random.Generator) -> None:
     """Even shares of packed sequences: classes of one to four tiles, cut ones, rows of no sequence on both sides."""
     lengths_q, lengths_k = (3, 1, 17, 0, 40, 60, 200), (900, 1, 3000, 5, 500, 0, 700)
     q = to_gpu(rng.standard_normal((sum(lengths_q) + 7, 8, 128)))

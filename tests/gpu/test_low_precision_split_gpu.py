@@ -45,7 +45,7 @@ def rows_of(head_dim: int, dtype: str = "bfloat16", lse: bool = False, qk: str =
     """The kernels of a head_dim that split keys: those that make the LSE, or those that do not."""
     tile = min(d for d in (64, 128, 256) if d >= head_dim)
     specs = [s for s in REGISTRY if s.op == "attention_split" and s.qk == qk and s.dtype == dtype]
-    # test_fp8_factors_gpu.py, test_low_precision_split_forms_gpu.py and test_packed_shares_int8_gpu.py have the others.
+    # test_fp8_factors_gpu.py, test_low_precision_split_score_mods_gpu.py and test_stream_k_int8_gpu.py have the others.
     specs = [s for s in specs if not (s.value_factors or s.score_mods) and s.sequences != "packed"]
     return [s.name for s in specs if (s.head_dim, s.lse) == (tile, lse)]
 

@@ -198,6 +198,6 @@ def test_two_names_that_are_one_to_the_host(tmp_path: Path) -> None:
 
 
 def test_names() -> None:
-    assert [host_name(x) for x in ("AttnInt8SplitFormsSm90Params", "RowsToFp8", "kMaxModDims", "KvCopyParams")] == [
-        "ATTN_INT8_SPLIT_FORMS_SM90", "ROWS_TO_FP8", "MAX_MOD_DIMS", "KV_COPY",
+    assert [host_name(x) for x in ("AttnInt8SplitModsSm90Params", "RowsToFp8", "kMaxModDims", "KvCopyParams")] == [
+        "ATTN_INT8_SPLIT_MODS_SM90", "ROWS_TO_FP8", "MAX_MOD_DIMS", "KV_COPY",
     ]  # fmt: skip

@@ -279,9 +279,9 @@ def test_rates_and_ratios() -> None:
         "50.0 ±0.0% 2.68 TB/s",
     ]  # fmt: skip
     assert second[1:] == ["100.0 ±0.0% 5.37 TB/s", "110.0 ±0.0% 1.30 TB/s", "–"]
-    assert report.slower_than_wider() == ["b128 h8/1 t8192 d128: int4 is slower than bf16"]
+    assert report.slower_than_larger() == ["b128 h8/1 t8192 d128: int4 is slower than bf16"]
     data = json.loads(report.to_json())
-    assert data["slower_than_wider"] == report.slower_than_wider()
+    assert data["slower_than_larger"] == report.slower_than_larger()
     assert data["rows"][1]["time_relative_to_anchor"] == pytest.approx(0.4)
     assert data["rows"][5]["reason"] == "no such kernel"
     assert report.markdown().count("\n") == 3

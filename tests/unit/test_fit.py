@@ -18,7 +18,6 @@ TARGETS = [Target((8, 0), 163 << 10, 108), Target((8, 9), 99 << 10, 58), Target(
 ATTENTION = ("attention", "attention_split")
 #: Fields that follow from the constants that a row is compiled with.
 BY_CONSTANT: dict[str, Any] = {
-    "SCORE_FORMS": lambda s: s.score_mods,
     "SCORE_MODS": lambda s: s.score_mods,
     "SOFTCAP": lambda s: s.softcap != "never",
     "MASK_LISTS": lambda s: s.lists,

@@ -15,7 +15,7 @@ from omniattn.launch.structs import (
     ATTN_COMBINE,
     ATTN_FP8_FACTORS_SM89,
     ATTN_FP8_FACTORS_SM90,
-    ATTN_FP8_FORMS_FACTORS_SM90,
+    ATTN_FP8_MODS_FACTORS_SM90,
     ATTN_FP8_SPLIT_FACTORS_SM90,
     LAYOUT_FP8,
 )
@@ -207,11 +207,11 @@ def test_rows_with_forms(head_dim: int, lse: bool) -> None:
 
 def test_arguments_of_rows_with_forms() -> None:
     made = unsplit(by_block(softcap=4.0), HOPPER)
-    found = fields_of_record(made.records[-1], ATTN_FP8_FORMS_FACTORS_SM90)
+    found = fields_of_record(made.records[-1], ATTN_FP8_MODS_FACTORS_SM90)
     assert found["factors.factors"] == At("descale_v")
     assert tuple(found[f"factors.stride_{x}"] for x in ("b", "h", "block")) == (8, 4, 1)
     assert found["scales.k_blocks"] == 4
-    assert found["forms.cap_scale"] == pytest.approx(128**-0.5 / 4.0)
+    assert found["mods.cap_scale"] == pytest.approx(128**-0.5 / 4.0)
     assert found["operands.delta_s"] is found["operands.row_bias"] is None
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from omniattn.errors import ArgumentError, UnsupportedError
 from omniattn.launch.host_struct import At
-from omniattn.launch.structs import ATTN_BWD, ATTN_BWD_FORMS_SM90, ATTN_BWD_MOD, ATTN_BWD_SM90
+from omniattn.launch.structs import ATTN_BWD, ATTN_BWD_MODS_SM90, ATTN_BWD_SM90, ATTN_BWD_USER_MOD
 from omniattn.plan.backward import plan_backward
 from omniattn.plan.engine import Launches
 from omniattn.problems import AttentionStrides, Int8, Target
@@ -42,9 +42,9 @@ def of(record: LaunchRecord) -> dict[str, Any]:
     """Fields of AttnBwdParams, those of the forward as ``fwd.``."""
     if len(record.arguments) == ATTN_BWD.size:
         return fields_of_record(record, ATTN_BWD)
-    layout, prefix = (ATTN_BWD_SM90, "bwd.") if record.tensor_maps else (ATTN_BWD_MOD, "call.")
-    if len(record.arguments) == ATTN_BWD_FORMS_SM90.size:
-        layout = ATTN_BWD_FORMS_SM90
+    layout, prefix = (ATTN_BWD_SM90, "bwd.") if record.tensor_maps else (ATTN_BWD_USER_MOD, "call.")
+    if len(record.arguments) == ATTN_BWD_MODS_SM90.size:
+        layout = ATTN_BWD_MODS_SM90
     return {name.removeprefix(prefix): value for name, value in fields_of_record(record, layout).items()}
 
 
@@ -240,12 +240,12 @@ def test_softcap_on_hopper(varlen: bool) -> None:
     assert main.spec.name == "attn_bwd_sm90_bf16_d128" + "_varlen" * varlen + "_softcap"
     fields = of(main)
     factor2 = 30.0 * math.log2(math.e)
-    assert fields["forms.factor2"] == pytest.approx(factor2)
+    assert fields["mods.factor2"] == pytest.approx(factor2)
     assert fields["inv_factor2"] == pytest.approx(1 / factor2)
-    assert fields["forms.cap_scale"] == pytest.approx(-0.5 / 30.0)
+    assert fields["mods.cap_scale"] == pytest.approx(-0.5 / 30.0)
     # cap * log2(e) * tanh(s * scale / cap), beside the polynomial.
-    for s in (0.0, 0.7, -12.0, fields["forms.cap_limit"]):
-        odd = sum(a * s ** (2 * i + 1) for i, a in enumerate(fields["forms.cap_poly"]))
+    for s in (0.0, 0.7, -12.0, fields["mods.cap_limit"]):
+        odd = sum(a * s ** (2 * i + 1) for i, a in enumerate(fields["mods.cap_poly"]))
         assert odd == pytest.approx(factor2 * math.tanh(-0.5 * s / 30.0), rel=2e-6)
 
 
@@ -259,12 +259,12 @@ def test_strides_that_no_tensor_map_describes_and_scales() -> None:
 def test_score_mods_are_compiled_in() -> None:
     launches = plan_backward(problem(score_mod=MOD), HOPPER, None)
     _, main, _ = launches.records
-    assert len(main.arguments) == ATTN_BWD_MOD.size
+    assert len(main.arguments) == ATTN_BWD_USER_MOD.size
     assert "_mods" in main.spec.name
     assert main.spec.prebuild == ()
     assert "with score_mod compiled in, which no wheel carries" in launches.selection.why
     deterministic = plan_backward(problem(score_mod=MOD, deterministic=True), HOPPER, None)
-    assert [len(r.arguments) == ATTN_BWD_MOD.size for r in deterministic.records] == [False, True, True]
+    assert [len(r.arguments) == ATTN_BWD_USER_MOD.size for r in deterministic.records] == [False, True, True]
 
 
 def test_what_is_refused() -> None:

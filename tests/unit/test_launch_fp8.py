@@ -12,7 +12,7 @@ import omniattn as oa
 from omniattn.launch import fp8, quantize
 from omniattn.launch.host_struct import At
 from omniattn.launch.structs import (
-    ATTN_INT8_FORMS_SM90,
+    ATTN_INT8_MODS_SM90,
     ATTN_INT8_SM80,
     ATTN_INT8_SM90,
     LAYOUT_FP8,
@@ -115,7 +115,7 @@ def test_factors_are_read_where_they_are(kind: str, target: Target) -> None:
         launches = unsplit(arrays(kind, **changes), target)
         layout = ATTN_INT8_SM80
         if target is HOPPER:
-            layout = ATTN_INT8_FORMS_SM90 if changes else ATTN_INT8_SM90
+            layout = ATTN_INT8_MODS_SM90 if changes else ATTN_INT8_SM90
         found = fields_of_record(launches.records[-1], layout)
         given = kind != "none"
         assert found["operands.q_scale"] == (At("descale_q") if given else None)

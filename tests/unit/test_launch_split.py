@@ -10,7 +10,7 @@ import pytest
 
 from omniattn.errors import ArgumentError
 from omniattn.launch import attn_fwd_split
-from omniattn.launch.structs import ATTN_COMBINE, ATTN_FWD_SPLIT_FORMS_SM90, ATTN_FWD_SPLIT_SM90
+from omniattn.launch.structs import ATTN_COMBINE, ATTN_FWD_SPLIT_MODS_SM90, ATTN_FWD_SPLIT_SM90
 from omniattn.plan.attention import plan_attention
 from omniattn.problems import AttentionProblem, AttentionStrides, Target
 from omniattn.problems.memory import WORKSPACE_ALIGNMENT
@@ -369,7 +369,7 @@ def test_rows_are_what_their_cases_launch(spec: KernelSpec) -> None:
         if of_sm90 and case.packed:
             assert main.grid[0] == HOPPER.sm_count * main.spec.ctas_per_sm
             continue
-        layout = ATTN_FWD_SPLIT_FORMS_SM90 if main.spec.score_mods else ATTN_FWD_SPLIT_SM90
+        layout = ATTN_FWD_SPLIT_MODS_SM90 if main.spec.score_mods else ATTN_FWD_SPLIT_SM90
         of_main = fields_of_record(main, layout)["tiles.num_splits"] if of_sm90 else main.grid[1]
         assert of_main > 1, case.name
     assert taken >= 1

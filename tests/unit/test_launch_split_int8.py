@@ -27,7 +27,7 @@ from omniattn.testing.cases import cases_for
 from tests.unit.launch_fakes import fields_of_record
 from tests.unit.test_launch_split import AMPERE, FEW, HOPPER, combine, items_of, problem_of, visible
 
-#: Plain rows; others: test_fp8_factors.py, test_launch_split_int8_scores.py, test_packed_shares.py.
+#: Plain rows; others: test_fp8_factors.py, test_launch_split_int8_scores.py, test_stream_k.py.
 SPLIT = [
     s for s in REGISTRY
     if s.op == "attention_split" and s.quantized and not (s.value_factors or s.score_mods)

@@ -10,12 +10,12 @@ import pytest
 
 import omniattn as oa
 from omniattn.errors import ArgumentError
-from omniattn.launch import score_forms
+from omniattn.launch import score_mods
 from omniattn.launch.host_struct import At
 from omniattn.launch.structs import (
     ATTN_COMBINE,
-    ATTN_FP8_SPLIT_FORMS_FACTORS_SM90,
-    ATTN_INT8_SPLIT_FORMS_SM90,
+    ATTN_FP8_SPLIT_MODS_FACTORS_SM90,
+    ATTN_INT8_SPLIT_MODS_SM90,
     MASK_LIST,
     MASK_PACK,
 )
@@ -106,13 +106,13 @@ def attend(
     spec: KernelSpec, record: LaunchRecord, memory: dict[str, np.ndarray], made: dict[int, np.ndarray],
     workspace: np.ndarray,
 ) -> None:  # fmt: skip
-    """attn_int8_sm90 with SPLIT_KEYS and SCORE_FORMS, without the rounding of P."""
-    f = fields_of_record(record, ATTN_INT8_SPLIT_FORMS_SM90)
+    """attn_int8_sm90 with SPLIT_KEYS and SCORE_MOD, without the rounding of P."""
+    f = fields_of_record(record, ATTN_INT8_SPLIT_MODS_SM90)
     splits, rows, sk, d = f["tiles.num_splits"], f["fwd.seqlen_q"], f["fwd.seqlen_k"], f["fwd.head_dim"]
     heads, blocks, pad = f["fwd.num_q_heads"], f["fwd.num_m_blocks"], f["operands.head_dim_pad"]
     window, group = (f["fwd.window_left"], f["fwd.window_right"]), heads // f["fwd.num_kv_heads"]
     assert (f["tiles.pack"], f["tiles.pack_heads"], f["tiles.num_queries"], f["tiles.lead_rows"]) == (1, 1, rows, 0)
-    form, of_mask = f["forms.forms"], f["forms.tiles"]
+    form, of_mask = f["mods.flags"], f["mods.tiles"]
     for item in items_of(f, record.grid[0]):
         head, place = divmod(item, blocks * splits)
         split, block = divmod(blocks * splits - 1 - place, blocks)
@@ -120,15 +120,15 @@ def attend(
         kv = batch * f["fwd.num_kv_heads"] + head // group
         first = visible(m0, rows, sk, *window)[0] // 64
         end = max(-(-visible(min(m0 + 128, rows) - 1, rows, sk, *window)[1] // 64), first)
-        entries = [n | (1 if form & score_forms.BIAS else 2) * 0b0101 << 22 for n in range(end - 1, first - 1, -1)]
-        if f["forms.lists"] is None:
+        entries = [n | (1 if form & score_mods.BIAS else 2) * 0b0101 << 22 for n in range(end - 1, first - 1, -1)]
+        if f["mods.lists"] is None:
             each, rest = divmod(len(entries), splits)  # splits go forward, steps backward
             last = len(entries) - (split * each + min(split, rest))
             entries = entries[last - each - (split < rest) : last]
         else:
-            of_lists = made[f["forms.lists"].offset]
-            at = batch * f["forms.lists_stride_b"] + head * f["forms.lists_stride_h"]
-            at += block * (1 + f["forms.num_tiles"])
+            of_lists = made[f["mods.lists"].offset]
+            at = batch * f["mods.lists_stride_b"] + head * f["mods.lists_stride_h"]
+            at += block * (1 + f["mods.num_tiles"])
             entries = of_lists[at + 1 : at + 1 + of_lists[at]].tolist()
             each, rest = divmod(len(entries), splits)
             entries = entries[split * each + min(split, rest) :][: each + (split < rest)]
@@ -154,24 +154,24 @@ def attend(
                 assert n * 64 + 64 <= f["operands.delta_columns"]
                 of_block = (of_call * f["operands.delta_stride_h"] + own // 128 * f["operands.delta_columns"])[:, None]
                 s = s + memory["delta_s"][of_block + keys]
-            if form & score_forms.SOFTCAP:
-                s = f["forms.factor"] * np.tanh((s + shift[:, None]) * f["forms.cap_scale"])
+            if form & score_mods.SOFTCAP:
+                s = f["mods.factor"] * np.tanh((s + shift[:, None]) * f["mods.cap_scale"])
             else:
-                s = s * f["forms.factor"]
-            if form & score_forms.BIAS:
-                coordinates = (0, m0, head * f["forms.bias_head"], batch * f["forms.bias_batch"])
+                s = s * f["mods.factor"]
+            if form & score_mods.BIAS:
+                coordinates = (0, m0, head * f["mods.bias_head"], batch * f["mods.bias_batch"])
                 box = f["map_bias"].box[0]
                 tiles = [elements(f["map_bias"], memory["mask"], (n * 64 + x, *coordinates)) for x in range(0, 64, box)]
                 s = s + np.concatenate(tiles, 1)
-            at = batch * f["forms.tiles_stride_b"] + head * f["forms.tiles_stride_h"]
-            if form & score_forms.KEY_BIAS:
+            at = batch * f["mods.tiles_stride_b"] + head * f["mods.tiles_stride_h"]
+            if form & score_mods.KEY_BIAS:
                 s = s + made[of_mask.offset][at + n * 64 : at + n * 64 + 64]
             for g in (0, 1):
                 part = slice(64 * g, 64 * g + 64)
                 if kinds[g] == 0:
                     s[part] = -np.inf
-                elif form & score_forms.BITS and kinds[g] == 1:
-                    word = at + n * 128 + (m0 // 64 + g) * f["forms.tiles_stride_m"]
+                elif form & score_mods.BITS and kinds[g] == 1:
+                    word = at + n * 128 + (m0 // 64 + g) * f["mods.tiles_stride_m"]
                     s[part][~visible_of(made[of_mask.offset][word : word + 128])] = -np.inf
             s[(keys < seen[:, :1]) | (keys >= seen[:, 1:])] = -np.inf
             s *= np.log2(np.e)
@@ -183,7 +183,7 @@ def attend(
         channels = kv * pad + np.arange(pad)
         mean = memory["v_mean"][channels] if f["operands.v_mean"] is not None else 0.0
         o = o * memory["v_scale"][channels] + total[:, None] * mean
-        lacks = 0.0 if form & score_forms.SOFTCAP else shift * f["fwd.softmax_scale"] * np.log2(np.e)
+        lacks = 0.0 if form & score_mods.SOFTCAP else shift * f["fwd.softmax_scale"] * np.log2(np.e)
         base = np.where(total > 0, m2 + lacks, m2)
         m2 = base if f["fwd.sinks"] is not None else m2
         results = (of_call * splits + split) * rows
@@ -329,7 +329,7 @@ def test_forced_rows(spec: KernelSpec, lse: bool) -> None:
     main, merged = launches.records[-2:]
     assert launches.selection.spec is main.spec is spec
     assert [r.overlap for r in launches.records[-2:]] == [False, True]
-    layout = ATTN_FP8_SPLIT_FORMS_FACTORS_SM90 if factors else ATTN_INT8_SPLIT_FORMS_SM90
+    layout = ATTN_FP8_SPLIT_MODS_FACTORS_SM90 if factors else ATTN_INT8_SPLIT_MODS_SM90
     f, m = fields_of_record(main, layout), fields_of_record(merged, ATTN_COMBINE)
     assert f["fwd.lse"] is f["fwd.sinks"] is f["operands.delta_s"] is None
     if factors:
@@ -341,7 +341,7 @@ def test_forced_rows(spec: KernelSpec, lse: bool) -> None:
     assert all(m[name] == f[name] for name in ("partial_o", "partial_ml"))
     assert m["lse"] == (At("lse") if lse else None)
     # Operands, then what is made of the mask, then results.
-    of_mask = {f["forms.tiles"], f["forms.lists"]} - {None}
+    of_mask = {f["mods.tiles"], f["mods.lists"]} - {None}
     results_at = [f[name].offset for name in ("partial_o", "partial_ml")]
     operands = [x for name, x in f.items() if name.startswith(("operands.", "fwd.")) and isinstance(x, At)]
     operands = [x for x in operands if x.operand == "workspace"]
@@ -357,9 +357,9 @@ def test_forced_rows(spec: KernelSpec, lse: bool) -> None:
         assert f["map_bias"].dims == (5000, 1, 9, 1, 2)
     else:
         ends = {x: fields_of_record(launches.records[0], MASK_PACK)[x] for x in ("bits", "kinds")}
-        assert f["forms.tiles"] == ends["bits"]
-        assert f["forms.lists"] == fields_of_record(launches.records[1], MASK_LIST)["lists"]
-        assert f["forms.lists"].offset < f["partial_o"].offset
+        assert f["mods.tiles"] == ends["bits"]
+        assert f["mods.lists"] == fields_of_record(launches.records[1], MASK_LIST)["lists"]
+        assert f["mods.lists"].offset < f["partial_o"].offset
 
 
 @pytest.mark.parametrize(

@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 
 from omniattn.errors import ArgumentError
-from omniattn.launch import score_forms
+from omniattn.launch import score_mods
 from omniattn.launch.host_struct import At
 from omniattn.launch.structs import (
     ATTN_COMBINE,
-    ATTN_FWD_SPLIT_FORMS_SM80,
-    ATTN_FWD_SPLIT_FORMS_SM90,
-    ATTN_FWD_SPLIT_MOD_SM80,
-    ATTN_FWD_SPLIT_MOD_SM90,
+    ATTN_FWD_SPLIT_MODS_SM80,
+    ATTN_FWD_SPLIT_MODS_SM90,
     ATTN_FWD_SPLIT_SM80,
+    ATTN_FWD_SPLIT_USER_MOD_SM80,
+    ATTN_FWD_SPLIT_USER_MOD_SM90,
     MASK_LIST,
     MASK_PACK,
 )
@@ -66,7 +66,7 @@ def test_on_mma_sync(changes: dict[str, Any], target: Target) -> None:
     assert 2 <= splits <= 64
     pack = 1 if p.varlen else 4
     assert record.grid[0] == 32 // pack * (1 + (3 if p.varlen else 0))
-    layout = ATTN_FWD_SPLIT_FORMS_SM80 if p.score_mods else ATTN_FWD_SPLIT_SM80
+    layout = ATTN_FWD_SPLIT_MODS_SM80 if p.score_mods else ATTN_FWD_SPLIT_SM80
     f, merged = fields_of_record(record, layout), fields_of_record(launches.records[-1], ATTN_COMBINE)
     assert [merged[name] for name in ("num_splits", "heads", "rows", "pack")] == [splits, 32 // pack, 16 * pack, pack]
     assert all(merged[name] == f[name] for name in ("partial_o", "partial_ml"))
@@ -146,10 +146,10 @@ def test_heads_with_lists_of_their_own() -> None:
         if listed:  # of the queries of a tile, of which there are fewer than rows
             of_list = fields_of_record(before[1], MASK_LIST)
             assert (of_list["block_m"], of_list["num_m_blocks"]) == (16, 1)
-        f = fields_of_record(record, ATTN_FWD_SPLIT_FORMS_SM80)
-        assert (f["call.forms.lists"] is not None) == listed
-        assert (f["call.forms.tiles"] is not None, f["pack_log2"]) == (True, 2)
-        assert (f["call.forms.tiles_stride_h"] != 0) != listed
+        f = fields_of_record(record, ATTN_FWD_SPLIT_MODS_SM80)
+        assert (f["call.mods.lists"] is not None) == listed
+        assert (f["call.mods.tiles"] is not None, f["pack_log2"]) == (True, 2)
+        assert (f["call.mods.tiles_stride_h"] != 0) != listed
 
 
 @pytest.mark.parametrize(
@@ -176,10 +176,10 @@ def test_numbers_a_key_of_each_head_are_read_as_tiles(sq: int, sk: int) -> None:
     launches = launches_of(as_tiles[0], keys_of_heads(sq, sk), HOPPER, None)
     main = next(r for r in launches.records if r.spec.op == "attention_split")
     assert main.spec.name.endswith("_split_bias16")
-    f = fields_of_record(main, ATTN_FWD_SPLIT_FORMS_SM90)
+    f = fields_of_record(main, ATTN_FWD_SPLIT_MODS_SM90)
     heads = f["tiles.pack_heads"]
     assert heads == f["tiles.pack"] > 1
-    assert f["forms.forms"] == score_forms.BIAS
+    assert f["mods.flags"] == score_mods.BIAS
     bias = next(m for m in main.tensor_maps if m.operand == "mask")
     assert bias.dims[1:] == (heads, sq, 32 // heads, 1)
     assert bias.strides_bytes[:3] == (2 * sk, 0, 2 * sk * heads)
@@ -204,7 +204,7 @@ def test_maps_of_masks_without_a_stride_between_queries_have_none() -> None:
     """Were it 16 bytes, rows would be read that are others', and what lies behind the mask."""
     p = keys_of_heads(64, 1024, batch=64, keys_as_tiles=True, mask_map=True)
     spec = by_name("attn_fwd_sm90_bf16_d96_m192n64_bias16")
-    found = score_forms.bias_map(spec, p, TensorMap("q", 0, p.dtype, (64,), (), (64,)))
+    found = score_mods.bias_map(spec, p, TensorMap("q", 0, p.dtype, (64,), (), (64,)))
     assert (found.dims, found.strides_bytes) == ((1024, 64, 32, 1), (0, 2048, 16))
 
 
@@ -239,13 +239,13 @@ def test_modified_scores(changes: dict[str, Any], lists: bool, target: Target) -
     modified = p.score_mod is not None
     assert bool(record.spec.generated) == modified
     assert all(bool(r.spec.generated) == modified for r in before if r.spec.op == "tile_kinds")
-    f = fields_of_record(record, ATTN_FWD_SPLIT_MOD_SM80 if modified else ATTN_FWD_SPLIT_FORMS_SM80)
+    f = fields_of_record(record, ATTN_FWD_SPLIT_USER_MOD_SM80 if modified else ATTN_FWD_SPLIT_MODS_SM80)
     call = "call.call." if modified else "call."
-    assert (f[f"{call}forms.lists"] is not None) == lists
+    assert (f[f"{call}mods.lists"] is not None) == lists
     assert f[f"{call}fwd.seqlen_k"] == 32768
     assert f["partial_ml"].offset - f["partial_o"].offset >= 4 * 32 * 16 * record.grid[1] * 128
     if lists:
-        assert f["partial_o"].offset > f[f"{call}forms.lists"].offset
+        assert f["partial_o"].offset > f[f"{call}mods.lists"].offset
     if modified:
         assert f["call.arrays.data"][0] == At("score_mod.x")
 
@@ -289,14 +289,14 @@ def test_scores_on_wgmma(
     assert [merged[x] for x in ("heads", "rows", "pack", "pack_heads")] == [32 // heads, queries * pack, pack, heads]
     if not record.spec.arch_specific:
         return
-    layout = ATTN_FWD_SPLIT_FORMS_SM90 if p.score_mod is None else ATTN_FWD_SPLIT_MOD_SM90
+    layout = ATTN_FWD_SPLIT_MODS_SM90 if p.score_mod is None else ATTN_FWD_SPLIT_USER_MOD_SM90
     f, rows = fields_of_record(record, layout), queries * pack
     assert [f[f"tiles.{x}"] for x in ("pack", "pack_heads", "num_queries", "lead_rows")] == [pack, heads, queries, 0]
     assert [f[f"fwd.{name}"] for name in ("seqlen_q", "num_q_heads", "lse")] == [rows, 32 // heads, None]
     assert all(merged[name] == f[name] for name in ("partial_o", "partial_ml"))
     assert f["tiles.num_splits"] == merged["num_splits"] > 1
     found = {r.spec.op: r for r in before}
-    assert (f["forms.lists"] is not None) == ("mask_list" in found) == (p.mask == "bool" or p.block_mask is not None)
+    assert (f["mods.lists"] is not None) == ("mask_list" in found) == (p.mask == "bool" or p.block_mask is not None)
     if "mask_list" in found:
         listed = fields_of_record(found["mask_list"], MASK_LIST)
         assert [listed[name] for name in ("block_m", "seqlen_q", "pack")] == [192, rows, pack]
@@ -304,7 +304,7 @@ def test_scores_on_wgmma(
         packed = fields_of_record(found["mask_pack"], MASK_PACK)
         assert [packed[name] for name in ("mask_heads", "rows")] == [32 // heads if by_head else 1, rows]
         assert [packed[name] for name in ("pack_log2", "pack_heads")] == [pack.bit_length() - 1, heads]
-        assert (f["forms.tiles_stride_h"] != 0) == by_head
+        assert (f["mods.tiles_stride_h"] != 0) == by_head
     if p.mask in ("io", "float32"):
         bias = next(m for m in record.tensor_maps if m.operand == "mask")
         size = 2 if p.mask == "io" else 4

@@ -111,5 +111,5 @@ def test_a_mask_of_heads_and_keys_has_a_map_as_rows_of_queries() -> None:
     p = problem_of("io", mask_heads=HEADS, keys_map=True)
     assert not p.mask_map
     folded = heads_as_queries(p)
-    assert (folded.mask_map, folded.mask_form) == (True, "tiles")
+    assert (folded.mask_map, folded.mask_encoding) == (True, "tiles")
     assert not heads_as_queries(problem_of("io", mask_heads=HEADS)).mask_map

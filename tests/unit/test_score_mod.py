@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 import omniattn as oa
-from omniattn.launch import masks, score_forms, tile_kinds
+from omniattn.launch import masks, score_mods, tile_kinds
 from omniattn.launch.host_struct import At
 from omniattn.launch.score_mod import HEADER, array_values, user_text, with_score_mod
-from omniattn.launch.structs import ATTN_FWD_FORMS_SM90, ATTN_FWD_MOD_SM90, MASK_LIST, SCORE_MOD_ARRAYS, TILE_KINDS
+from omniattn.launch.structs import ATTN_FWD_MODS_SM90, ATTN_FWD_USER_MOD_SM90, MASK_LIST, SCORE_MOD_ARRAYS, TILE_KINDS
 from omniattn.plan.attention import plan_attention
 from omniattn.problems import AttentionProblem, AttentionStrides, Target
 from omniattn.problems.score_mod import BlockMaskProblem, ModArray, ScoreModProblem
@@ -31,7 +31,7 @@ _LAYOUTS = {"mask_list": MASK_LIST, "tile_kinds": TILE_KINDS}
 
 def fields(record: LaunchRecord) -> dict[str, Any]:
     """The arguments of a launch by name."""
-    of_attention = ATTN_FWD_MOD_SM90 if record.spec.generated else ATTN_FWD_FORMS_SM90
+    of_attention = ATTN_FWD_USER_MOD_SM90 if record.spec.generated else ATTN_FWD_MODS_SM90
     return dict(fields_of_record(record, _LAYOUTS.get(record.spec.op, of_attention)))
 
 
@@ -278,19 +278,19 @@ def test_plans_on_hopper() -> None:
     assert main.spec.prebuild == ()
     assert kinds.spec.name.startswith("tile_kinds_sm80_mod_")
     assert listing.spec.name == "mask_list_sm80"
-    assert fields(main)["forms.forms"] == score_forms.MOD_TILES
+    assert fields(main)["mods.flags"] == score_mods.MOD_TILES
     # A mask expression of q and k alone: one map for all sequences and heads.
     assert (fields(kinds)["batch"], fields(kinds)["heads"]) == (1, 1)
-    assert fields(main)["forms.lists_stride_b"] == fields(main)["forms.lists_stride_h"] == 0
+    assert fields(main)["mods.lists_stride_b"] == fields(main)["mods.lists_stride_h"] == 0
 
     (alone,) = plan_attention(problem(score_mod=replace(MOD, mask=None)), H200, UNSPLIT).records
-    assert fields(alone)["forms.forms"] == 0
+    assert fields(alone)["mods.flags"] == 0
     capped = plan_attention(problem(score_mod=MOD, softcap=3.0), H200, UNSPLIT)
     assert "_softcap_mod_" in capped.selection.spec.name
     # Masks that are packed have lists of their own; the expression is evaluated everywhere then.
     packed = plan_attention(problem(score_mod=MOD, mask="bool"), H200, UNSPLIT)
     assert [record.spec.op for record in packed.records] == ["mask_pack", "mask_list", "attention"]
-    assert not fields(packed.records[-1])["forms.forms"] & score_forms.MOD_TILES
+    assert not fields(packed.records[-1])["mods.flags"] & score_mods.MOD_TILES
 
 
 def test_plans_on_other_gpus() -> None:
@@ -324,8 +324,8 @@ def test_maps_are_as_small_as_can_be(mask: str | None, blocks: tuple[int, ...], 
     assert fields(kinds)["block_rows"] == 4
     count = -(-1000 // 192)
     places = fields(main)
-    assert places["forms.lists_stride_b"] == (count * 17 * found.heads if found.batch > 1 else 0)
-    assert places["forms.lists_stride_h"] == (count * 17 if found.heads > 1 else 0)
+    assert places["mods.lists_stride_b"] == (count * 17 * found.heads if found.batch > 1 else 0)
+    assert places["mods.lists_stride_h"] == (count * 17 if found.heads > 1 else 0)
     assert fields(listing)["mask_heads"] == found.heads
     assert kinds.num_ctas == -(-found.batch * found.heads * 16 * 16 // 4)
 

@@ -10,7 +10,7 @@ import pytest
 
 from build_tools.jobs import ROOT
 from build_tools.layouts import device_constants, device_kinds, device_layout
-from omniattn.launch import attn_fwd, attn_fwd_shares, decode, kv_append, masks, quantize, structs
+from omniattn.launch import attn_fwd, attn_fwd_stream_k, decode, kv_append, masks, quantize, structs
 from omniattn.launch.host_struct import HostStruct
 from omniattn.problems import quantize as quantize_problem
 from omniattn.problems import score_mod
@@ -88,8 +88,8 @@ CONSTANTS = [
         ("params/kv_append.cuh", name, kv_append._ROPE[kind])
         for name, kind in (("kRopeNone", "none"), ("kRopeHalf", "half"), ("kRopeInterleaved", "interleaved"))
     ),
-    ("params/attn_combine.cuh", "kShareSlots", attn_fwd_shares.SLOTS),
-    ("params/attn_combine.cuh", "kShareClasses", attn_fwd_shares.CLASSES),
+    ("params/attn_combine.cuh", "kStreamKSlots", attn_fwd_stream_k.SLOTS),
+    ("params/attn_combine.cuh", "kStreamKClasses", attn_fwd_stream_k.CLASSES),
     ("params/decode.cuh", "kRecentOlder", decode.OLDER),
     ("params/decode.cuh", "kRecentNewest", decode.NEWEST),
     ("params/kv_copy.cuh", "kMaxPairs", structs.MAX_PAIRS),

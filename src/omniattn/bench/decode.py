@@ -166,7 +166,7 @@ def _run_shape(
         if not errors[key] <= limit:
             reasons[key] = f"wrong result: relative L1 {errors[key]:.3g} against fp64, limit {limit}"
             continue
-        candidates[key] = _in_turn(steps)
+        candidates[key] = _interleaved(steps)
         warmup = max(warmup, copies)
     timings = timer(candidates, warmup=warmup)
     return [
@@ -175,7 +175,7 @@ def _run_shape(
     ]
 
 
-def _in_turn(steps: Sequence[Callable[[], Any]]) -> Candidate:
+def _interleaved(steps: Sequence[Callable[[], Any]]) -> Candidate:
     return lambda number: steps[number % len(steps)]()
 
 

@@ -223,20 +223,20 @@ class DecodeReport:
             return None
         return measurement.timing.median_us / other.timing.median_us
 
-    def slower_than_wider(self) -> list[str]:
+    def slower_than_larger(self) -> list[str]:
         """Formats that take longer than one with more bytes on the same shape, by more than both spreads."""
         found = []
         for shape in self.shapes:
             ran = [m for m in self.measurements if m.shape == shape and m.key != self.anchor and m.timing is not None]
             for narrow in ran:
-                for wide in ran:
-                    if narrow.cache_bytes >= wide.cache_bytes or narrow.timing is None or wide.timing is None:
+                for larger in ran:
+                    if narrow.cache_bytes >= larger.cache_bytes or narrow.timing is None or larger.timing is None:
                         continue
-                    if narrow.key.endswith(WITH_PREFIX) != wide.key.endswith(WITH_PREFIX):
+                    if narrow.key.endswith(WITH_PREFIX) != larger.key.endswith(WITH_PREFIX):
                         continue
-                    slack = 1 + narrow.timing.spread + wide.timing.spread
-                    if narrow.timing.median_us > slack * wide.timing.median_us:
-                        found.append(f"{shape.name}: {narrow.key} is slower than {wide.key}")
+                    slack = 1 + narrow.timing.spread + larger.timing.spread
+                    if narrow.timing.median_us > slack * larger.timing.median_us:
+                        found.append(f"{shape.name}: {narrow.key} is slower than {larger.key}")
         return found
 
     def table(self) -> tuple[list[str], list[list[str]]]:
@@ -260,7 +260,7 @@ class DecodeReport:
             sustained_seconds=self.sustained_s,
             ceilings={"copy_tb_per_s": self.copy_tb_per_s},
             labels={key: label(key) for key in self.keys},
-            slower_than_wider=self.slower_than_wider(),
+            slower_than_larger=self.slower_than_larger(),
             samples=[samples_of(m.timing) for m in self.measurements],
         )
 

@@ -258,5 +258,5 @@ def counted(pairs: str, share: float) -> str:
     return pairs if share == 1.0 else f"{pairs}, {share:.2f}"
 
 
-def _number(value: float | None, form: str) -> str:
-    return "–" if value is None else form.format(value)
+def _number(value: float | None, template: str) -> str:
+    return "–" if value is None else template.format(value)

@@ -237,5 +237,5 @@ class ShapeReport:
         }
 
 
-def _number(value: float | None, form: str) -> str:
-    return "–" if value is None else form.format(value)
+def _number(value: float | None, template: str) -> str:
+    return "–" if value is None else template.format(value)

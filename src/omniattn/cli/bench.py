@@ -191,7 +191,7 @@ def _run_decode(arguments: argparse.Namespace) -> int:
         header, rows = report.table()
         facts = [", ".join(f"{name} {value}" for name, value in report.environment.items())]
         facts.append(f"Ceiling in this run: copy {report.copy_tb_per_s:.2f} TB/s (read + written)")
-        facts += report.slower_than_wider() + _load_facts(report)
+        facts += report.slower_than_larger() + _load_facts(report)
         facts += [f"{label(m.key)}, {m.shape.name}: {m.reason}" for m in report.measurements if m.reason]
         if arguments.markdown:
             print(report.markdown() + "\n\n" + "\n".join(f"- {fact}" for fact in facts))

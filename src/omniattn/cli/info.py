@@ -260,12 +260,12 @@ def _gpu_text(gpu: dict[str, Any]) -> str:
 
 
 #: Columns of a terminal that the table with a column for every GPU needs.
-_WIDE = 190
+_FULL_WIDTH = 190
 
 
 def _show_support(columns: Sequence[support.Column], rows: Sequence[support.SupportRow]) -> None:
     title = "Which kernels this installation has"
-    if console.width() < _WIDE:
+    if console.width() < _FULL_WIDTH:
         _show_support_narrow(title, columns, rows)
         return
     # Reasons are few and long: they are numbered below the table.

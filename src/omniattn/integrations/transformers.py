@@ -156,7 +156,7 @@ def attention_mask(
         return _full(options)
     # Where padding may not be looked at, which would be a graph break or a synchronization, neither may its class be.
     tracing = import_utils.is_tracing(torch.empty(0, device=device) if attention_mask is None else attention_mask)
-    return _from_parts(options, *window, look=not tracing)
+    return _from_parts(options, *window, read_padding=not tracing)
 
 
 def _full(options: dict[str, Any]) -> torch.Tensor:
@@ -184,8 +184,8 @@ def _window(
     return (local_size, local_size) if bidirectional else None
 
 
-def _from_parts(options: dict[str, Any], left: int, right: int, *, look: bool) -> torch.Tensor | None:
-    """`attention_mask` where the mask is a window. look: padding may be looked at."""
+def _from_parts(options: dict[str, Any], left: int, right: int, *, read_padding: bool) -> torch.Tensor | None:
+    """`attention_mask` where the mask is a window. read_padding: its values may be read."""
     batch, q_len, kv_len = options["batch_size"], options["q_length"], options["kv_length"]
     shift = options["q_offset"] - options["kv_offset"]
     # With a causal mask nobody sees the keys behind the last query.
@@ -195,7 +195,7 @@ def _from_parts(options: dict[str, Any], left: int, right: int, *, look: bool) -
     padding = masking_utils.prepare_padding_mask(options["attention_mask"], kv_len, options["kv_offset"])
     if padding is not None:
         padding = padding[:, options["kv_offset"] :][:, :kv_len]
-        if look and bool(padding[:, :seen].all()):
+        if read_padding and bool(padding[:, :seen].all()):
             padding = None
     if left >= shift + q_len - 1:
         left = -1
@@ -206,7 +206,7 @@ def _from_parts(options: dict[str, Any], left: int, right: int, *, look: bool) -
         return None if padding is None else padding[:, None, None, :].expand(batch, 1, q_len, kv_len)
     if left < 0 and padding is None and q_len > 1 and shift == 0:
         return None
-    if not look:
+    if not read_padding:
         return _full(options)
     rows = torch.ones(0, dtype=torch.bool, device=options["device"]) if padding is None else padding
     return StructuredMask(rows, batch, q_len, kv_len, shift, left, right)

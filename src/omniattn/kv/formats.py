@@ -109,10 +109,10 @@ class KVFormat:
         lanes = 4 if self.is_key else 8
         unit, lane, element = channel // (4 * lanes), channel // 4 % lanes, channel % 4
         unit_bits = 4 * self.bits
-        piece_bits = min(128, self.row_dim // (4 * lanes) * unit_bits)
+        chunk_bits = min(128, self.row_dim // (4 * lanes) * unit_bits)
         at = unit * unit_bits
-        first = (at // piece_bits * lanes + lane) * piece_bits
-        within = at % piece_bits
+        first = (at // chunk_bits * lanes + lane) * chunk_bits
+        within = at % chunk_bits
         if self.dtype == "int4" and self.is_key:
             # Two units share a 32-bit word: unit 2i has nibbles 0 and 1 of both halves, unit 2i + 1 nibbles 2 and 3.
             half, nibble = element & 1, 2 * (unit & 1) + (element >> 1)

@@ -14,7 +14,7 @@ from .attn_fwd import forward_values, num_m_blocks, tile_launches
 from .host_struct import At, member, strides
 from .numbers import MAX_GRID_X
 from .score_mod import array_values
-from .structs import ATTN_BWD, ATTN_BWD_MOD
+from .structs import ATTN_BWD, ATTN_BWD_USER_MOD
 
 #: Padded rows to a number of ``stray_do`` (kernels_cu/params/attn_bwd.cuh).
 STRAY_ROWS = 64
@@ -142,7 +142,7 @@ def _tiles(spec: KernelSpec, problem: BackwardProblem, values: dict[str, object]
     mod = problem.forward.score_mod
     layout = ATTN_BWD
     if mod is not None:
-        layout = ATTN_BWD_MOD
+        layout = ATTN_BWD_USER_MOD
         values = member("call", values) | member("arrays", array_values(mod))
     return LaunchRecord(spec, (count, 1, 1), 32 * spec.num_warps, *layout.pack(values))
 

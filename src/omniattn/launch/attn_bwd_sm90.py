@@ -12,8 +12,8 @@ from .attn_bwd_sm80 import BackwardPlaces, backward_values, num_n_blocks
 from .attn_fwd import num_m_blocks
 from .attn_fwd_sm90 import PANEL, mapped, operand_map, tile_values
 from .host_struct import member
-from .score_forms import finite, form_values
-from .structs import ATTN_BWD_FORMS_SM90, ATTN_BWD_SM90
+from .score_mods import finite, score_mod_values
+from .structs import ATTN_BWD_MODS_SM90, ATTN_BWD_SM90
 
 
 def tiles_of(problem: BackwardProblem, spec: KernelSpec, sm_count: int) -> tile_order.TileList:
@@ -102,11 +102,11 @@ def _launch(
     }
     layout = ATTN_BWD_SM90
     if f.softcap > 0.0:
-        layout = ATTN_BWD_FORMS_SM90
-        forms = form_values(f, None)
-        factor2 = forms["factor2"]
+        layout = ATTN_BWD_MODS_SM90
+        mods = score_mod_values(f, None)
+        factor2 = mods["factor2"]
         assert isinstance(factor2, float)
-        values |= {**member("forms", forms), "inv_factor2": finite(1.0 / factor2)}
+        values |= {**member("mods", mods), "inv_factor2": finite(1.0 / factor2)}
     grid = (min(tiles.num_items, target.sm_count), 1, 1)
     return (LaunchRecord(spec, grid, 32 * spec.num_warps, *layout.pack(values), overlap=overlap),)
 

@@ -8,9 +8,9 @@ from ..runtime.record import LaunchRecord
 from .host_struct import At, member, strides
 from .masks import MASK_KINDS, MaskPlaces, memory_of
 from .numbers import MAX_GRID_X
-from .score_forms import form_values
 from .score_mod import array_values
-from .structs import ATTN_FWD, ATTN_FWD_FORMS_SM80, ATTN_FWD_MOD_SM80
+from .score_mods import score_mod_values
+from .structs import ATTN_FWD, ATTN_FWD_MODS_SM80, ATTN_FWD_USER_MOD_SM80
 
 #: Numbers of the kinds in device code (``kernels_cu/params/attn_fwd.cuh``).
 SINKS_KINDS = {"none": 0, "float32": 1, "io": 2}
@@ -92,11 +92,11 @@ def build(
         values["head_dim_qk"] = problem.head_dim if spec.other_head_dim_v else 0
         layout = ATTN_FWD
         if spec.score_mods:
-            layout = ATTN_FWD_FORMS_SM80
+            layout = ATTN_FWD_MODS_SM80
             memory = dict(zip(("mask_first_byte", "mask_end_byte"), memory_of(problem), strict=True))
-            values = member("fwd", values) | member("forms", form_values(problem, masks)) | memory
+            values = member("fwd", values) | member("mods", score_mod_values(problem, masks)) | memory
         if problem.score_mod is not None:
-            layout = ATTN_FWD_MOD_SM80
+            layout = ATTN_FWD_USER_MOD_SM80
             values = member("call", values) | member("arrays", array_values(problem.score_mod))
         arguments = layout.pack(values)
         records.append(LaunchRecord(spec, (count, 1, 1), 32 * spec.num_warps, *arguments))

@@ -13,9 +13,9 @@ from . import tile_order
 from .attn_fwd import forward_values, num_m_blocks
 from .host_struct import member
 from .masks import MaskPlaces
-from .score_forms import bias_map, form_values
 from .score_mod import array_values
-from .structs import ATTN_FWD_FORMS_SM90, ATTN_FWD_MOD_SM90, ATTN_FWD_SM90
+from .score_mods import bias_map, score_mod_values
+from .structs import ATTN_FWD_MODS_SM90, ATTN_FWD_SM90, ATTN_FWD_USER_MOD_SM90
 
 _GROUP_ROWS = 64  # query rows of a warpgroup
 PANEL = 64  #: Columns of one copy: 128 bytes, the width of the swizzle.
@@ -138,10 +138,10 @@ def build(
     values |= member("fwd", forward_values(problem, blocks, mask_extent=problem.mask_extent))
     layout = ATTN_FWD_SM90
     if spec.score_mods:
-        layout = ATTN_FWD_FORMS_SM90
-        values |= {"map_bias": bias_map(spec, problem, q, masks), **member("forms", form_values(problem, masks))}
+        layout = ATTN_FWD_MODS_SM90
+        values |= {"map_bias": bias_map(spec, problem, q, masks), **member("mods", score_mod_values(problem, masks))}
     if problem.score_mod is not None:
-        layout = ATTN_FWD_MOD_SM90
+        layout = ATTN_FWD_USER_MOD_SM90
         values |= member("arrays", array_values(problem.score_mod))
     grid = (ctas_of(problem, spec, tiles, target), 1, 1)
     # Kernels that visit all tiles wait by themselves for the one that packs the mask, if it has anything to pack.

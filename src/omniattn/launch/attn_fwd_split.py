@@ -16,28 +16,28 @@ from .attn_int8 import OperandPlaces
 from .attn_int8_sm90 import flush_keys, key_maps, packed_operands_map
 from .host_struct import At, member, strides
 from .masks import MaskPlaces, memory_of
-from .score_forms import bias_map, form_values
 from .score_mod import array_values
+from .score_mods import bias_map, score_mod_values
 from .structs import (
     ATTN_COMBINE,
     ATTN_FP8_SPLIT_FACTORS_SM90,
-    ATTN_FP8_SPLIT_FORMS_FACTORS_SM90,
-    ATTN_FWD_SPLIT_FORMS_SM80,
-    ATTN_FWD_SPLIT_FORMS_SM90,
-    ATTN_FWD_SPLIT_MOD_SM80,
-    ATTN_FWD_SPLIT_MOD_SM90,
+    ATTN_FP8_SPLIT_MODS_FACTORS_SM90,
+    ATTN_FWD_SPLIT_MODS_SM80,
+    ATTN_FWD_SPLIT_MODS_SM90,
     ATTN_FWD_SPLIT_SM80,
     ATTN_FWD_SPLIT_SM90,
-    ATTN_INT8_SPLIT_FORMS_SM90,
+    ATTN_FWD_SPLIT_USER_MOD_SM80,
+    ATTN_FWD_SPLIT_USER_MOD_SM90,
+    ATTN_INT8_SPLIT_MODS_SM90,
     ATTN_INT8_SPLIT_SM90,
 )
 
-#: Of quantized operands: with and without score forms, with and without factors of V.
+#: Of quantized operands: with and without score modifications, with and without factors of V.
 _INT8_LAYOUTS = {
     (False, False): ATTN_INT8_SPLIT_SM90,
-    (True, False): ATTN_INT8_SPLIT_FORMS_SM90,
+    (True, False): ATTN_INT8_SPLIT_MODS_SM90,
     (False, True): ATTN_FP8_SPLIT_FACTORS_SM90,
-    (True, True): ATTN_FP8_SPLIT_FORMS_FACTORS_SM90,
+    (True, True): ATTN_FP8_SPLIT_MODS_FACTORS_SM90,
 }
 _COMBINE_THREADS = 256
 #: Channels of a thread of the second kernel, and partial results that it asks for at once.
@@ -195,10 +195,13 @@ def _main_sm90(
     }
     layout = ATTN_FWD_SPLIT_SM90
     if spec.score_mods:
-        layout = ATTN_FWD_SPLIT_FORMS_SM90
-        values |= {"map_bias": bias_map(spec, p, q, masks, split.pack_gqa), **member("forms", form_values(p, masks))}
+        layout = ATTN_FWD_SPLIT_MODS_SM90
+        values |= {
+            "map_bias": bias_map(spec, p, q, masks, split.pack_gqa),
+            **member("mods", score_mod_values(p, masks)),
+        }
     if p.score_mod is not None:
-        layout = ATTN_FWD_SPLIT_MOD_SM90
+        layout = ATTN_FWD_SPLIT_USER_MOD_SM90
         values |= member("arrays", array_values(p.score_mod))
     grid = (min(split.tiles.num_items, target.sm_count * spec.ctas_per_sm), 1, 1)
     return (LaunchRecord(spec, grid, 32 * spec.num_warps, *layout.pack(values)),)
@@ -213,11 +216,11 @@ def _main_int8(
 ) -> tuple[LaunchRecord, ...]:
     """As on 16 bits; scales and biases of queries are found by the heads of the call, and sinks are known of.
 
-    With forms the rows of a tile are those of one head.
+    With score modifications the rows of a tile are those of one head.
     """
     spec, p, at = split.spec, split.problem, places.at
-    forms, factors = spec.score_mods, spec.value_factors
-    assert split.pack_gqa == ONE_HEAD or not forms
+    score_mods, factors = spec.score_mods, spec.value_factors
+    assert split.pack_gqa == ONE_HEAD or not score_mods
     q = packed_operands_map(spec, p, places, split.pack_gqa, p.batch)
     k, v = key_maps(spec, p, places, p.batch)
     told = replace(split.told, sinks=p.sinks)
@@ -234,12 +237,15 @@ def _main_int8(
         **member("scales", places.block_scales()),
         **partial,
     }
-    if forms:
-        values |= {"map_bias": bias_map(spec, p, q, pack_gqa=split.pack_gqa), **member("forms", form_values(p, masks))}
+    if score_mods:
+        values |= {
+            "map_bias": bias_map(spec, p, q, pack_gqa=split.pack_gqa),
+            **member("mods", score_mod_values(p, masks)),
+        }
     if factors:
         values |= member("factors", places.value_factors())
         del values["partial_lse"]
-    layout = _INT8_LAYOUTS[forms, factors]
+    layout = _INT8_LAYOUTS[score_mods, factors]
     grid = (min(split.tiles.num_items, target.sm_count), 1, 1)
     return (LaunchRecord(spec, grid, 32 * spec.num_warps, *layout.pack(values)),)
 
@@ -251,11 +257,11 @@ def _main_sm80(split: _Split, partial: dict[str, At | None], masks: MaskPlaces |
     tiles = blocks * told.num_q_heads * (1 if problem.varlen else problem.batch)
     values, layout = forward_values(told, blocks, mask_extent=(rows * split.pack_gqa.pack, keys)), ATTN_FWD_SPLIT_SM80
     if spec.score_mods:
-        layout = ATTN_FWD_SPLIT_FORMS_SM80
+        layout = ATTN_FWD_SPLIT_MODS_SM80
         memory = dict(zip(("mask_first_byte", "mask_end_byte"), memory_of(problem), strict=True))
-        values = member("fwd", values) | member("forms", form_values(told, masks)) | memory
+        values = member("fwd", values) | member("mods", score_mod_values(told, masks)) | memory
     if problem.score_mod is not None:
-        layout = ATTN_FWD_SPLIT_MOD_SM80
+        layout = ATTN_FWD_SPLIT_USER_MOD_SM80
         values = member("call", values) | member("arrays", array_values(problem.score_mod))
     grid = (tiles, split.splits, 1)
     values = member("call", values) | partial | {"pack_log2": split.pack_gqa.pack.bit_length() - 1}

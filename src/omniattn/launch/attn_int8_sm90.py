@@ -13,8 +13,8 @@ from .attn_fwd_sm90 import ctas_of, mapped, tile_values, tiles_of
 from .attn_int8 import OperandPlaces
 from .host_struct import At, member
 from .masks import MaskPlaces
-from .score_forms import bias_map, form_values
-from .structs import ATTN_FP8_FACTORS_SM90, ATTN_FP8_FORMS_FACTORS_SM90, ATTN_INT8_FORMS_SM90, ATTN_INT8_SM90
+from .score_mods import bias_map, score_mod_values
+from .structs import ATTN_FP8_FACTORS_SM90, ATTN_FP8_MODS_FACTORS_SM90, ATTN_INT8_MODS_SM90, ATTN_INT8_SM90
 
 #: Keys whose products with V the tensor cores sum by themselves, with 13 bits and by truncation. If V has one sign,
 #: outputs shrink by 0.4 % over 256 keys, by 4 % over 2048. V without its mean has no such loss
@@ -22,12 +22,12 @@ from .structs import ATTN_FP8_FACTORS_SM90, ATTN_FP8_FORMS_FACTORS_SM90, ATTN_IN
 FLUSH_KEYS = 256
 FLUSH_KEYS_SMOOTH_V = 2048
 
-#: Arguments of rows with and without score forms, with and without factors of V.
+#: Arguments of rows with and without score modifications, with and without factors of V.
 _LAYOUTS = {
     (False, False): ATTN_INT8_SM90,
-    (True, False): ATTN_INT8_FORMS_SM90,
+    (True, False): ATTN_INT8_MODS_SM90,
     (False, True): ATTN_FP8_FACTORS_SM90,
-    (True, True): ATTN_FP8_FORMS_FACTORS_SM90,
+    (True, True): ATTN_FP8_MODS_FACTORS_SM90,
 }
 
 
@@ -97,12 +97,12 @@ def build(
     values |= member("operands", places.values())
     values |= {"reserved": 0, **member("scales", places.block_scales())}
     values["flush_keys"] = flush_keys(places)
-    forms, factors = spec.score_mods, spec.value_factors
-    if forms:
-        values |= {"map_bias": bias_map(spec, problem, q), **member("forms", form_values(problem, masks))}
+    score_mods, factors = spec.score_mods, spec.value_factors
+    if score_mods:
+        values |= {"map_bias": bias_map(spec, problem, q), **member("mods", score_mod_values(problem, masks))}
     if factors:
         values |= member("factors", places.value_factors())
-    layout = _LAYOUTS[forms, factors]
+    layout = _LAYOUTS[score_mods, factors]
     grid = (ctas_of(problem, spec, tiles, target), 1, 1)
     return (LaunchRecord(spec, grid, 32 * spec.num_warps, *layout.pack(values)),)
 

@@ -125,7 +125,7 @@ def pay(problem: AttentionProblem) -> bool:
     sequences."""
     if problem.varlen:
         return False
-    if problem.mask_form == "bits" and problem.one_mask_for_all_keys:
+    if problem.mask_encoding == "bits" and problem.one_mask_for_all_keys:
         return False  # larger than the mask
     return takes(problem) and problem.seqlen_k <= MASK_TILE * MAX_TILES
 

@@ -31,15 +31,15 @@ SPLIT_TILE_LIST = HostStruct(
     ("i", "num_splits pack num_queries pack_heads"), ("I", "num_tiles first_tile"),
 )
 
-SCORE_FORMS = HostStruct(
-    "ScoreForms", ("P", "tiles lists"),
+SCORE_MOD = HostStruct(
+    "ScoreModParams", ("P", "tiles lists"),
     ("q", "tiles_stride_b tiles_stride_h tiles_stride_m lists_stride_b lists_stride_h"),
-    ("i", "num_tiles forms bias_batch bias_head"), ("f", "cap_scale factor factor2 cap_limit"), ("4f", "cap_poly"),
+    ("i", "num_tiles flags bias_batch bias_head"), ("f", "cap_scale factor factor2 cap_limit"), ("4f", "cap_poly"),
     ("f", "cap_near_limit"), ("3f", "cap_near"),
 )
 
-ATTN_FWD_FORMS_SM80 = HostStruct(
-    "AttnFwdFormsSm80Params", (ATTN_FWD, "fwd"), (SCORE_FORMS, "forms"), ("q", "mask_first_byte mask_end_byte"),
+ATTN_FWD_MODS_SM80 = HostStruct(
+    "AttnFwdModsSm80Params", (ATTN_FWD, "fwd"), (SCORE_MOD, "mods"), ("q", "mask_first_byte mask_end_byte"),
 )
 
 ATTN_FWD_SM90 = HostStruct(
@@ -51,33 +51,33 @@ ATTN_FWD_SPLIT_SM90 = HostStruct(
     ("P", "partial_o partial_ml"),
 )
 
-ATTN_FWD_SHARES_SM90 = HostStruct(
-    "AttnFwdSharesSm90Params", ("M", "map_q map_k map_v"), (ATTN_FWD, "fwd"), (SPLIT_TILE_LIST, "tiles"),
+ATTN_FWD_STREAM_K_SM90 = HostStruct(
+    "AttnFwdStreamKSm90Params", ("M", "map_q map_k map_v"), (ATTN_FWD, "fwd"), (SPLIT_TILE_LIST, "tiles"),
     ("P", "partial_o partial_ml cuts"),
 )
 
-ATTN_FWD_SHARES_FORMS_SM90 = HostStruct(
-    "AttnFwdSharesFormsSm90Params", ("M", "map_q map_k map_v"), (ATTN_FWD, "fwd"), (SPLIT_TILE_LIST, "tiles"),
-    (SCORE_FORMS, "forms"), ("P", "partial_o partial_ml cuts"),
+ATTN_FWD_STREAM_K_MODS_SM90 = HostStruct(
+    "AttnFwdStreamKModsSm90Params", ("M", "map_q map_k map_v"), (ATTN_FWD, "fwd"), (SPLIT_TILE_LIST, "tiles"),
+    (SCORE_MOD, "mods"), ("P", "partial_o partial_ml cuts"),
 )
 
 ATTN_FWD_SPLIT_SM80 = HostStruct(
     "AttnFwdSplitSm80Params", (ATTN_FWD, "call"), ("P", "partial_o partial_ml"), ("i", "pack_log2 pack_heads"),
 )
 
-ATTN_FWD_SPLIT_FORMS_SM80 = HostStruct(
-    "AttnFwdSplitFormsSm80Params", (ATTN_FWD_FORMS_SM80, "call"), ("P", "partial_o partial_ml"),
+ATTN_FWD_SPLIT_MODS_SM80 = HostStruct(
+    "AttnFwdSplitModsSm80Params", (ATTN_FWD_MODS_SM80, "call"), ("P", "partial_o partial_ml"),
     ("i", "pack_log2 pack_heads"),
 )
 
-ATTN_FWD_FORMS_SM90 = HostStruct(
-    "AttnFwdFormsSm90Params", ("M", "map_q map_k map_v map_bias"), (ATTN_FWD, "fwd"), (TILE_LIST, "tiles"),
-    (SCORE_FORMS, "forms"),
+ATTN_FWD_MODS_SM90 = HostStruct(
+    "AttnFwdModsSm90Params", ("M", "map_q map_k map_v map_bias"), (ATTN_FWD, "fwd"), (TILE_LIST, "tiles"),
+    (SCORE_MOD, "mods"),
 )
 
-ATTN_FWD_SPLIT_FORMS_SM90 = HostStruct(
-    "AttnFwdSplitFormsSm90Params", ("M", "map_q map_k map_v map_bias"), (ATTN_FWD, "fwd"), (SPLIT_TILE_LIST, "tiles"),
-    (SCORE_FORMS, "forms"), ("P", "partial_o partial_ml"),
+ATTN_FWD_SPLIT_MODS_SM90 = HostStruct(
+    "AttnFwdSplitModsSm90Params", ("M", "map_q map_k map_v map_bias"), (ATTN_FWD, "fwd"), (SPLIT_TILE_LIST, "tiles"),
+    (SCORE_MOD, "mods"), ("P", "partial_o partial_ml"),
 )
 
 # params/attn_bwd.cuh
@@ -95,9 +95,9 @@ ATTN_BWD_SM90 = HostStruct(
     "AttnBwdSm90Params", ("M", "map_q map_k map_v map_do"), (ATTN_BWD, "bwd"), (TILE_LIST, "tiles"),
 )
 
-ATTN_BWD_FORMS_SM90 = HostStruct(
-    "AttnBwdFormsSm90Params", ("M", "map_q map_k map_v map_do"), (ATTN_BWD, "bwd"), (TILE_LIST, "tiles"),
-    (SCORE_FORMS, "forms"), ("f", "inv_factor2"),
+ATTN_BWD_MODS_SM90 = HostStruct(
+    "AttnBwdModsSm90Params", ("M", "map_q map_k map_v map_do"), (ATTN_BWD, "bwd"), (TILE_LIST, "tiles"),
+    (SCORE_MOD, "mods"), ("f", "inv_factor2"),
 )
 
 # params/attn_combine.cuh
@@ -147,20 +147,20 @@ ATTN_INT8_SPLIT_SM90 = HostStruct(
     ("P", "partial_o partial_ml partial_lse"),
 )
 
-ATTN_INT8_SHARES_SM90 = HostStruct(
-    "AttnInt8SharesSm90Params", ("M", "map_q map_k map_v"), (ATTN_FWD, "fwd"), (QUANTIZED_OPERANDS, "operands"),
+ATTN_INT8_STREAM_K_SM90 = HostStruct(
+    "AttnInt8StreamKSm90Params", ("M", "map_q map_k map_v"), (ATTN_FWD, "fwd"), (QUANTIZED_OPERANDS, "operands"),
     (SPLIT_TILE_LIST, "tiles"), ("i", "flush_keys reserved"), (BLOCK_SCALES, "scales"),
     ("P", "partial_o partial_ml partial_lse cuts"),
 )
 
-ATTN_INT8_FORMS_SM90 = HostStruct(
-    "AttnInt8FormsSm90Params", ("M", "map_q map_k map_v map_bias"), (ATTN_FWD, "fwd"), (QUANTIZED_OPERANDS, "operands"),
-    (TILE_LIST, "tiles"), (SCORE_FORMS, "forms"), ("i", "flush_keys reserved"), (BLOCK_SCALES, "scales"),
+ATTN_INT8_MODS_SM90 = HostStruct(
+    "AttnInt8ModsSm90Params", ("M", "map_q map_k map_v map_bias"), (ATTN_FWD, "fwd"), (QUANTIZED_OPERANDS, "operands"),
+    (TILE_LIST, "tiles"), (SCORE_MOD, "mods"), ("i", "flush_keys reserved"), (BLOCK_SCALES, "scales"),
 )
 
-ATTN_INT8_SPLIT_FORMS_SM90 = HostStruct(
-    "AttnInt8SplitFormsSm90Params", ("M", "map_q map_k map_v map_bias"), (ATTN_FWD, "fwd"),
-    (QUANTIZED_OPERANDS, "operands"), (SPLIT_TILE_LIST, "tiles"), (SCORE_FORMS, "forms"), ("i", "flush_keys reserved"),
+ATTN_INT8_SPLIT_MODS_SM90 = HostStruct(
+    "AttnInt8SplitModsSm90Params", ("M", "map_q map_k map_v map_bias"), (ATTN_FWD, "fwd"),
+    (QUANTIZED_OPERANDS, "operands"), (SPLIT_TILE_LIST, "tiles"), (SCORE_MOD, "mods"), ("i", "flush_keys reserved"),
     (BLOCK_SCALES, "scales"), ("P", "partial_o partial_ml partial_lse"),
 )
 
@@ -184,15 +184,15 @@ ATTN_FP8_SPLIT_FACTORS_SM90 = HostStruct(
     (VALUE_FACTORS, "factors"),
 )
 
-ATTN_FP8_FORMS_FACTORS_SM90 = HostStruct(
-    "AttnFp8FormsFactorsSm90Params", ("M", "map_q map_k map_v map_bias"), (ATTN_FWD, "fwd"),
-    (QUANTIZED_OPERANDS, "operands"), (TILE_LIST, "tiles"), (SCORE_FORMS, "forms"), ("i", "flush_keys reserved"),
+ATTN_FP8_MODS_FACTORS_SM90 = HostStruct(
+    "AttnFp8ModsFactorsSm90Params", ("M", "map_q map_k map_v map_bias"), (ATTN_FWD, "fwd"),
+    (QUANTIZED_OPERANDS, "operands"), (TILE_LIST, "tiles"), (SCORE_MOD, "mods"), ("i", "flush_keys reserved"),
     (BLOCK_SCALES, "scales"), (VALUE_FACTORS, "factors"),
 )
 
-ATTN_FP8_SPLIT_FORMS_FACTORS_SM90 = HostStruct(
-    "AttnFp8SplitFormsFactorsSm90Params", ("M", "map_q map_k map_v map_bias"), (ATTN_FWD, "fwd"),
-    (QUANTIZED_OPERANDS, "operands"), (SPLIT_TILE_LIST, "tiles"), (SCORE_FORMS, "forms"), ("i", "flush_keys reserved"),
+ATTN_FP8_SPLIT_MODS_FACTORS_SM90 = HostStruct(
+    "AttnFp8SplitModsFactorsSm90Params", ("M", "map_q map_k map_v map_bias"), (ATTN_FWD, "fwd"),
+    (QUANTIZED_OPERANDS, "operands"), (SPLIT_TILE_LIST, "tiles"), (SCORE_MOD, "mods"), ("i", "flush_keys reserved"),
     (BLOCK_SCALES, "scales"), ("P", "partial_o partial_ml"), (VALUE_FACTORS, "factors"),
 )
 
@@ -326,27 +326,27 @@ SCORE_MOD_ARRAYS = HostStruct(
     "ScoreModArrays", ("8P", "data"), ("32q", "strides"), ("32i", "extents"),
 )
 
-ATTN_FWD_MOD_SM80 = HostStruct(
-    "AttnFwdModSm80Params", (ATTN_FWD_FORMS_SM80, "call"), (SCORE_MOD_ARRAYS, "arrays"),
+ATTN_FWD_USER_MOD_SM80 = HostStruct(
+    "AttnFwdUserModSm80Params", (ATTN_FWD_MODS_SM80, "call"), (SCORE_MOD_ARRAYS, "arrays"),
 )
 
-ATTN_FWD_SPLIT_MOD_SM80 = HostStruct(
-    "AttnFwdSplitModSm80Params", (ATTN_FWD_MOD_SM80, "call"), ("P", "partial_o partial_ml"),
+ATTN_FWD_SPLIT_USER_MOD_SM80 = HostStruct(
+    "AttnFwdSplitUserModSm80Params", (ATTN_FWD_USER_MOD_SM80, "call"), ("P", "partial_o partial_ml"),
     ("i", "pack_log2 pack_heads"),
 )
 
-ATTN_FWD_MOD_SM90 = HostStruct(
-    "AttnFwdModSm90Params", ("M", "map_q map_k map_v map_bias"), (ATTN_FWD, "fwd"), (TILE_LIST, "tiles"),
-    (SCORE_FORMS, "forms"), (SCORE_MOD_ARRAYS, "arrays"),
+ATTN_FWD_USER_MOD_SM90 = HostStruct(
+    "AttnFwdUserModSm90Params", ("M", "map_q map_k map_v map_bias"), (ATTN_FWD, "fwd"), (TILE_LIST, "tiles"),
+    (SCORE_MOD, "mods"), (SCORE_MOD_ARRAYS, "arrays"),
 )
 
-ATTN_FWD_SPLIT_MOD_SM90 = HostStruct(
-    "AttnFwdSplitModSm90Params", ("M", "map_q map_k map_v map_bias"), (ATTN_FWD, "fwd"), (SPLIT_TILE_LIST, "tiles"),
-    (SCORE_FORMS, "forms"), (SCORE_MOD_ARRAYS, "arrays"), ("P", "partial_o partial_ml"),
+ATTN_FWD_SPLIT_USER_MOD_SM90 = HostStruct(
+    "AttnFwdSplitUserModSm90Params", ("M", "map_q map_k map_v map_bias"), (ATTN_FWD, "fwd"), (SPLIT_TILE_LIST, "tiles"),
+    (SCORE_MOD, "mods"), (SCORE_MOD_ARRAYS, "arrays"), ("P", "partial_o partial_ml"),
 )
 
-ATTN_BWD_MOD = HostStruct(
-    "AttnBwdModParams", (ATTN_BWD, "call"), (SCORE_MOD_ARRAYS, "arrays"),
+ATTN_BWD_USER_MOD = HostStruct(
+    "AttnBwdUserModParams", (ATTN_BWD, "call"), (SCORE_MOD_ARRAYS, "arrays"),
 )
 
 # params/tile_kinds.cuh

@@ -213,7 +213,7 @@ def takes_even_share(problem: AttentionProblem) -> bool:
 def even_share(heads: int, blocks: int, last: float, num_ctas: int) -> tuple[int, float]:
     """How many CTAs share the tiles of all heads most evenly, all or a few less, and the time of the busiest.
 
-    A CTA takes every so manieth tile, head by head, every second round backwards. If their number is a multiple of a
+    CTA c of n takes tiles c, c + n, c + 2n, ..., head by head, every second round backwards. If n is a multiple of a
     head's tiles, some CTAs get the last, short tile of many heads, and others of none.
 
     Parameters

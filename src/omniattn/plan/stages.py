@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 
 from ..launch import (
     attn_fwd,
-    attn_fwd_shares,
     attn_fwd_sm90,
     attn_fwd_split,
+    attn_fwd_stream_k,
     attn_int8,
     attn_int8_sm80,
     attn_int8_sm90,
@@ -128,7 +128,7 @@ def _attend(
     assert rest is not None, "a tail is split by a kernel with the same tiles"
     merge = combine_of(rest, p, target, force)
     if isinstance(schedule, StreamK):
-        records, end = attn_fwd_shares.build(row, merge.spec, p, pack_gqa, schedule, begin, places)
+        records, end = attn_fwd_stream_k.build(row, merge.spec, p, pack_gqa, schedule, begin, places)
         return _Stage(end, records, (merge,))
     split = attn_fwd_split.build(rest, merge.spec, p, target, pack_gqa, schedule, mask.places, begin, places)
     if isinstance(schedule, SplitKV):

@@ -193,7 +193,7 @@ class AttentionProblem:
         return (self.max_seqlen_q, self.max_seqlen_k) if self.varlen else (self.seqlen_q, self.seqlen_k)
 
     @property
-    def mask_form(self) -> str:
+    def mask_encoding(self) -> str:
         """``"none"``, ``"bits"`` (booleans), ``"keys"`` (a number a key for all queries) or ``"tiles"`` (numbers)."""
         if self.mask in ("none", "bool"):
             return "none" if self.mask == "none" else "bits"
@@ -214,12 +214,12 @@ class AttentionProblem:
     @property
     def packs_mask(self) -> bool:
         """Whether kernels before attention can pack the mask: booleans, or values that are the same for all queries."""
-        return self.mask_form in ("bits", "keys")
+        return self.mask_encoding in ("bits", "keys")
 
     @property
     def aligns_mask(self) -> bool:
         """Whether a kernel that wants tensor maps can get a copy of the additive mask, which no map describes."""
-        if self.mask_form != "tiles" or self.mask_map or self.varlen or self.finds_tiles:
+        if self.mask_encoding != "tiles" or self.mask_map or self.varlen or self.finds_tiles:
             return False
         return self.mask_elements < 2**31  # rows of 16 bytes are counted in 31 bits
 

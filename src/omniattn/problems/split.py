@@ -128,7 +128,7 @@ def gqa_packing_with_scores(problem: AttentionProblem, block_m: int) -> PackGQA:
     """
     p = problem
     by_head = p.strides is not None and p.strides.mask[1] != 0
-    if p.score_mod is not None or p.block_mask is not None or (p.mask_form == "keys" and by_head):
+    if p.score_mod is not None or p.block_mask is not None or (p.mask_encoding == "keys" and by_head):
         return ONE_HEAD
     return _fewest_tiles(p, block_m, [1, 2, 4, _ROWS_APART], -1, False)
 

@@ -167,8 +167,8 @@ _FWD_SM90_SMALL_TILES: tuple[_FwdSm90Tile, ...] = (
 )
 
 
-# With score forms (softcap, masks): 64 keys, as masks are packed.
-_FWD_SM90_FORMS_TILES: tuple[_FwdSm90Tile, ...] = (
+# With score modifications (softcap, masks): 64 keys, as masks are packed.
+_FWD_SM90_MODS_TILES: tuple[_FwdSm90Tile, ...] = (
     _FwdSm90Tile(64, 4, 64, 4),
     _FwdSm90Tile(96, 3, 64, 3),
     _FwdSm90Tile(128, 3, 64, 3),
@@ -176,11 +176,11 @@ _FWD_SM90_FORMS_TILES: tuple[_FwdSm90Tile, ...] = (
     _FwdSm90Tile(256, 2, 64, 2),
 )
 # Of packed sequences, whose state takes registers that a fourth warpgroup does not have.
-_FWD_SM90_VARLEN_FORMS_TILES: tuple[_FwdSm90Tile, ...] = (_FwdSm90Tile(64, 3, 64, 4), *_FWD_SM90_FORMS_TILES[1:])
+_FWD_SM90_VARLEN_MODS_TILES: tuple[_FwdSm90Tile, ...] = (_FwdSm90Tile(64, 3, 64, 4), *_FWD_SM90_MODS_TILES[1:])
 # And tiles of an additive mask beside K.
 _FWD_SM90_BIAS_TILES: tuple[_FwdSm90Tile, ...] = (
     _FwdSm90Tile(64, 4, 64, 3, bias_bytes=2),
-    *(replace(tile, bias_bytes=2) for tile in _FWD_SM90_FORMS_TILES[1:]),
+    *(replace(tile, bias_bytes=2) for tile in _FWD_SM90_MODS_TILES[1:]),
     _FwdSm90Tile(64, 3, 64, 3, bias_bytes=4),
     _FwdSm90Tile(96, 3, 64, 2, bias_bytes=4),
     _FwdSm90Tile(128, 3, 64, 2, bias_bytes=4),
@@ -193,8 +193,8 @@ _FWD_SM90_VARLEN_BIAS_TILES: tuple[_FwdSm90Tile, ...] = (
 )
 
 
-# Short sequences with score forms, several CTAs an SM (docs/performance/short.md).
-_FWD_SM90_SMALL_FORMS_TILES: tuple[_FwdSm90Tile, ...] = tuple(
+# Short sequences with score modifications, several CTAs an SM (docs/performance/short.md).
+_FWD_SM90_SMALL_MODS_TILES: tuple[_FwdSm90Tile, ...] = tuple(
     _FwdSm90Tile(head_dim, consumers, 64, stages, q_stages, bias_bytes, softcap, ctas)
     for head_dim, consumers, stages, q_stages, bias_bytes, softcap, ctas in (
         (64, 1, 3, 2, 0, False, 3),
@@ -230,7 +230,7 @@ _FWD_SM90_PACKED_SPLIT_TILES: tuple[_FwdSm90Tile, ...] = (
     _FwdSm90Tile(256, 2, 64),
 )
 # With softcap.
-_FWD_SM90_PACKED_SPLIT_FORMS_TILES: tuple[_FwdSm90Tile, ...] = (
+_FWD_SM90_PACKED_SPLIT_MODS_TILES: tuple[_FwdSm90Tile, ...] = (
     _FwdSm90Tile(64, 1, 64, 3, 1, ctas_per_sm=2),
     _FwdSm90Tile(128, 1, 64, 2, 1, ctas_per_sm=2),
     _FwdSm90Tile(256, 2, 64),
@@ -238,18 +238,18 @@ _FWD_SM90_PACKED_SPLIT_FORMS_TILES: tuple[_FwdSm90Tile, ...] = (
 
 
 def _attn_fwd_sm90(
-    tile: _FwdSm90Tile, dtype: str, varlen: bool, forms: bool = False, lists: bool = False, split: bool = False
+    tile: _FwdSm90Tile, dtype: str, varlen: bool, score_mods: bool = False, lists: bool = False, split: bool = False
 ) -> KernelSpec:
-    """forms: softcap, masks, any scale. lists: masks of packed sequences too; of batches all large tiles have them.
+    """score_mods: softcap, masks, any scale. lists: masks of packed sequences; large tiles of batches always have them.
 
     split: keys are split over CTAs.
     """
     short, tag = IO_TYPES[dtype]
-    softcap = forms and tile.softcap
+    softcap = score_mods and tile.softcap
     small = tile.ctas_per_sm > 1
-    lists = forms and (lists or not (varlen or small))
-    masks: Masks = "tiles" if tile.bias_bytes else "packed" if forms and (lists or not varlen) else "none"
-    kind = f"_bias{8 * tile.bias_bytes}" if tile.bias_bytes else "_masks" if forms and not softcap else ""
+    lists = score_mods and (lists or not (varlen or small))
+    masks: Masks = "tiles" if tile.bias_bytes else "packed" if score_mods and (lists or not varlen) else "none"
+    kind = f"_bias{8 * tile.bias_bytes}" if tile.bias_bytes else "_masks" if score_mods and not softcap else ""
     if softcap and not tile.bias_bytes:
         kind = "_masks_softcap" if varlen and lists else "_softcap"
     if split:
@@ -258,7 +258,7 @@ def _attn_fwd_sm90(
     num_q_stages = 1 if varlen else tile.num_q_stages  # a second one costs packed sequences registers
     row_bytes, row_bytes_v = (-(-width // 64) * 128 for width in (tile.head_dim, tile.width_v))
     tiles_bytes = row_bytes * num_q_stages * block_m + (row_bytes + row_bytes_v) * tile.num_stages * tile.block_n
-    if forms:
+    if score_mods:
         # Of each stage: the tile of an additive mask, or 512 bytes of bits a warpgroup.
         mask = block_m * tile.block_n * tile.bias_bytes if tile.bias_bytes else 512 * tile.num_consumers
         tiles_bytes += -(-tile.num_stages * mask // 1024) * 1024
@@ -283,7 +283,7 @@ def _attn_fwd_sm90(
             ("NUM_STAGES", str(tile.num_stages)),
             ("NUM_Q_STAGES", str(num_q_stages)),
             ("VARLEN", str(int(varlen))),
-            ("SCORE_FORMS", str(int(forms))),
+            ("SCORE_MODS", str(int(score_mods))),
             ("MASK_LISTS", str(int(lists))),
             ("SOFTCAP", str(int(softcap))),
             ("BIAS_BYTES", str(tile.bias_bytes)),
@@ -305,7 +305,7 @@ def _attn_fwd_sm90(
         softcap="any" if softcap else "never",
         masks=masks,
         # Small tiles have no lists of what it hides, nor have splits of packed sequences.
-        score_mod=forms and not (small or (split and varlen)),
+        score_mod=score_mods and not (small or (split and varlen)),
         lists=lists,
         own_head_dim_v=tile.head_dim_v,
         bias_bytes=tile.bias_bytes,
@@ -381,22 +381,22 @@ def attention_rows() -> Iterator[KernelSpec]:
         for dtype in ("float16", "bfloat16")
     )
     yield from (
-        _attn_fwd_sm90(tile, dtype, varlen, forms=True)
+        _attn_fwd_sm90(tile, dtype, varlen, score_mods=True)
         for varlen, tiles in (
-            (False, tuple(replace(tile, softcap=False) for tile in _FWD_SM90_FORMS_TILES)),
-            (False, _FWD_SM90_FORMS_TILES),
-            (True, _FWD_SM90_VARLEN_FORMS_TILES),
+            (False, tuple(replace(tile, softcap=False) for tile in _FWD_SM90_MODS_TILES)),
+            (False, _FWD_SM90_MODS_TILES),
+            (True, _FWD_SM90_VARLEN_MODS_TILES),
             (False, _FWD_SM90_BIAS_TILES),
-            (False, _FWD_SM90_SMALL_FORMS_TILES),
+            (False, _FWD_SM90_SMALL_MODS_TILES),
         )
         for tile in tiles
         for dtype in ("float16", "bfloat16")
     )
     yield from (
-        _attn_fwd_sm90(tile, dtype, varlen=True, forms=True, lists=True)
+        _attn_fwd_sm90(tile, dtype, varlen=True, score_mods=True, lists=True)
         for tiles in (
-            tuple(replace(tile, softcap=False) for tile in _FWD_SM90_VARLEN_FORMS_TILES),
-            _FWD_SM90_VARLEN_FORMS_TILES,
+            tuple(replace(tile, softcap=False) for tile in _FWD_SM90_VARLEN_MODS_TILES),
+            _FWD_SM90_VARLEN_MODS_TILES,
             _FWD_SM90_VARLEN_BIAS_TILES,
         )
         for tile in tiles
@@ -417,15 +417,15 @@ def split_rows() -> Iterator[KernelSpec]:
         for dtype in ("float16", "bfloat16")
     )
     yield from (
-        _attn_fwd_sm90(tile, dtype, varlen=True, forms=True, split=True)
-        for tile in _FWD_SM90_PACKED_SPLIT_FORMS_TILES
+        _attn_fwd_sm90(tile, dtype, varlen=True, score_mods=True, split=True)
+        for tile in _FWD_SM90_PACKED_SPLIT_MODS_TILES
         for dtype in ("float16", "bfloat16")
     )
     yield from (
-        _attn_fwd_sm90(tile, dtype, varlen=False, forms=True, split=True)
+        _attn_fwd_sm90(tile, dtype, varlen=False, score_mods=True, split=True)
         for tiles in (
-            tuple(replace(tile, softcap=False) for tile in _FWD_SM90_FORMS_TILES),
-            _FWD_SM90_FORMS_TILES,
+            tuple(replace(tile, softcap=False) for tile in _FWD_SM90_MODS_TILES),
+            _FWD_SM90_MODS_TILES,
             _FWD_SM90_BIAS_TILES,
         )
         for tile in tiles

@@ -158,32 +158,32 @@ def _up(num_bytes: int) -> int:
     return -(-num_bytes // 1024) * 1024
 
 
-#: Forms of scores of ``attn_bwd_sm90``: softcap and masks.
-_BWD_SM90_FORMS: dict[str, tuple[Use, Masks]] = {
+#: Score modifications of ``attn_bwd_sm90``: softcap and masks.
+_BWD_SM90_MODS: dict[str, tuple[Use, Masks]] = {
     "": ("never", "none"),
     "softcap": ("always", "none"),
     "keys": ("never", "keys"),
 }
 
 
-def _attn_bwd_sm90(head_dim: int, dtype: str, varlen: bool, form: str, ordered: bool = False) -> KernelSpec:
-    """form: of scores, ``"softcap"``, ``"keys"`` (a mask that is the same for all queries), or empty.
+def _attn_bwd_sm90(head_dim: int, dtype: str, varlen: bool, mod: str, ordered: bool = False) -> KernelSpec:
+    """mod: ``"softcap"``, ``"keys"`` (a mask that is the same for all queries), or empty.
 
     ordered: additions to dq in a fixed order, so that it has the same bits in every run.
     """
     short, tag = IO_TYPES[dtype]
-    softcap, masks = _BWD_SM90_FORMS[form]
+    softcap, masks = _BWD_SM90_MODS[mod]
     block_m, block_n, ds_stages, q_stages = 64, 128, 3, 3
     do_stages = 3 if head_dim == 64 else 2
     # K and V, Q and dO, dS, dQ on its way, a number a row of Q and of dO, barriers.
     smem_bytes = 2 * 2 * block_n * head_dim + (q_stages + do_stages) * block_m * (2 * head_dim + 4)
-    turns = head_dim == 64 and not (varlen or ordered or form)  # two tiles of dQ on their way, not two halves of one
-    smem_bytes += 2 * ds_stages * block_m * block_n + 4 * block_m * head_dim * (1 + turns)
+    whole_tiles = head_dim == 64 and not (varlen or ordered or mod)  # two dQ tiles in flight, not halves
+    smem_bytes += 2 * ds_stages * block_m * block_n + 4 * block_m * head_dim * (1 + whole_tiles)
     smem_bytes += 8 * (3 + 2 * q_stages + 2 * do_stages + 2 * ds_stages + 5)
     # And where a warp walks over tiles a tile of 32 bytes, 32 sequences of 20 bytes, barriers.
     smem_bytes = _up(smem_bytes) + (1024 if varlen or ordered else 0)
     return KernelSpec(
-        name=f"attn_bwd_sm90_{short}_d{head_dim}" + "_varlen" * varlen + "_ordered" * ordered + f"_{form}" * bool(form),
+        name=f"attn_bwd_sm90_{short}_d{head_dim}" + "_varlen" * varlen + "_ordered" * ordered + f"_{mod}" * bool(mod),
         family="attn_bwd_sm90",
         op="attention_backward",
         source="entry/attn_bwd_sm90.cu",
@@ -194,8 +194,8 @@ def _attn_bwd_sm90(head_dim: int, dtype: str, varlen: bool, form: str, ordered: 
             ("NUM_DO_STAGES", str(do_stages)),
             ("VARLEN", str(int(varlen))),
             ("ORDERED", str(int(ordered))),
-            ("SOFTCAP", str(int(form == "softcap"))),
-            ("KEY_MASK", str(int(form == "keys"))),
+            ("SOFTCAP", str(int(mod == "softcap"))),
+            ("KEY_MASK", str(int(mod == "keys"))),
             ("SMEM_BYTES", str(smem_bytes)),
         ),
         dtype=dtype,
@@ -314,10 +314,10 @@ def backward_rows() -> Iterator[KernelSpec]:
             yield from (_attn_bwd_sm80(tile, dtype, score_mods, dmask) for tile in tiles)
         for score_mods in (False, True):
             yield from (_attn_bwd_dq_sm80(tile, dtype, score_mods) for tile in _DQ_SM80_TILES)
-        for form, varlen, ordered in itertools.product(_BWD_SM90_FORMS, (False, True), (True, False)):
-            if form == "keys" and varlen:  # consumers would spill 300 bytes at d128
+        for mod, varlen, ordered in itertools.product(_BWD_SM90_MODS, (False, True), (True, False)):
+            if mod == "keys" and varlen:  # consumers would spill 300 bytes at d128
                 continue
-            yield from (_attn_bwd_sm90(head_dim, dtype, varlen, form, ordered) for head_dim in (64, 128))
+            yield from (_attn_bwd_sm90(head_dim, dtype, varlen, mod, ordered) for head_dim in (64, 128))
         yield from (_attn_bwd_dkdv_sm90(head_dim, dtype) for head_dim in (192, 256))
         yield from (_attn_bwd_dq_sm90(head_dim, dtype) for head_dim in (64, 128, 192, 256))
         yield _of_rows("attention_backward_prepare", "prepare", dtype, ())

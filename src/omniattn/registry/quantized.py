@@ -81,7 +81,7 @@ def _int8_sm90_row(
     varlen: bool,
     smooth_q: bool,
     lse: bool,
-    forms: bool = False,
+    score_mods: bool = False,
     softcap: bool = False,
     register_q: bool = False,
     split: bool = False,
@@ -91,7 +91,7 @@ def _int8_sm90_row(
     """A row of ``attn_int8_sm90``; ``tile`` as the kernel is compiled, ``smem_bytes`` before it is rounded up."""
     short, tag = IO_TYPES[dtype]
     smem_bytes = -(-smem_bytes // 1024) * 1024
-    with_masks = forms and not varlen
+    with_masks = score_mods and not varlen
     return KernelSpec(
         name=f"attn_{qk}_sm90_{short}_d{tile.head_dim}{suffix}",
         family=f"attn_{qk}_sm90",
@@ -111,7 +111,7 @@ def _int8_sm90_row(
             ("WITH_LSE", str(int(lse))),
             ("REGISTER_Q", str(int(register_q))),
             ("VALUE_FACTORS", str(int(factors))),
-            ("SCORE_FORMS", str(int(forms))),
+            ("SCORE_MODS", str(int(score_mods))),
             ("SOFTCAP", str(int(softcap))),
             ("BIAS_BYTES", str(tile.bias_bytes)),
             ("SPLIT_KEYS", str(int(split))),
@@ -131,7 +131,7 @@ def _int8_sm90_row(
         masks="tiles" if tile.bias_bytes else "packed" if with_masks else "none",
         lists=with_masks,
         lse=lse,
-        smooth_q="never" if not smooth_q else "any" if forms else "always",
+        smooth_q="never" if not smooth_q else "any" if score_mods else "always",
         value_factors=factors,
         qk=qk,
         pv="fp8",
@@ -180,7 +180,7 @@ def _attn_int8_sm90(tile: _Int8Sm90Tile, dtype: str, varlen: bool, kind: str, qk
     )
 
 
-def _attn_int8_forms_sm90(
+def _attn_int8_mods_sm90(
     tile: _Int8Sm90Tile, dtype: str, kind: str, varlen: bool = False, qk: str = "int8"
 ) -> KernelSpec:
     """kind: ``"masks"`` or ``"softcap"``, with ``"_lse"`` if they make the LSE too, or ``"bias"``.
@@ -207,7 +207,7 @@ def _attn_int8_forms_sm90(
         varlen=varlen,
         smooth_q=not factors,
         lse=varlen or kind not in ("masks", "softcap"),
-        forms=True,
+        score_mods=True,
         softcap="masks" not in kind,
         split=split,
         smem_bytes=head_dim * block_m + tile.num_stages * stage_bytes + sums_bytes + barriers_bytes,
@@ -336,7 +336,7 @@ def quantized_attention_rows() -> Iterator[KernelSpec]:
         for dtype in ("float16", "bfloat16")
     )
     yield from (
-        _attn_int8_forms_sm90(tile, dtype, kind, varlen, qk)
+        _attn_int8_mods_sm90(tile, dtype, kind, varlen, qk)
         for qk in ("int8", "fp8")
         for kind, varlen, tiles in (
             ("masks", False, _INT8_MASKS_TILES),
@@ -350,7 +350,7 @@ def quantized_attention_rows() -> Iterator[KernelSpec]:
         for dtype in ("float16", "bfloat16")
     )
     yield from (
-        _attn_int8_forms_sm90(tile, dtype, kind, varlen, "fp8")
+        _attn_int8_mods_sm90(tile, dtype, kind, varlen, "fp8")
         for kind, varlen, tiles in (
             ("masks_factors", False, _INT8_MASKS_TILES),
             ("softcap_factors", False, _INT8_SOFTCAP_TILES),
@@ -390,7 +390,7 @@ def quantized_split_rows() -> Iterator[KernelSpec]:
         for dtype in ("float16", "bfloat16")
     )
     yield from (
-        _attn_int8_forms_sm90(tile, dtype, kind + "_factors" * factors, qk=qk)
+        _attn_int8_mods_sm90(tile, dtype, kind + "_factors" * factors, qk=qk)
         for qk, factors in (("int8", False), ("fp8", False), ("fp8", True))
         for kind, tiles in (
             ("split_masks", _INT8_SPLIT_MASKS_TILES),

@@ -62,7 +62,7 @@ class Candidate:
         if isinstance(self.schedule, SplitKV):
             words.append(f"{self.schedule.splits} splits")
         elif isinstance(self.schedule, StreamK):
-            words.append(f"even shares of {self.schedule.ctas} CTAs")
+            words.append(f"Stream-K over {self.schedule.ctas} CTAs")
         elif isinstance(self.schedule, TailSplit):
             words.append(f"last {self.schedule.num_tiles} tiles in {self.schedule.splits} splits")
         if self.mask is not MaskInput.IN_PLACE:
@@ -117,7 +117,7 @@ def can_have_keys_as_tiles(problem: AttentionProblem) -> bool:
     """
     p = problem
     return (
-        p.mask_form == "keys" and p.keys_map and p.score_mod is None and not p.varlen and p.strides is not None
+        p.mask_encoding == "keys" and p.keys_map and p.score_mod is None and not p.varlen and p.strides is not None
         and not p.precision.quantized and p.operands is None
     )  # fmt: skip
 
@@ -143,7 +143,7 @@ def mask_inputs(row: KernelSpec, problem: AttentionProblem, pack_gqa: PackGQA = 
     if not of_hopper:
         # They read any mask themselves. One that is the same for all keys is smaller than its bits.
         can_pack = can_pack and p.seqlen_k <= MASK_TILE * MAX_TILES
-        can_pack = can_pack and not (p.mask_form == "bits" and p.one_mask_for_all_keys)
+        can_pack = can_pack and not (p.mask_encoding == "bits" and p.one_mask_for_all_keys)
     elif p.aligns_mask:
         return (MaskInput.COPIED,)
     if can_pack:

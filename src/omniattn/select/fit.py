@@ -173,7 +173,7 @@ def _details_of(problem: AttentionProblem) -> tuple[Hashable, ...]:
     p = problem
     masks = None
     if p.mask != "none":
-        masks = p.mask_form, p.mask_dtype, p.mask_map, p.aligns_mask, p.one_mask_for_all_keys
+        masks = p.mask_encoding, p.mask_dtype, p.mask_map, p.aligns_mask, p.one_mask_for_all_keys
     operands = None
     if p.precision.quantized:
         of = p.operands
@@ -233,7 +233,7 @@ def _unfit_mask(row: KernelSpec, problem: AttentionProblem) -> str | None:
     p = problem
     if p.seqlen_k > MASK_TILE * MAX_TILES:
         return f"it counts tiles of keys up to {MAX_TILES}"
-    if p.mask_form == "tiles":
+    if p.mask_encoding == "tiles":
         if row.masks != "tiles":
             return "it takes no additive mask that differs between queries"
         if row.bias_bytes != ITEMSIZE[p.mask_dtype]:
@@ -242,7 +242,7 @@ def _unfit_mask(row: KernelSpec, problem: AttentionProblem) -> str | None:
             return "tensor maps cannot describe this mask: its address and strides are no multiples of 16 bytes"
     elif row.masks == "tiles":
         return "it is for additive masks that differ between queries"
-    elif p.mask_form == "bits" and p.one_mask_for_all_keys:
+    elif p.mask_encoding == "bits" and p.one_mask_for_all_keys:
         return "it packs masks key by key, and this one is the same for all keys"
     elif p.mask != "none" and row.masks == "none":
         return "it takes no masks of packed sequences"

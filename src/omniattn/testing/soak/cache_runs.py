@@ -397,8 +397,8 @@ class Run:
             k_parts, sizes = [*old, new], [*old_sizes, abs(new)]
             values = m.cat([values[:first], recent_v], 0)
             size = m.cat([size[:first], abs(recent_v)], 0)
-        turn = [x.swapaxes(0, 1) for x in (m.cat(k_parts, 2), m.cat(sizes, 2), values, size)]
-        return Keys(m.cat(q_parts, 2), turn[0], turn[2], None, turn[1], turn[3], None, sinks)
+        swapped = [x.swapaxes(0, 1) for x in (m.cat(k_parts, 2), m.cat(sizes, 2), values, size)]
+        return Keys(m.cat(q_parts, 2), swapped[0], swapped[2], None, swapped[1], swapped[3], None, sinks)
 
     def _of_heads(self, x: Any, heads: int) -> Any:
         """(kv heads, channels) for query heads: (heads, 1, channels)."""

@@ -1,4 +1,4 @@
-"""Packed sequences whose keys are split over CTAs on wgmma, an even share for each (packed_shares.cuh)."""
+"""Packed sequences whose keys are split over CTAs on wgmma, an even share for each (stream_k.cuh)."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-// Alternating dQ (entry/attn_bwd_sm90.cu, kTurns): warpgroup g computes and adds all columns of dQ of tiles g, g + 2 ..
-// of queries of a tile of keys. An accumulator of 64 columns lies in memory as two of 32 side by side.
+// Alternating dQ (entry/attn_bwd_sm90.cu, kAlternate): warpgroup g computes and adds all columns of dQ of tiles g, g +
+// 2 .. of queries of a tile of keys. An accumulator of 64 columns lies in memory as two of 32 side by side.
 #pragma once
 #include "attention/bwd_roles.cuh"
 #include "ptx/bulk_store.cuh"
@@ -7,14 +7,14 @@
 
 // In place of BwdWriter.
 template <typename Config>
-class BwdTurnsWriter {
+class BwdAlternateWriter {
     using Layout = BwdLayout<Config>;
     using SharedStorage = BwdStorage<Config>;
     using Barriers = BwdBarriers<Config>;
     using Rows = QueryTiles<Config::kBlockM, Config::kBlockN>;
 
   public:
-    OA_DEVICE BwdTurnsWriter(const typename Config::Params& params, const Barriers& bars, int32 group)
+    OA_DEVICE BwdAlternateWriter(const typename Config::Params& params, const Barriers& bars, int32 group)
         : params_(params), full_(bars.dq_full + 8 * group), empty_(bars.dq_empty + 8 * group), group_(group) {}
 
     // One thread.

@@ -16,8 +16,8 @@ from hypothesis import strategies as st  # noqa: E402
 import omniattn as oa  # noqa: E402
 from omniattn.problems import Int4, Int8  # noqa: E402
 
-from .form_cases import DTYPES, FORMS, hide_and_show_tiles, random_options  # noqa: E402
 from .low_precision_cases import check_expected, expected, growing_scores, inputs, quantize  # noqa: E402
+from .softcap_mask_cases import DTYPES, FORMS, hide_and_show_tiles, random_options  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,

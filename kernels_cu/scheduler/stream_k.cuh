@@ -19,24 +19,24 @@
 #include "scheduler/split_tiles.cuh"
 
 constexpr int32 kTileWork = 2;  // what a tile costs to begin and end
-constexpr int32 kLeastShare = 8;  // of a CTA: with shorter ones partial results would be more than keys
+constexpr int32 kLeastWork = 8;  // of a CTA: with shorter ones partial results would be more than keys
 constexpr int32 kLargest = 0x7fffffff;
 constexpr uint32 kMostWork = 1u << 30;  // where there is more, several tiles of keys are counted as one
 constexpr int32 kMostShift = 40;
-constexpr int32 kMostGang = kShareClasses;
+constexpr int32 kMostGang = kStreamKClasses;
 
 // A tile of rows, or a CTA's part of one. SplitTile: num_splits is 1 where the part is all of it.
-struct PackedShareTile : SplitTile {
+struct StreamKTile : SplitTile {
     int32 part_begin, part_end, part_of;  // of the tile's work, part_of in all: its keys go in proportion
     int32 num_parts;  // with slot 1: gangs that have one, this one included
     int32 distance;  // from the CTA of a part to that of the next. split: which of the CTA's slots
     int32 pack_log2;
 };
-OA_DEVICE int32 query_of(const PackedShareTile& t, int32 row) { return row >> t.pack_log2; }
-OA_DEVICE int32 head_of(const PackedShareTile& t, int32 row) {
+OA_DEVICE int32 query_of(const StreamKTile& t, int32 row) { return row >> t.pack_log2; }
+OA_DEVICE int32 head_of(const StreamKTile& t, int32 row) {
     return t.head_idx * t.pack_heads + min_of(row & (t.pack - 1), t.pack_heads - 1);
 }
-OA_DEVICE bool is_of_head(const PackedShareTile& t, int32 row) { return (row & (t.pack - 1)) < t.pack_heads; }
+OA_DEVICE bool is_of_head(const StreamKTile& t, int32 row) { return (row & (t.pack - 1)) < t.pack_heads; }
 
 template <int kPower>
 constexpr int32 kLog2 = 1 + kLog2<kPower / 2>;
@@ -80,21 +80,21 @@ struct SequenceWork {
 
 // The parts of a CTA's share. One warp walks, all lanes together.
 template <int kBlockM, int kBlockN>
-class PackedShares {
+class StreamKTiles {
     using Work = SequenceWork<kBlockM, kBlockN>;
 
   public:
-    OA_DEVICE PackedShares(const AttnFwdParams& p, const SplitTileList& list)
+    OA_DEVICE StreamKTiles(const AttnFwdParams& p, const SplitTileList& list)
         : p_(p), list_(list), pack_log2_(__ffs(list.pack) - 1), classes_(~0u), gang_(0), shift_(0), at_(0), end_(0) {}
 
     // Moves `t` to the next part; false when there is none.
-    OA_DEVICE bool next(PackedShareTile& t) {
+    OA_DEVICE bool next(StreamKTile& t) {
         int32 begin, work;
         while (at_ >= end_ || !find(t, begin, work))
             if (!next_class()) return false;
         const int32 from = at_ - begin, to = min_of(end_ - begin, work);
         at_ = begin + to;
-        t.split = (gang_ - 1) * kShareSlots + (from > 0 ? 0 : 1);
+        t.split = (gang_ - 1) * kStreamKSlots + (from > 0 ? 0 : 1);
         t.num_splits = from == 0 && to == work ? 1 : 2;
         t.part_begin = from;
         t.part_end = to;
@@ -168,7 +168,7 @@ class PackedShares {
         // Every second class begins with the last gang: there may be less work than gangs.
         const int32 gangs = int32(gridDim.x) / gang_, own = int32(blockIdx.x) / gang_;
         const int32 gang = is_backwards() ? gangs - 1 - own : own;
-        share_ = max_of((total - 1) / gangs + 1, kLeastShare);
+        share_ = max_of((total - 1) / gangs + 1, kLeastWork);
         // Tiles of one length are cut into parts of one length, where that takes hardly longer than even shares.
         most = __reduce_max_sync(0xffffffffu, most);
         const int32 parts = most / share_;
@@ -189,7 +189,7 @@ class PackedShares {
     }
 
     // The tile that has the work at at_: where its own begins, and how much it is. False behind the last tile.
-    OA_DEVICE bool find(PackedShareTile& t, int32& begin, int32& work) {
+    OA_DEVICE bool find(StreamKTile& t, int32& begin, int32& work) {
         uint32 past;
         while ((past = __ballot_sync(0xffffffffu, inclusive_ > at_ - before_)) == 0) {
             before_ += __shfl_sync(0xffffffffu, inclusive_, 31);
@@ -245,22 +245,22 @@ class PackedShares {
 
 // Among partial results, where row 0 of the tile's head would be.
 template <int kBlockM>
-OA_DEVICE int64 first_partial_row(const AttnFwdParams&, const SplitTileList&, const PackedShareTile& t) {
-    return int64(int32(blockIdx.x) * (kShareClasses * kShareSlots) + t.split) * kBlockM - t.m0;
+OA_DEVICE int64 first_partial_row(const AttnFwdParams&, const SplitTileList&, const StreamKTile& t) {
+    return int64(int32(blockIdx.x) * (kStreamKClasses * kStreamKSlots) + t.split) * kBlockM - t.m0;
 }
 
 // What the other kernel has to know of the tile that goes on behind a CTA's share; by the warp of its first rows.
 // Templates: other kernels have no shares, and their arguments no cuts.
-template <bool kShares, typename Params, typename Tile>
+template <bool kStreamK, typename Params, typename Tile>
 OA_DEVICE void note_cut(const Params& params, const Tile& t, int32 warp_row, int lane) {
-    if constexpr (kShares)
-        if (t.num_splits > 1 && t.split % kShareSlots == 1 && warp_row == t.m0 && lane == 0)
-            params.cuts[blockIdx.x * kShareClasses + t.split / kShareSlots] = {
+    if constexpr (kStreamK)
+        if (t.num_splits > 1 && t.split % kStreamKSlots == 1 && warp_row == t.m0 && lane == 0)
+            params.cuts[blockIdx.x * kStreamKClasses + t.split / kStreamKSlots] = {
                 t.num_parts, t.distance, t.m0, t.seqlen_q, t.q_begin, t.head_idx, t.seqlen_k != kNoSequence, 0};
 }
 // Before any of it.
-template <bool kShares, typename Params>
+template <bool kStreamK, typename Params>
 OA_DEVICE void note_no_cut(const Params& params) {
-    if constexpr (kShares)
-        for (int32 i = 0; i < kShareClasses; ++i) params.cuts[blockIdx.x * kShareClasses + i].num_parts = 0;
+    if constexpr (kStreamK)
+        for (int32 i = 0; i < kStreamKClasses; ++i) params.cuts[blockIdx.x * kStreamKClasses + i].num_parts = 0;
 }

@@ -1,18 +1,18 @@
-// The consumers of attn_int8_sm90 with forms: steps of a list, scores that something is done to.
+// The consumers of attn_int8_sm90 with score modifications: steps of a list, scores that something is done to.
 //
-// Each step takes the fastest way that its tile leaves (attention/int8_forms.cuh). Barriers, products and two-level
+// Each step takes the fastest way that its tile leaves (attention/int8_mods.cuh). Barriers, products and two-level
 // sums are those of the plain kernel (entry/attn_int8_sm90.cu).
 #pragma once
-#include "attention/int8_forms.cuh"
-#include "attention/int8_forms_producer.cuh"
+#include "attention/int8_mods.cuh"
+#include "attention/int8_mods_producer.cuh"
 #include "attention/int8_roles.cuh"
 #include "attention/int8_walk.cuh"
 #include "attention/mask_copies.cuh"
 #include "attention/value_factors.cuh"
 
 template <typename Config>
-class Int8FormsConsumer : public Int8Consumer<Config, FormsParams<Config>, Int8FormsConsumer<Config>> {
-    using Base = Int8Consumer<Config, FormsParams<Config>, Int8FormsConsumer<Config>>;
+class Int8ModsConsumer : public Int8Consumer<Config, ModsParams<Config>, Int8ModsConsumer<Config>> {
+    using Base = Int8Consumer<Config, ModsParams<Config>, Int8ModsConsumer<Config>>;
     using Tile = Int8Tile<Config>;
     using Scores = typename Tile::Scores;
     using Masks = MaskTiles<Config>;
@@ -39,17 +39,17 @@ class Int8FormsConsumer : public Int8Consumer<Config, FormsParams<Config>, Int8F
     using typename Base::Rows;
     using typename Base::Span;
 
-    OA_DEVICE Int8FormsConsumer(const FormsParams<Config>& params, Int8Storage<Config>& smem,
+    OA_DEVICE Int8ModsConsumer(const ModsParams<Config>& params, Int8Storage<Config>& smem,
                                 const RoleBarriers<Config>& bars, int32 group)
         : Base(params, smem, bars, group) {
         lane_ = __shfl_sync(0xffffffffu, lane_, lane_);
     }
 
     // All steps of a tile of queries. Each step takes the fastest way that its tile leaves
-    // (attention/int8_forms.cuh).
+    // (attention/int8_mods.cuh).
     OA_DEVICE void attend_tile(const TileOf<Config>& t, const Span& keys, int32 warp_row, Rows& state) {
-        const ScoreForms& forms = params_.forms;
-        const FormSteps steps = steps_of<Config>(forms, list_, t, keys);
+        const ScoreModParams& mods = params_.mods;
+        const ListSteps steps = steps_of<Config>(mods, list_, t, keys);
         if (steps.count == 0) {
             this->wait_outer();
             this->release_outer();
@@ -59,7 +59,7 @@ class Int8FormsConsumer : public Int8Consumer<Config, FormsParams<Config>, Int8F
         const int32 own_end = this->own_end_of(t, Config::kSplitKeys ? 0 : keys.first);
         int32 i = 0;
 #pragma unroll 1
-        for (; i < steps.count && FormSteps::tile(steps.entry(i)) >= own_end; ++i) this->pass_over_step();
+        for (; i < steps.count && ListSteps::tile(steps.entry(i)) >= own_end; ++i) this->pass_over_step();
         if (i == steps.count) {
             this->wait_inner();
             this->release_inner();
@@ -69,8 +69,8 @@ class Int8FormsConsumer : public Int8Consumer<Config, FormsParams<Config>, Int8F
         }
         const bool own[2] = {!Config::kVarlen || warp_row + (lane_ >> 2) < t.seqlen_q,
                              !Config::kVarlen || warp_row + (lane_ >> 2) + 8 < t.seqlen_q};
-        const bool capped = Config::kSoftcap && (forms.forms & kFormSoftcap);
-        const bool plain = !this->has_delta() && !(forms.forms & kFormScaled) && (kIntegers || capped);
+        const bool capped = Config::kSoftcap && (mods.flags & kModSoftcap);
+        const bool plain = !this->has_delta() && !(mods.flags & kModScaled) && (kIntegers || capped);
         this->find_key_scales(t);
         const float q_scale = this->scale_of_queries(t, warp_row);
         // By way of a shuffle, as with lane_: computing it anew at every step would stand between two products.
@@ -91,7 +91,7 @@ class Int8FormsConsumer : public Int8Consumer<Config, FormsParams<Config>, Int8F
         bool is_full = false;
         Window window;
         Walk w{{t, keys, warp_row, state, own, q, s, probs, fresh, opaque, sums, alpha, sum, factor, i, is_full},
-               forms,
+               mods,
                steps,
                plain,
                q_scale,
@@ -100,7 +100,7 @@ class Int8FormsConsumer : public Int8Consumer<Config, FormsParams<Config>, Int8F
                cap,
                scale,
                window};
-        look_ahead(w);
+        prefetch_step(w);
         first_step(w);
 
         int32 entry;  // the step's, where its mask or an edge may hide keys
@@ -110,7 +110,7 @@ class Int8FormsConsumer : public Int8Consumer<Config, FormsParams<Config>, Int8F
 #pragma unroll 1
         for (++i; i < steps.count; ++i) {
             if (!is_full) this->wait_inner();
-            if (i - window.at == 32) look_ahead(w);
+            if (i - window.at == 32) prefetch_step(w);
             const int32 ahead = i - window.at;
             // The first step from i on that one of these bits says, or that leaves the window or flushes.
             auto next_of = [&](uint32 steps) {
@@ -173,7 +173,7 @@ class Int8FormsConsumer : public Int8Consumer<Config, FormsParams<Config>, Int8F
             again = __any_sync(0xffffffffu, again);
             float to_base2 = 1.0f;
             if (!integers && (!done || again)) {
-                to_base2 = form_scores(w, entry, bits);
+                to_base2 = modify_scores(w, entry, bits);
                 if (held) this->release_stage(is_full);
                 if (!done) {
                     exponentiate_floats<false>(w, to_base2);
@@ -202,9 +202,9 @@ class Int8FormsConsumer : public Int8Consumer<Config, FormsParams<Config>, Int8F
         int32 entries, at;  // this lane's entry; the step of the first lane's
     };
     // What the steps share besides.
-    struct Walk : Int8Walk<Config, Int8FormsConsumer> {
-        const ScoreForms& forms;
-        const FormSteps& steps;
+    struct Walk : Int8Walk<Config, Int8ModsConsumer> {
+        const ScoreModParams& mods;
+        const ListSteps& steps;
         // Whether a tile that the mask leaves as it is goes to the exponentials as integers; or, with softcap, as a
         // series in them.
         const bool& plain;
@@ -222,7 +222,7 @@ class Int8FormsConsumer : public Int8Consumer<Config, FormsParams<Config>, Int8F
         for (int r = 0; r < 2; ++r) {
             if (!Config::kBlockScales || (!Config::kFactors && params_.operands.row_bias != nullptr))
                 row_shift[r] = row_bias_of(p_, params_.operands, t, warp_row + (lane_ >> 2) + 8 * r);
-            if (kSeries) cap[r] = CapRow(row_shift[r], params_.forms);
+            if (kSeries) cap[r] = CapRow(row_shift[r], params_.mods);
         }
     }
 
@@ -247,7 +247,7 @@ class Int8FormsConsumer : public Int8Consumer<Config, FormsParams<Config>, Int8F
         if (Tile::Queries::kTaken) this->release_outer();
         release_queries(w);
         make_floats(w.s);
-        const float to_base2 = form_scores(w, entry, bits_of(entry));
+        const float to_base2 = modify_scores(w, entry, bits_of(entry));
         this->release_stage(w.is_full);
         redo(w, to_base2);
         add(w);
@@ -272,7 +272,7 @@ class Int8FormsConsumer : public Int8Consumer<Config, FormsParams<Config>, Int8F
         issue_products(w);
         make_floats(w.s);
     }
-    // Any other step, up to its scores as floats: form_scores does the rest. entry: the step's.
+    // Any other step, up to its scores as floats: modify_scores does the rest. entry: the step's.
     OA_DEVICE void take_anything(Walk& w, int32 entry) {
         w.scale = scale_of_tile(w, entry);
         issue_products(w);
@@ -296,18 +296,18 @@ class Int8FormsConsumer : public Int8Consumer<Config, FormsParams<Config>, Int8F
     }
 
     // Entries from this step on.
-    OA_DEVICE void look_ahead(Walk& w) const {
+    OA_DEVICE void prefetch_step(Walk& w) const {
         Window& x = w.window;
         x.at = w.i;
         x.entries = w.steps.entry(min_of(w.i + lane_, w.steps.count - 1));
         if constexpr (Config::kFactors) {
-            x.k = Base::scale_of_keys(FormSteps::tile(x.entries));
-            x.v.set(this->factor_of_values(FormSteps::tile(x.entries)));
+            x.k = Base::scale_of_keys(ListSteps::tile(x.entries));
+            x.v.set(this->factor_of_values(ListSteps::tile(x.entries)));
         }
-        const int32 kind = FormSteps::kind(x.entries, group_);
+        const int32 kind = ListSteps::kind(x.entries, group_);
         x.rare = __ballot_sync(0xffffffffu, !w.plain || w.i + lane_ >= w.steps.count - 1 ||
-                                                is_edge(w.keys, FormSteps::tile(x.entries)) ||
-                                                (kind != kTileFull && !(kIntegers && (w.forms.forms & kFormBits))));
+                                                is_edge(w.keys, ListSteps::tile(x.entries)) ||
+                                                (kind != kTileFull && !(kIntegers && (w.mods.flags & kModBits))));
         x.open = __ballot_sync(0xffffffffu, kind == kTileFull);
         x.shut = __ballot_sync(0xffffffffu, kind == kTileEmpty);
     }
@@ -321,7 +321,7 @@ class Int8FormsConsumer : public Int8Consumer<Config, FormsParams<Config>, Int8F
             w.factor = w.window.v.of_lane(w.i - w.window.at);
             return __shfl_sync(0xffffffffu, w.window.k, w.i - w.window.at);
         } else {
-            return Base::scale_of_keys(Config::kBlockScales ? FormSteps::tile(entry_now(w)) : 0);
+            return Base::scale_of_keys(Config::kBlockScales ? ListSteps::tile(entry_now(w)) : 0);
         }
     }
     // Of the step's integers to products. entry: the step's.
@@ -329,7 +329,7 @@ class Int8FormsConsumer : public Int8Consumer<Config, FormsParams<Config>, Int8F
         if constexpr (Config::kFactors)
             return w.q_scale * scale_of_keys(w);
         else
-            return Base::scale_of_tile(w.q_scale, FormSteps::tile(entry));
+            return Base::scale_of_tile(w.q_scale, ListSteps::tile(entry));
     }
 
     // P(i), except as operand: of integers, of floats (to_base2: times), of a tile whose scores are near (softcap).
@@ -353,7 +353,7 @@ class Int8FormsConsumer : public Int8Consumer<Config, FormsParams<Config>, Int8F
             floats_of(w.s, f);
             w.sum[0] = w.sum[1] = 0.0f;
             const float none[2] = {};
-            CapSeries series(w.cap, w.scale * w.forms.cap_scale);
+            CapSeries series(w.cap, w.scale * w.mods.cap_scale);
             if constexpr (Config::kFactors) series.add(w.factor.log2);
             w.state.softmax.template exponentiate_in_order<false, Config::kByRow>(f, none, w.packer(), series);
         }
@@ -362,7 +362,7 @@ class Int8FormsConsumer : public Int8Consumer<Config, FormsParams<Config>, Int8F
     OA_DEVICE bool is_near(const Walk& w) const {
         float f[Config::kNTiles * 4];
         floats_of(w.s, f);
-        return are_near(f, w.cap, w.scale * w.forms.cap_scale);
+        return are_near(f, w.cap, w.scale * w.mods.cap_scale);
     }
 
     // P(i) anew, of scores that are floats, with the base raised to the largest.
@@ -390,35 +390,35 @@ class Int8FormsConsumer : public Int8Consumer<Config, FormsParams<Config>, Int8F
     }
 
     // What becomes of integers as floats before the softmax, in their registers. Returns what they are to be multiplied
-    // by in base 2. w.scale: to products (attention/int8_forms.cuh). entry: kNothingHidden, or the step's.
-    OA_DEVICE float form_scores(Walk& w, int32 entry, uint32 bits) const {
-        const ScoreForms& forms = params_.forms;
-        const bool capped = Config::kSoftcap && (forms.forms & kFormSoftcap);
-        const bool mixed = entry != kNothingHidden && FormSteps::kind(entry, group_) != kTileFull;
-        const int32 n = FormSteps::tile(entry);
+    // by in base 2. w.scale: to products (attention/int8_mods.cuh). entry: kNothingHidden, or the step's.
+    OA_DEVICE float modify_scores(Walk& w, int32 entry, uint32 bits) const {
+        const ScoreModParams& mods = params_.mods;
+        const bool capped = Config::kSoftcap && (mods.flags & kModSoftcap);
+        const bool mixed = entry != kNothingHidden && ListSteps::kind(entry, group_) != kTileFull;
+        const int32 n = ListSteps::tile(entry);
         float f[Config::kNTiles * 4];
         floats_of(w.s, f);
-        ScoreFactors c{forms.factor, forms.factor2};
+        ScoreFactors c{mods.factor, mods.factor2};
         if (capped || this->has_delta()) {
             make_products(f, w.scale, w.row_shift, this->has_delta() ? this->delta_of(w.t) : nullptr);
         } else {
             c = {w.scale * c.natural, w.scale * c.base2};
         }
         if (capped) {
-            if (below_cap(f, forms)) {
+            if (below_cap(f, mods)) {
                 c = {kLn2, 1.0f};
-                cap_near_scores(f, forms);
+                cap_near_scores(f, mods);
             } else {
-                cap_scores(f, forms);
+                cap_scores(f, mods);
             }
         }
         if constexpr (Config::kBiasBytes != 0) {
             uint32 rows = Masks::at(inner_at_.stage) + (group_ * 64 + ((threadIdx.x >> 5) & 3) * 16) * 128;
             c.base2 = add_bias_tile<Config::Io, Config::kBiasBytes>(f, c, rows, Masks::kPanelBytes, lane_);
-        } else if (!Config::kVarlen && mixed && (forms.forms & kFormKeyBias)) {
+        } else if (!Config::kVarlen && mixed && (mods.flags & kModKeyBias)) {
             c.base2 = add_key_bias(f, c, mask_at(), lane_);
         } else {
-            if (!capped || (forms.forms & kFormScaled)) {
+            if (!capped || (mods.flags & kModScaled)) {
 #pragma unroll
                 for (int i = 0; i < Config::kNTiles * 4; ++i) f[i] *= c.base2;
                 c.base2 = 1.0f;
@@ -433,10 +433,10 @@ class Int8FormsConsumer : public Int8Consumer<Config, FormsParams<Config>, Int8F
     }
 
     // Steps between two flushes. The keys of a split's list are none that the tile alone would tell.
-    OA_DEVICE int32 period_of(const TileOf<Config>& t, const Span& keys, const FormSteps& steps) const {
+    OA_DEVICE int32 period_of(const TileOf<Config>& t, const Span& keys, const ListSteps& steps) const {
         if constexpr (Config::kSplitKeys && Config::kBlockScales)
-            return this->tiles_to_flush(t, FormSteps::tile(steps.entry(steps.count - 1)),
-                                        FormSteps::tile(steps.entry(0)) + 1);
+            return this->tiles_to_flush(t, ListSteps::tile(steps.entry(steps.count - 1)),
+                                        ListSteps::tile(steps.entry(0)) + 1);
         return this->tiles_to_flush(t, keys.first, keys.end);
     }
 
@@ -460,6 +460,6 @@ class Int8FormsConsumer : public Int8Consumer<Config, FormsParams<Config>, Int8F
         if constexpr (Config::kVarlen)
             return 0xffffffffu;
         else
-            return Masks::bits(params_.forms, entry, inner_at_.stage, group_);
+            return Masks::bits(params_.mods, entry, inner_at_.stage, group_);
     }
 };

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 
 from omniattn.errors import ArgumentError
-from omniattn.launch.structs import ATTN_FWD_FORMS_SM90
+from omniattn.launch.structs import ATTN_FWD_MODS_SM90
 from omniattn.plan.attention import plan_attention
 from omniattn.problems import AttentionProblem
 from omniattn.problems.score_mod import BlockMaskProblem, ScoreModProblem
 from omniattn.registry import REGISTRY
 from omniattn.select import choices
 from tests.unit.launch_fakes import fields_of_record
-from tests.unit.test_launch_score_forms import BATCH, FULL, HEADS, HOPPER, KEYS, ROWS, problem
+from tests.unit.test_launch_score_mods import BATCH, FULL, HEADS, HOPPER, KEYS, ROWS, problem
 
 #: Mask, its strides, kind of the row.
 CALLS = [
@@ -47,12 +47,12 @@ def test_a_mask_is_packed_and_not_listed(mask: str, strides: tuple[int, int, int
     record = launches.records[-1]
     assert (record.threads, record.overlap) == (160, packs)
     assert record.grid == (min(BATCH * HEADS * -(-ROWS // 64), 2 * 132), 1, 1)
-    fields = fields_of_record(record, ATTN_FWD_FORMS_SM90)
-    assert fields["forms.lists"] is None
-    assert (fields["forms.tiles"] is not None) == packs
+    fields = fields_of_record(record, ATTN_FWD_MODS_SM90)
+    assert fields["mods.lists"] is None
+    assert (fields["mods.tiles"] is not None) == packs
     if packs:
-        assert fields["forms.tiles"].operand == "workspace"
-        assert launches.workspace_bytes > fields["forms.tiles"].offset
+        assert fields["mods.tiles"].operand == "workspace"
+        assert launches.workspace_bytes > fields["mods.tiles"].offset
 
 
 def test_without_keys_nothing_overlaps() -> None:

@@ -15,12 +15,12 @@ from .attn_fwd_sm90 import operand_map, packed_gqa_map
 from .attn_int8 import OperandPlaces
 from .attn_int8_sm90 import flush_keys, key_maps, packed_operands_map
 from .host_struct import At, HostStruct, member
-from .score_forms import form_values
+from .score_mods import score_mod_values
 from .structs import (
     ATTN_COMBINE_PACKED,
-    ATTN_FWD_SHARES_FORMS_SM90,
-    ATTN_FWD_SHARES_SM90,
-    ATTN_INT8_SHARES_SM90,
+    ATTN_FWD_STREAM_K_MODS_SM90,
+    ATTN_FWD_STREAM_K_SM90,
+    ATTN_INT8_STREAM_K_SM90,
     CUT_TILE,
 )
 
@@ -106,8 +106,8 @@ def _on_16_bits(
         **{name: place for name, place in partial.items() if name != "partial_lse"},
     }
     if not spec.score_mods:
-        return ATTN_FWD_SHARES_SM90, values
-    return ATTN_FWD_SHARES_FORMS_SM90, values | member("forms", form_values(p, None))
+        return ATTN_FWD_STREAM_K_SM90, values
+    return ATTN_FWD_STREAM_K_MODS_SM90, values | member("mods", score_mod_values(p, None))
 
 
 def _on_8_bits(
@@ -133,4 +133,4 @@ def _on_8_bits(
         **member("scales", places.block_scales()),
         **partial,
     }
-    return ATTN_INT8_SHARES_SM90, values
+    return ATTN_INT8_STREAM_K_SM90, values

@@ -1,6 +1,6 @@
 """What ``attn_fwd_sm90`` and ``attn_int8_sm90`` are told of softcap, masks and scales.
 
-Device code: ``kernels_cu/attention/score_forms.cuh``.
+Device code: ``kernels_cu/attention/score_mods.cuh``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ..runtime.record import TensorMap
 from .host_struct import At
 from .masks import MaskPlaces
 
-#: `ScoreForm` of device code.
+#: `ScoreModFlag` of device code.
 SOFTCAP, SCALED, BITS, KEY_BIAS, BIAS, MOD_TILES = 1, 2, 4, 8, 16, 32
 _LOG2E = math.log2(math.e)
 _LARGEST = 3.0e38  # below the largest fp32
@@ -47,16 +47,16 @@ def _cap_polynomial(
     return 0.0, (0.0,) * len(factors)
 
 
-def form_values(problem: AttentionProblem, masks: MaskPlaces | None) -> dict[str, object]:
-    """The fields of ScoreForms; ``masks``: where the tiles of a boolean mask, or the numbers of its keys, are."""
+def score_mod_values(problem: AttentionProblem, masks: MaskPlaces | None) -> dict[str, object]:
+    """The fields of ScoreModParams; ``masks``: where the tiles of a boolean mask, or the numbers of its keys, are."""
     capped = problem.softcap > 0.0
     factor = problem.softcap if capped else problem.softmax_scale
-    form = problem.mask_form
-    forms = {"none": 0, "bits": BITS, "keys": KEY_BIAS, "tiles": BIAS}[form] | (SOFTCAP if capped else 0)
+    encoding = problem.mask_encoding
+    flags = {"none": 0, "bits": BITS, "keys": KEY_BIAS, "tiles": BIAS}[encoding] | (SOFTCAP if capped else 0)
     # A factor that is not positive, or infinite in base 2, goes into the scores, where it does no harm to the -inf of
     # hidden keys.
     scaled = 0 if is_plain_scale(factor) else SCALED
-    own_tiles = MOD_TILES if masks is not None and masks.bias is None and form in ("none", "tiles") else 0
+    own_tiles = MOD_TILES if masks is not None and masks.bias is None and encoding in ("none", "tiles") else 0
     limit, poly = _cap_polynomial(problem.softmax_scale, problem.softcap) if capped else (0.0, (0.0,) * 4)
     near_limit, near = (
         _cap_polynomial(problem.softmax_scale, problem.softcap, _TANH_NEAR) if capped else (0.0, (0.0,) * 3)
@@ -72,7 +72,7 @@ def form_values(problem: AttentionProblem, masks: MaskPlaces | None) -> dict[str
         "lists_stride_b": 0 if masks is None else masks.lists_stride_b,
         "lists_stride_h": 0 if masks is None else masks.lists_stride_h,
         "num_tiles": 0 if masks is None else masks.num_tiles,
-        "forms": forms | scaled | own_tiles,
+        "flags": flags | scaled | own_tiles,
         "bias_batch": int(strides.mask[0] != 0),
         "bias_head": int(strides.mask[1] != 0),
         "cap_scale": finite(problem.softmax_scale / problem.softcap if capped else 0.0),

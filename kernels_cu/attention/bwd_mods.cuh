@@ -1,11 +1,11 @@
-// Forms of scores of the backward on wgmma. Scores are transposed, keys times queries: number i of a thread is that of
-// its key i >> 1 & 1 and of query i & 1 of two, of the (i >> 2)-th 8 queries.
+// Score modifications of the backward on wgmma. Scores are transposed, keys times queries: number i of a thread is that
+// of its key i >> 1 & 1 and of query i & 1 of two, of the (i >> 2)-th 8 queries.
 //
 //   softcap   S = cap * tanh(S / cap);  P = exp2(S - lse2);  dS = P (dP - delta) (1 - (S / cap)^2)
 //   keys      P = exp2(c S + bias of the key - lse2)
 #pragma once
 #include "attention/mask.cuh"
-#include "attention/score_forms.cuh"
+#include "attention/score_mods.cuh"
 #include "params/attn_fwd.cuh"
 #include "ptx/math.cuh"
 #include "ptx/min_nan.cuh"
@@ -36,9 +36,9 @@ class BwdReadRows {
     float2 row_[kBlockM / 8];
 };
 
-// Raw products to the exponents of P, by the forward's functions (score_forms.cuh). lse2(j): of the j-th 8 queries.
+// Raw products to the exponents of P, by the forward's functions (score_mods.cuh). lse2(j): of the j-th 8 queries.
 template <int kScores, typename Row>
-OA_DEVICE void capped_exponents(float (&s)[kScores], const ScoreForms& f, const Row& lse2) {
+OA_DEVICE void capped_exponents(float (&s)[kScores], const ScoreModParams& f, const Row& lse2) {
     if (below_cap(s, f)) {
 #pragma unroll
         for (int i = 0; i < kScores; ++i) {

@@ -1,4 +1,4 @@
-// Softcap, masks and biases on integer scores (attention/score_forms.cuh has them on floats).
+// Softcap, masks and biases on integer scores (attention/score_mods.cuh has them on floats).
 //
 //   product = scale * S + row shift + delta_s
 //
@@ -9,7 +9,7 @@
 //   cap series    softcap of a tile whose scores lie near their row's shift: a polynomial in S
 //   products      anything: floats in the integers' registers, as attn_fwd_sm90 has them
 #pragma once
-#include "attention/score_forms.cuh"
+#include "attention/score_mods.cuh"
 #include "attention/warp_softmax.cuh"
 #include "params/attn_fwd.cuh"
 #include "ptx/math.cuh"
@@ -112,7 +112,7 @@ struct CapRow {
     float a[4], limit;
 
     OA_DEVICE CapRow() : a{}, limit(0.0f) {}
-    OA_DEVICE CapRow(float shift, const ScoreForms& f) {
+    OA_DEVICE CapRow(float shift, const ScoreModParams& f) {
         float x = tanh_any(shift * f.cap_scale), x2 = x * x, d = 1.0f - x2;
         float d3 = d * (x2 - 1.0f / 3.0f), d4 = x * d * (2.0f / 3.0f - x2);
         float d5 = d * fmaf(x2, x2 - 1.0f, 2.0f / 15.0f);

@@ -3,7 +3,7 @@
 #pragma once
 #include "attention/mask.cuh"
 #include "attention/mask_copies.cuh"
-#include "attention/score_forms.cuh"
+#include "attention/score_mods.cuh"
 #include "attention/score_mod.cuh"
 #include "attention/warp_softmax.cuh"
 #include "params/attn_fwd.cuh"
@@ -13,7 +13,7 @@
 
 // Config: as for MaskTiles, and kSoftcap, kVarlen, kLists, kSplitKeys, Io.
 template <typename Config>
-class TileForm {
+class TileScoreMods {
     using Masks = MaskTiles<Config>;
     using Scores = float[Config::kBlockN / 2];
     static constexpr int kBias = Config::kBiasBytes;
@@ -32,32 +32,32 @@ class TileForm {
 
     // The steps of a tile of queries.
     template <typename Tile, typename Span>
-    OA_DEVICE static FormSteps steps_of(const ScoreForms& forms, const TileList& list, const Tile& t,
+    OA_DEVICE static ListSteps steps_of(const ScoreModParams& mods, const TileList& list, const Tile& t,
                                         const Span& keys) {
         if constexpr (Config::kVarlen && Config::kLists) {
             int32 first = first_slot(t.q_begin, t.sequence, Config::kBlockM);
-            return FormSteps::of_slot(forms, t, keys, first + t.m0 / Config::kBlockM);
+            return ListSteps::of_slot(mods, t, keys, first + t.m0 / Config::kBlockM);
         } else if constexpr (!Config::kVarlen && !Config::kLists) {
-            return FormSteps::unlisted<Config::kConsumers>(forms, keys);
+            return ListSteps::unlisted<Config::kConsumers>(mods, keys);
         } else {
-            FormSteps steps(forms, t, keys, (t.m0 + int32(list.lead_rows)) / Config::kBlockM);
+            ListSteps steps(mods, t, keys, (t.m0 + int32(list.lead_rows)) / Config::kBlockM);
             if constexpr (Config::kSplitKeys) steps.take_part(t);
             return steps;
         }
     }
     // Kinds of tiles, a bit each, whose scores may be common.
-    OA_DEVICE static uint32 common_kinds(const ScoreForms& f) {
+    OA_DEVICE static uint32 common_kinds(const ScoreModParams& f) {
         constexpr uint32 kFull = 1 << kTileFull, kMixed = 1 << kTileMixed;
-        if (kMindsBase && (f.forms & kFormSoftcap)) return 0;
+        if (kMindsBase && (f.flags & kModSoftcap)) return 0;
         if (kBias != 0) return kFull | kMixed;
-        if (kHasScoreMod) return f.forms & kFormKeyBias ? kFull : kFull | kMixed;
-        if (f.forms & kFormScaled) return 0;
-        if (Config::kSoftcap) return f.forms & kFormSoftcap ? kFull : 0;
-        return f.forms & kFormBits ? kFull | kMixed : kFull;
+        if (kHasScoreMod) return f.flags & kModKeyBias ? kFull : kFull | kMixed;
+        if (f.flags & kModScaled) return 0;
+        if (Config::kSoftcap) return f.flags & kModSoftcap ? kFull : 0;
+        return f.flags & kModBits ? kFull | kMixed : kFull;
     }
 
     // Of a tile of queries.
-    OA_DEVICE TileForm(const ScoreForms& f, const FormSteps& steps) {
+    OA_DEVICE TileScoreMods(const ScoreModParams& f, const ListSteps& steps) {
         if constexpr (kOneKind) judge(f, steps.kinds, 0);
     }
     // Hides keys of tile n0 .. that do not exist or are not in the window.
@@ -71,11 +71,11 @@ class TileForm {
         }
     }
     // Whether the mask hides what lies beyond the sequence's end, and no window does.
-    OA_DEVICE static bool hides_edges(const AttnFwdParams& p, const ScoreForms& f) {
-        return kOneKind && (f.forms & (kFormBits | kFormKeyBias)) && (p.window_left & p.window_right) < 0;
+    OA_DEVICE static bool hides_edges(const AttnFwdParams& p, const ScoreModParams& f) {
+        return kOneKind && (f.flags & (kModBits | kModKeyBias)) && (p.window_left & p.window_right) < 0;
     }
     // Of the tile in `stage`, which is full.
-    OA_DEVICE void load(const ScoreForms& f, int32 entry, int32 stage, int32 group) {
+    OA_DEVICE void load(const ScoreModParams& f, int32 entry, int32 stage, int32 group) {
         if constexpr (!kOneKind) judge(f, entry, group);
         if (kBias == 0 && !kNearCap) bits_ = Masks::word(stage, group);
     }
@@ -93,7 +93,7 @@ class TileForm {
     template <typename Params>
     OA_DEVICE float apply(const Params& params, Scores& s, const ModPlace& place, int32 stage, int32 group, int32 lane,
                           uint32& used) const {
-        const ScoreForms& f = params.forms;
+        const ScoreModParams& f = params.mods;
         if constexpr (kHasScoreMod) modify_scores<false>(s, f.factor, params.arrays, place, hides(f));
         if constexpr (kBias != 0) {
             float natural = kHasScoreMod ? 1.0f : f.factor;
@@ -125,21 +125,21 @@ class TileForm {
         }
     }
 
-    // All forms, in their order. release: gives the stage back; called when the warp has read it, with something of
+    // All of them, in their order. release: gives the stage back; called when the warp has read it, with something of
     // each load that nothing has waited for. own: see RowState::too_large. near: set to whether the common loop's
     // softcap would do.
     template <typename Params, typename Release>
-    OA_DEVICE float apply_forms(const Params& params, Scores& s, const ModPlace& place, int32 stage, int32 group,
+    OA_DEVICE float apply_mods(const Params& params, Scores& s, const ModPlace& place, int32 stage, int32 group,
                                 int32 lane, const bool (&own)[2], bool& near, Release release) const {
-        const ScoreForms& f = params.forms;
+        const ScoreModParams& f = params.mods;
         uint32 bits = kBias != 0 || !cut_ ? 0xffffffffu : kNearCap ? Masks::word(stage, group) : bits_;
-        bool key_bias = kBias == 0 && kind == kTileMixed && (f.forms & kFormKeyBias);
+        bool key_bias = kBias == 0 && kind == kTileMixed && (f.flags & kModKeyBias);
         // All lanes have the same. Of packed sequences the compiler does not know it without a vote, and rings that
         // advance behind the branches below would leave uniform registers.
         if constexpr (Config::kVarlen && kBias == 0) key_bias = __any_sync(0xffffffffu, key_bias);
         if (kBias == 0 && !key_bias) release(bits);
         ScoreFactors c{f.factor, f.factor2};
-        if (Config::kSoftcap && (f.forms & kFormSoftcap)) c = softcap_scores(s, f, own, near);
+        if (Config::kSoftcap && (f.flags & kModSoftcap)) c = softcap_scores(s, f, own, near);
         if constexpr (kHasScoreMod) {
             modify_scores<true>(s, c.natural, params.arrays, place, hides(f));
             to_base2(s);
@@ -173,7 +173,7 @@ class TileForm {
             release(0);  // behind a vote on all biases
             return base2;
         }
-        if (!kHasScoreMod && (f.forms & kFormScaled)) {
+        if (!kHasScoreMod && (f.flags & kModScaled)) {
 #pragma unroll
             for (int i = 0; i < Config::kBlockN / 2; ++i) s[i] *= c.base2;
             c.base2 = 1.0f;
@@ -194,15 +194,15 @@ class TileForm {
             return two;
         }
     };
-    OA_DEVICE void judge(const ScoreForms& f, int32 entry, int32 group) {
-        kind = FormSteps::kind(entry, group);
-        cut_ = kBias == 0 && kind == kTileMixed && (f.forms & kFormBits);
+    OA_DEVICE void judge(const ScoreModParams& f, int32 entry, int32 group) {
+        kind = ListSteps::kind(entry, group);
+        cut_ = kBias == 0 && kind == kTileMixed && (f.flags & kModBits);
     }
     uint32 bits_;
     bool cut_;  // bits hide a part
 
     // Whether the user's mask expression has something to say.
-    OA_DEVICE bool hides(const ScoreForms& f) const { return kind == kTileMixed || !(f.forms & kFormModTiles); }
+    OA_DEVICE bool hides(const ScoreModParams& f) const { return kind == kTileMixed || !(f.flags & kModUserTiles); }
     // Of the warp's biases.
     OA_DEVICE static uint32 rows(int32 stage, int32 group) {
         return Masks::at(stage) + (group * 64 + ((threadIdx.x >> 5) & 3) * 16) * 128;

@@ -14,7 +14,7 @@ from omniattn.registry import REGISTRY, KernelSpec  # noqa: E402
 
 from .test_few_queries_gpu import exact  # noqa: E402
 from .test_low_precision_split_gpu import FORCE, QUANTIZATIONS, far, whole_row  # noqa: E402
-from .test_packed_shares_gpu import CASES, call, packed, random_lengths, starts  # noqa: E402
+from .test_stream_k_gpu import CASES, call, packed, random_lengths, starts  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,

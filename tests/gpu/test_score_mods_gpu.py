@@ -17,8 +17,8 @@ from omniattn import reference, testing  # noqa: E402
 from omniattn.registry import REGISTRY  # noqa: E402
 
 from .attention_cases import check_lse, run_dense, to_gpu, to_numpy  # noqa: E402
-from .form_cases import DTYPES, FORMS, hide_and_show_tiles, random_options, tensors  # noqa: E402
 from .score_mod_cases import examples, mod_and_reference  # noqa: E402
+from .softcap_mask_cases import DTYPES, FORMS, hide_and_show_tiles, random_options, tensors  # noqa: E402
 
 FORCE = "OMNIATTN_FORCE_KERNEL"
 pytestmark = [

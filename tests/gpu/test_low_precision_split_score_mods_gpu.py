@@ -16,7 +16,7 @@ from .low_precision_cases import check_expected, expected, growing_scores, quant
 from .test_few_queries_gpu import exact, tensors  # noqa: E402
 from .test_fp8_factors_gpu import _expected as expected_with_factors  # noqa: E402
 from .test_fp8_factors_gpu import factors  # noqa: E402
-from .test_low_precision_forms_gpu import mask_of  # noqa: E402
+from .test_low_precision_score_mods_gpu import mask_of  # noqa: E402
 from .test_low_precision_split_gpu import FORCE, descales, far, scaled  # noqa: E402
 
 pytestmark = [

@@ -17,7 +17,7 @@ from omniattn import testing  # noqa: E402
 from omniattn.registry import REGISTRY  # noqa: E402
 
 from .attention_cases import run_dense, to_gpu, to_numpy  # noqa: E402
-from .form_cases import DTYPES, hide_and_show_tiles, random_options, tensors  # noqa: E402
+from .softcap_mask_cases import DTYPES, hide_and_show_tiles, random_options, tensors  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
@@ -25,7 +25,7 @@ ROWS = [
     spec
     for spec in REGISTRY
     if spec.family == "attn_fwd_sm80" and spec.score_mods
-    # Small tiles have test_short_forms_gpu.py.
+    # Small tiles have test_short_score_mods_gpu.py.
     if spec.op == "attention_split" or spec.head_dim > 128 or spec.block_m == 128
 ]
 KINDS = ("bool", "float32", "io")

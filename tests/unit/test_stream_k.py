@@ -13,14 +13,14 @@ import pytest
 
 from omniattn import Fp8, Int8
 from omniattn.errors import ArgumentError
-from omniattn.launch import attn_fwd_shares, score_forms, structs
-from omniattn.launch.attn_fwd_shares import CLASSES, SLOTS
+from omniattn.launch import attn_fwd_stream_k, score_mods, structs
+from omniattn.launch.attn_fwd_stream_k import CLASSES, SLOTS
 from omniattn.launch.host_struct import At
 from omniattn.launch.structs import (
     ATTN_COMBINE_PACKED,
-    ATTN_FWD_SHARES_FORMS_SM90,
-    ATTN_FWD_SHARES_SM90,
-    ATTN_INT8_SHARES_SM90,
+    ATTN_FWD_STREAM_K_MODS_SM90,
+    ATTN_FWD_STREAM_K_SM90,
+    ATTN_INT8_STREAM_K_SM90,
 )
 from omniattn.plan.attention import plan_attention
 from omniattn.problems import AttentionProblem, AttentionStrides
@@ -89,7 +89,7 @@ def parts_of(
     sequences: list[tuple[int, int, int, int]], heads: int, pack: int, ctas: int, block_m: int, block_n: int,
     window: tuple[int, int], most_work: int = 2**30,
 ) -> Iterator[Part]:  # fmt: skip
-    """PackedShares of every CTA, by a list of all tiles of each class."""
+    """StreamKTiles of every CTA, by a list of all tiles of each class."""
     queries = block_m // pack
     blocks = [-(-sq // queries) for _, sq, _, _ in sequences]
     gang_of = [n if 1 < n <= CLASSES else 1 for n in blocks]
@@ -157,8 +157,8 @@ def carried_out(
     sinks = rng.normal(size=heads[0]) if with_sinks else None
     p = packed_problem(len(lengths_q), rows_q, rows_k, *heads, d, *window, sinks="none" if sinks is None else "float32")
     pack_gqa = gqa_packing(dataclasses.replace(p, seqlen_q=max(*lengths_q, 1)), SMALL.block_m)
-    (main, merge), num_bytes = attn_fwd_shares.build(SMALL, COMBINE, p, pack_gqa, StreamK(ctas))
-    f, m = fields_of_record(main, ATTN_FWD_SHARES_SM90), fields_of_record(merge, ATTN_COMBINE_PACKED)
+    (main, merge), num_bytes = attn_fwd_stream_k.build(SMALL, COMBINE, p, pack_gqa, StreamK(ctas))
+    f, m = fields_of_record(main, ATTN_FWD_STREAM_K_SM90), fields_of_record(merge, ATTN_COMBINE_PACKED)
     assert (main.grid[0], merge.overlap, f["tiles.num_items"]) == (ctas, True, ctas)
     pack, of_heads = f["tiles.pack"], f["tiles.pack_heads"]
     assert SMALL.block_m % pack == 0
@@ -253,7 +253,7 @@ def carried_out(
 
 
 class Walk:
-    """PackedShares of one CTA, step by step: 32 sequences at a time, a binary search within a head."""
+    """StreamKTiles of one CTA, step by step: 32 sequences at a time, a binary search within a head."""
 
     def __init__(
         self, sequences: list[tuple[int, int, int, int]], heads: int, pack: int, ctas: int, block: tuple[int, int],
@@ -390,7 +390,7 @@ def test_carried_out(seed: int) -> None:
 FEW = [(8, 32, 8192, 32, 8), (64, 1, 4096, 32, 8), (64, 4, 2048, 28, 4), (1, 16, 32768, 32, 8), (256, 1, 1024, 64, 8)]
 
 
-def has_shares(way: Candidate) -> bool:
+def is_stream_k(way: Candidate) -> bool:
     return isinstance(way.schedule, StreamK)
 
 
@@ -399,14 +399,14 @@ def has_shares(way: Candidate) -> bool:
 def test_few_queries_have_even_shares(extents: tuple[int, ...], right: int) -> None:
     n, sq, sk, hq, hk = extents
     p = packed_problem(n, n * sq, n * sk, hq, hk, 128, right=right, max_seqlen_q=sq, max_seqlen_k=sk)
-    assert has_shares(ranked(p, HOPPER)[0][1])
+    assert is_stream_k(ranked(p, HOPPER)[0][1])
     launches = plan_attention(p, HOPPER, None)
     main, merge = launches.records
     assert (main.spec.op, merge.spec.op) == ("attention_split", "attention_combine_packed")
     assert main.grid == (HOPPER.sm_count * main.spec.ctas_per_sm, 1, 1)
     assert merge.grid == (main.spec.block_m // 8, HOPPER.sm_count, 1)
     assert [x.spec.op for x in launches.others] == ["attention_combine_packed"]
-    assert launches.workspace_bytes == attn_fwd_shares.workspace(main.spec, p, StreamK(main.grid[0]))[-1]
+    assert launches.workspace_bytes == attn_fwd_stream_k.workspace(main.spec, p, StreamK(main.grid[0]))[-1]
     # Other GPUs have no such kernel.
     assert not any(r.spec.arch_specific for r in plan_attention(p, AMPERE, None).records)
 
@@ -421,13 +421,13 @@ def test_few_queries_on_8_bits(extents: tuple[int, ...], precision: Int8 | Fp8, 
         n, n * sq, n * sk, hq, hk, 128, right=0, max_seqlen_q=sq, max_seqlen_k=sk, lse=lse, dtype="bfloat16",
         precision=precision.precision,
     )  # fmt: skip
-    launches = planned(p, HOPPER, lambda way: has_shares(way) and way.pack_gqa.heads > 1)
+    launches = planned(p, HOPPER, lambda way: is_stream_k(way) and way.pack_gqa.heads > 1)
     main, merge = launches.records[-2:]
     assert (main.spec.op, merge.spec.op) == ("attention_split", "attention_combine_packed")
     assert main.spec.name.endswith("_m128n64_varlen_split")
     assert {r.spec.op for r in launches.records[:-2]} <= {"quantize", "quantize_fp8_sums", "quantize_values"}
     assert main.grid == (HOPPER.sm_count, 1, 1)
-    f, m = fields_of_record(main, ATTN_INT8_SHARES_SM90), fields_of_record(merge, ATTN_COMBINE_PACKED)
+    f, m = fields_of_record(main, ATTN_INT8_STREAM_K_SM90), fields_of_record(merge, ATTN_COMBINE_PACKED)
     sharing = f["tiles.pack_heads"]
     assert sharing == m["pack_heads"] == hq // hk <= f["tiles.pack"] == m["pack"] <= 8
     assert f["fwd.num_q_heads"] == hq // sharing
@@ -456,10 +456,10 @@ def test_few_queries_on_8_bits(extents: tuple[int, ...], precision: Int8 | Fp8, 
 def test_softcap_has_even_shares_too(changes: dict[str, Any]) -> None:
     p = packed_problem(64, 64, 64 * 4096, 32, 8, 128, right=0, max_seqlen_q=1, max_seqlen_k=4096, **changes)
     tile_of_64 = "attn_fwd_sm90_fp16_d128_m64n64_varlen_split_softcap"
-    main, merge = planned(p, HOPPER, lambda way: has_shares(way) and way.row.name == tile_of_64).records
-    f = fields_of_record(main, ATTN_FWD_SHARES_FORMS_SM90)
-    assert f["forms.forms"] == (score_forms.SOFTCAP if "softcap" in changes else score_forms.SCALED)
-    assert (f["forms.lists"], f["tiles.pack"], f["tiles.num_items"]) == (None, 4, main.grid[0])
+    main, merge = planned(p, HOPPER, lambda way: is_stream_k(way) and way.row.name == tile_of_64).records
+    f = fields_of_record(main, ATTN_FWD_STREAM_K_MODS_SM90)
+    assert f["mods.flags"] == (score_mods.SOFTCAP if "softcap" in changes else score_mods.SCALED)
+    assert (f["mods.lists"], f["tiles.pack"], f["tiles.num_items"]) == (None, 4, main.grid[0])
     merged = fields_of_record(merge, ATTN_COMBINE_PACKED)
     assert all(merged[name] == f[name] for name in ("partial_o", "partial_ml", "cuts"))
     for other in ({"mask": "bool"}, {"score_mod": ScoreModProblem("score + 1", None, ())}):
@@ -470,7 +470,7 @@ def test_softcap_has_even_shares_too(changes: dict[str, Any]) -> None:
 def test_one_long_sequence_among_short_ones() -> None:
     """By the mean there is nothing to split; the longest takes as long as it takes."""
     p = packed_problem(40, 40, 40 * 2000, 32, 8, 128, right=0, max_seqlen_q=1, max_seqlen_k=64000)
-    assert has_shares(ranked(p, HOPPER)[0][1])
+    assert is_stream_k(ranked(p, HOPPER)[0][1])
 
 
 @pytest.mark.parametrize("spec", ROWS, ids=lambda s: s.name)

@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from omniattn.launch import attn_fwd_sm90, masks, score_forms
+from omniattn.launch import attn_fwd_sm90, masks, score_mods
 from omniattn.launch.host_struct import At
 from omniattn.launch.structs import (
-    ATTN_FWD_FORMS_SM80,
-    ATTN_FWD_FORMS_SM90,
-    ATTN_FWD_MOD_SM90,
-    ATTN_INT8_FORMS_SM90,
+    ATTN_FWD_MODS_SM80,
+    ATTN_FWD_MODS_SM90,
+    ATTN_FWD_USER_MOD_SM90,
+    ATTN_INT8_MODS_SM90,
     MASK_LIST,
     TILE_KINDS,
 )
@@ -51,11 +51,11 @@ def problem(mask_strides: tuple[int, int, int, int] = (0, 0, 0, 0), **fields: An
 FULL = (HEADS * ROWS * KEYS, ROWS * KEYS, KEYS, 1)
 
 
-@pytest.mark.parametrize("tanh", [score_forms._TANH, score_forms._TANH_NEAR], ids=["7", "5"])
+@pytest.mark.parametrize("tanh", [score_mods._TANH, score_mods._TANH_NEAR], ids=["7", "5"])
 @pytest.mark.parametrize("scale", [0.088, -0.088, 3.0])
 @pytest.mark.parametrize("cap", [1e-3, 1.0, 50.0, 900.0])
 def test_polynomials_of_the_cap(scale: float, cap: float, tanh: tuple[float, tuple[float, ...]]) -> None:
-    limit, poly = score_forms._cap_polynomial(scale, cap, tanh)
+    limit, poly = score_mods._cap_polynomial(scale, cap, tanh)
     assert limit > 0
     s = np.linspace(-limit, limit, 20001, dtype=np.float32)
     z = s * s
@@ -70,29 +70,29 @@ def test_polynomials_of_the_cap(scale: float, cap: float, tanh: tuple[float, tup
 
 @pytest.mark.parametrize(("scale", "cap"), [(0.0, 1.0), (1e-38, 1e30), (1e38, 1e-38), (0.088, 1e9), (3e38, 2.0)])
 def test_caps_that_the_polynomial_is_not_for(scale: float, cap: float) -> None:
-    assert score_forms._cap_polynomial(scale, cap) == (0.0, (0.0,) * 4)
-    assert score_forms._cap_polynomial(scale, cap, score_forms._TANH_NEAR) == (0.0, (0.0,) * 3)
-    values = score_forms.form_values(problem(softmax_scale=scale, softcap=cap), None)
+    assert score_mods._cap_polynomial(scale, cap) == (0.0, (0.0,) * 4)
+    assert score_mods._cap_polynomial(scale, cap, score_mods._TANH_NEAR) == (0.0, (0.0,) * 3)
+    values = score_mods.score_mod_values(problem(softmax_scale=scale, softcap=cap), None)
     assert values["cap_near_limit"] < 0.0
 
 
 @pytest.mark.parametrize(
     ("fields", "flags"),
     [
-        ({"softcap": 30.0}, score_forms.SOFTCAP),
-        ({"softmax_scale": -0.1}, score_forms.SCALED),
-        ({"softmax_scale": 0.0}, score_forms.SCALED),
-        ({"softmax_scale": -0.1, "softcap": 30.0}, score_forms.SOFTCAP),
-        ({"mask": "bool", "mask_strides": FULL}, score_forms.BITS),
-        ({"mask": "float32", "mask_strides": (KEYS, 0, 0, 1)}, score_forms.KEY_BIAS),
-        ({"mask": "io", "mask_strides": FULL, "softcap": 5.0}, score_forms.BIAS | score_forms.SOFTCAP),
+        ({"softcap": 30.0}, score_mods.SOFTCAP),
+        ({"softmax_scale": -0.1}, score_mods.SCALED),
+        ({"softmax_scale": 0.0}, score_mods.SCALED),
+        ({"softmax_scale": -0.1, "softcap": 30.0}, score_mods.SOFTCAP),
+        ({"mask": "bool", "mask_strides": FULL}, score_mods.BITS),
+        ({"mask": "float32", "mask_strides": (KEYS, 0, 0, 1)}, score_mods.KEY_BIAS),
+        ({"mask": "io", "mask_strides": FULL, "softcap": 5.0}, score_mods.BIAS | score_mods.SOFTCAP),
     ],
     ids=str,
 )
 def test_forms(fields: dict[str, Any], flags: int) -> None:
     one = problem(**fields)
-    values = score_forms.form_values(one, None)
-    assert values["forms"] == flags
+    values = score_mods.score_mod_values(one, None)
+    assert values["flags"] == flags
     assert values["factor"] == (one.softcap or one.softmax_scale)
     assert values["factor2"] == pytest.approx(values["factor"] * math.log2(math.e))
     assert (values["bias_batch"], values["bias_head"]) == (
@@ -195,12 +195,12 @@ def test_an_int8_mask_has_memory_of_its_own() -> None:
     first = launches.workspace_bytes - masks.workspace_bytes(one, blocks)
     assert first >= without.workspace_bytes
     record = launches.records[-1]
-    assert len(record.arguments) == ATTN_INT8_FORMS_SM90.size
-    found = {name: next(x for x in record.pointers if x.offset == ATTN_INT8_FORMS_SM90.offsets[name])
-             for name in ("forms.tiles", "forms.lists")}  # fmt: skip
+    assert len(record.arguments) == ATTN_INT8_MODS_SM90.size
+    found = {name: next(x for x in record.pointers if x.offset == ATTN_INT8_MODS_SM90.offsets[name])
+             for name in ("mods.tiles", "mods.lists")}  # fmt: skip
     own = masks.places(one, blocks, At("workspace", first))
-    assert (found["forms.tiles"].operand, found["forms.tiles"].add) == own.bits
-    assert (found["forms.lists"].operand, found["forms.lists"].add) == own.lists
+    assert (found["mods.tiles"].operand, found["mods.tiles"].add) == own.bits
+    assert (found["mods.lists"].operand, found["mods.lists"].add) == own.lists
 
 
 def test_smoothed_queries_begin_at_row_0() -> None:
@@ -232,12 +232,12 @@ def test_the_mask_is_prepared_before_attention() -> None:
     blocks = -(-ROWS // spec.block_m)
     assert launches.workspace_bytes == masks.workspace_bytes(one, blocks)
     record = launches.records[-1]
-    assert len(record.arguments) == ATTN_FWD_FORMS_SM90.size
+    assert len(record.arguments) == ATTN_FWD_MODS_SM90.size
     places = {
         name: pointer
         for pointer in record.pointers
-        for name in ("forms.tiles", "forms.lists")
-        if pointer.offset == ATTN_FWD_FORMS_SM90.offsets[name]
+        for name in ("mods.tiles", "mods.lists")
+        if pointer.offset == ATTN_FWD_MODS_SM90.offsets[name]
     }
     assert {pointer.operand for pointer in places.values()} == {"workspace"}
     assert len(places) == 2
@@ -251,12 +251,12 @@ def test_masks_of_packed_sequences_are_prepared_before_attention() -> None:
     spec, record = launches.selection.spec, launches.records[-1]
     blocks = -(-total_q // spec.block_m) + BATCH + 2
     assert launches.workspace_bytes == masks.workspace_bytes(one, blocks)
-    fields = fields_of_record(record, ATTN_FWD_FORMS_SM90)
+    fields = fields_of_record(record, ATTN_FWD_MODS_SM90)
     assert (fields["fwd.num_m_blocks"], fields["tiles.lead_rows"]) == (blocks, 0)
     assert (fields["fwd.mask_rows"], fields["fwd.mask_cols"]) == (ROWS, KEYS)
-    assert (fields["forms.lists_stride_b"], fields["forms.num_tiles"]) == (0, -(-KEYS // 64) + 1)
-    assert fields["forms.lists_stride_h"] == blocks * (2 + -(-KEYS // 64))
-    assert fields["forms.tiles_stride_b"] != 0
+    assert (fields["mods.lists_stride_b"], fields["mods.num_tiles"]) == (0, -(-KEYS // 64) + 1)
+    assert fields["mods.lists_stride_h"] == blocks * (2 + -(-KEYS // 64))
+    assert fields["mods.tiles_stride_b"] != 0
 
 
 def test_tiles_of_mask_expressions_of_packed_sequences() -> None:
@@ -274,8 +274,8 @@ def test_tiles_of_mask_expressions_of_packed_sequences() -> None:
     }.items()  # fmt: skip
     assert kinds.grid == (-(-rows * -(-KEYS // 64) // 4), 1, 1)
     assert fields_of_record(listing, MASK_LIST)["kinds_of_slots"] == 1
-    forms = fields_of_record(record, ATTN_FWD_MOD_SM90)
-    assert forms["forms.forms"] & score_forms.MOD_TILES
+    forms = fields_of_record(record, ATTN_FWD_USER_MOD_SM90)
+    assert forms["mods.flags"] & score_mods.MOD_TILES
     # A packed mask decides about tiles, and mma.sync finds none.
     both = plan_attention(dataclasses.replace(one, mask="bool", strides=problem(FULL).strides), HOPPER, row)
     assert [r.spec.op for r in both.records] == ["mask_pack", "mask_list", "attention"]
@@ -305,10 +305,10 @@ def test_mma_sync_reads_masks_that_are_not_packed(one: AttentionProblem, packed:
     assert [r.spec.op for r in launches.records] == ["mask_pack", "mask_list"] * packed + ["attention"]
     assert launches.workspace_bytes == packed * masks.workspace_bytes(one, -(-ROWS // spec.block_m))
     at = {pointer.offset: pointer.operand for pointer in record.pointers}
-    for name in ("forms.tiles", "forms.lists"):
-        assert at.get(ATTN_FWD_FORMS_SM80.offsets[name]) == ("workspace" if packed else None)
-    assert at.get(ATTN_FWD_FORMS_SM80.offsets["fwd.mask"]) == (None if one.mask == "none" else "mask")
-    assert len(record.arguments) == ATTN_FWD_FORMS_SM80.size
+    for name in ("mods.tiles", "mods.lists"):
+        assert at.get(ATTN_FWD_MODS_SM80.offsets[name]) == ("workspace" if packed else None)
+    assert at.get(ATTN_FWD_MODS_SM80.offsets["fwd.mask"]) == (None if one.mask == "none" else "mask")
+    assert len(record.arguments) == ATTN_FWD_MODS_SM80.size
 
 
 def test_tiles_of_a_bias_are_a_tensor_map() -> None:
@@ -318,7 +318,7 @@ def test_tiles_of_a_bias_are_a_tensor_map() -> None:
     assert bias.dims == (KEYS, ROWS, HEADS, 1)
     assert bias.strides_bytes == (4 * KEYS, 4 * ROWS * KEYS, 16)
     assert bias.box == (32, spec.block_m, 1, 1)
-    assert bias.offset == ATTN_FWD_FORMS_SM90.offsets["map_bias"]
+    assert bias.offset == ATTN_FWD_MODS_SM90.offsets["map_bias"]
     # Of packed sequences as far as the longest one reaches.
     spec = by_name("attn_fwd_sm90_bf16_d128_m192n64_varlen_bias32")
     one = problem_with("float32", FULL, seqlen_q=9 * ROWS, seqlen_k=9 * KEYS, **PACKED)
@@ -332,10 +332,10 @@ def test_entries_number_every_tile() -> None:
 
 
 def test_masks_without_a_reader_have_no_place() -> None:
-    values = score_forms.form_values(problem(softcap=1.0), None)
+    values = score_mods.score_mod_values(problem(softcap=1.0), None)
     assert values["tiles"] is None
     assert values["lists"] is None
     found = masks.places(problem_with("bool", FULL), 3, At("workspace"))
-    values = score_forms.form_values(problem_with("bool", FULL), found)
+    values = score_mods.score_mod_values(problem_with("bool", FULL), found)
     assert values["tiles"] == found.bits
     assert values["lists"] == found.lists
