@@ -245,7 +245,11 @@ def _not_understood(code: str) -> ValueError:
 
 def host_name(name: str) -> str:
     """What the host calls a struct or constant: ``ATTN_FWD`` for AttnFwdParams, ``MAX_PAIRS`` for kMaxPairs."""
-    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name.removesuffix("Params")).upper().removeprefix("K_")
+    return (
+        re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name.removesuffix("Params"))
+        .upper()
+        .removeprefix("K_")
+    )
 
 
 def _declaration(struct: Struct) -> str:

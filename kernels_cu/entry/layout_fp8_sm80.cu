@@ -70,7 +70,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) layout_fp8_sm80(const __g
     Sequence keys = {0, p.seqlen_k};
     if (p.cu_seqlens_k != nullptr) {
         b = sequence_of_slot(p.cu_seqlens_k, p.batch, p.seqlen_k, slot, kBlockRows);
-        keys = packed_sequence(p.cu_seqlens_k, b, p.seqlen_k);
+        keys = used_sequence(p.cu_seqlens_k, p.seqused_k, b, p.seqlen_k);
         index = slot - first_slot(keys.begin, b, kBlockRows);
     } else {
         b = slot / p.slots;

@@ -46,10 +46,10 @@ OA_DEVICE Block packed_block(const MaskListParams& p, int64 block, int32 head) {
     Block b;
     int32 slot = int32(block - int64(head) * p.num_m_blocks);
     int32 sequence = sequence_of_slot(p.cu_seqlens_q, p.batch, p.seqlen_q, slot, p.block_m);
-    Sequence q = packed_sequence(p.cu_seqlens_q, sequence, p.seqlen_q);
+    Sequence q = used_sequence(p.cu_seqlens_q, p.seqused_q, sequence, p.seqlen_q);
     b.m0 = int64(slot - first_slot(q.begin, sequence, p.block_m)) * p.block_m;
     b.seqlen_q = q.len;
-    b.seqlen_k = packed_sequence(p.cu_seqlens_k, sequence, p.seqlen_k).len;
+    b.seqlen_k = used_sequence(p.cu_seqlens_k, p.seqused_k, sequence, p.seqlen_k).len;
     if (p.kinds_of_slots) {
         int32 first = first_slot(q.begin, sequence, kTileRows);
         b.kinds = p.kinds + (int64(head) * p.m_tiles + first) * p.n_tiles;

@@ -124,8 +124,8 @@ struct Place {
         offset = batch * p.mask_stride_b + int64(head) * p.pack_heads * p.mask_stride_h;
         exists = true;
         if (p.cu_seqlens_q != nullptr) {
-            int32 rows = packed_sequence(p.cu_seqlens_q, int32(batch), p.total_q).len;
-            int32 keys = packed_sequence(p.cu_seqlens_k, int32(batch), p.total_k).len;
+            int32 rows = used_sequence(p.cu_seqlens_q, p.seqused_q, int32(batch), p.total_q).len;
+            int32 keys = used_sequence(p.cu_seqlens_k, p.seqused_k, int32(batch), p.total_k).len;
             exists = int64(m) * kRows < rows && int64(n0) * 64 < keys;
         }
     }

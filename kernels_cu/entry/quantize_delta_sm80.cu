@@ -41,8 +41,8 @@ extern "C" __global__ void __launch_bounds__(kThreads) quantize_delta_sm80(const
     int32 tile = slot, first_block = 0;
     if (p.packed) {
         batch_idx = sequence_of_slot(p.cu_seqlens_k, p.batch, p.seqlen_k, slot, p.key_tile);
-        k_rows = packed_sequence(p.cu_seqlens_k, batch_idx, p.seqlen_k);
-        q_rows = packed_sequence(p.cu_seqlens_q, batch_idx, p.seqlen_q);
+        k_rows = used_sequence(p.cu_seqlens_k, p.seqused_k, batch_idx, p.seqlen_k);
+        q_rows = used_sequence(p.cu_seqlens_q, p.seqused_q, batch_idx, p.seqlen_q);
         tile = slot - first_slot(k_rows.begin, batch_idx, p.key_tile);
         first_block = first_slot(q_rows.begin, batch_idx, kBlockRows);
         if (tile < 0) return;

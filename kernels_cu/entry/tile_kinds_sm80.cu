@@ -27,9 +27,9 @@ extern "C" __global__ void __launch_bounds__(kThreads) tile_kinds_sm80(const __g
     if (p.cu_seqlens_q != nullptr) {
         if (b > 0) return;
         b = sequence_of_slot(p.cu_seqlens_q, p.batch, p.seqlen_q, m, kTile);
-        Sequence q = packed_sequence(p.cu_seqlens_q, b, p.seqlen_q);
+        Sequence q = used_sequence(p.cu_seqlens_q, p.seqused_q, b, p.seqlen_q);
         seqlen_q = q.len;
-        seqlen_k = packed_sequence(p.cu_seqlens_k, b, p.seqlen_k).len;
+        seqlen_k = used_sequence(p.cu_seqlens_k, p.seqused_k, b, p.seqlen_k).len;
         m -= first_slot(q.begin, b, kTile);
         visible = m >= 0 && m * int64(kTile) < seqlen_q && n * int64(kTile) < seqlen_k;
     } else {

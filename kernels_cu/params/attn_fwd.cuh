@@ -16,6 +16,8 @@ struct AttnFwdParams {
     float* lse;                 // or null
     const int32* cu_seqlens_q;  // [batch + 1]; null for dense batches
     const int32* cu_seqlens_k;
+    const int32* seqused_q;     // [batch]: rows of a packed sequence that are used; null: all
+    const int32* seqused_k;
     const void* mask;
     const void* sinks;
     int64 q_stride_b, q_stride_s, q_stride_h;

@@ -6,6 +6,7 @@ struct LayoutFp8Params {
     const uint8* v;  // e4m3
     const float* descale;  // of v: one, or one for each kv head of a sequence; null: 1
     const int32* cu_seqlens_k;  // null: a dense batch
+    const int32* seqused_k;  // null: all rows are used
     uint8* v_out;
     float* v_scale;
     uint8* drift;  // [kv heads of all sequences][slots]: whether sums over the block's keys run away from 0

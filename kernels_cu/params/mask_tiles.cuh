@@ -29,6 +29,8 @@ struct MaskPackParams {
     // Of packed sequences with a mask each: tiles beyond their ends are empty, and not read. Else null.
     const int32* cu_seqlens_q;
     const int32* cu_seqlens_k;
+    const int32* seqused_q;  // null: all rows are used
+    const int32* seqused_k;
     int32 mask_kind;
     int32 mask_heads;  // 1 where the mask is broadcast
     int32 rows, cols;  // rows = 1: the same for every query
@@ -56,6 +58,8 @@ struct MaskListParams {
     int32* lists;
     const int32* cu_seqlens_q;  // null: batches
     const int32* cu_seqlens_k;
+    const int32* seqused_q;  // null: all rows are used
+    const int32* seqused_k;
     int32 mask_batch, mask_heads;
     int32 m_tiles, n_tiles;
     int32 broadcast_rows;  // 1: the only tile of rows stands for all

@@ -25,6 +25,8 @@ struct QuantizeParams {
     const uint8* v;
     const int32* cu_seqlens_q;  // null: a dense batch
     const int32* cu_seqlens_k;
+    const int32* seqused_q;  // null: all rows of a packed sequence are used
+    const int32* seqused_k;
     uint8* q_int;
     uint8* k_int;
     float* q_scale;

@@ -9,6 +9,8 @@ struct TileKindsParams {
     uint8* kinds;
     const int32* cu_seqlens_q;  // null: batches
     const int32* cu_seqlens_k;
+    const int32* seqused_q;  // null: all rows are used
+    const int32* seqused_k;
     const uint8* blocks;  // booleans: whether a block of block_rows x block_keys tiles is visible; or null
     int64 block_stride_b, block_stride_h, block_stride_q, block_stride_k;
     int32 batch, heads;  // 1 where everything is broadcast

@@ -160,7 +160,7 @@ OA_DEVICE QuantizeItem decode_item(const QuantizeParams& p, uint32 ticket) {
     if (!dense) {
         const int32* cu = is_q ? p.cu_seqlens_q : p.cu_seqlens_k;
         t.batch_idx = t.kind == kFinishV ? t.slot : sequence_of_slot(cu, p.batch, total, t.slot, rows);
-        Sequence s = packed_sequence(cu, t.batch_idx, total);
+        Sequence s = used_sequence(cu, is_q ? p.seqused_q : p.seqused_k, t.batch_idx, total);
         t.begin = s.begin;
         t.len = s.len;
         int32 first = first_slot(s.begin, t.batch_idx, rows);

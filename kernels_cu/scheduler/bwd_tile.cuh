@@ -204,7 +204,7 @@ OA_DEVICE bool varlen_bwd_tile(const AttnFwdParams& p, int64 tile_idx, int32 num
     int32 block = int32(tile_idx - int64(t.kv_head_idx) * num_n_blocks);
     int lane = threadIdx.x & 31;
     for (int32 base = 0; base < p.batch; base += 32) {
-        int32 seqlen_k = packed_sequence(p.cu_seqlens_k, min_of(base + lane, p.batch - 1), p.seqlen_k).len;
+        int32 seqlen_k = used_sequence(p.cu_seqlens_k, p.seqused_k, min_of(base + lane, p.batch - 1), p.seqlen_k).len;
         int32 blocks = base + lane < p.batch ? (seqlen_k + kBlockN - 1) / kBlockN : 0;
         int32 inclusive = inclusive_sum(blocks, lane);
         uint32 past = __ballot_sync(0xffffffffu, inclusive > block);

@@ -67,7 +67,7 @@ OA_DEVICE FwdTile dense_tile(const AttnFwdParams& p, int64 tile_idx) {
     return tile_of(p, batch_idx, int32(head - int64(batch_idx) * p.num_q_heads), m * kBlockM);
 }
 
-// Rows of one sequence in the packed tensors. Clamped to them: lengths come from device memory and cannot be checked
+// Used rows of one sequence in the packed tensors. Clamped to them: lengths come from device memory and cannot be checked
 // without a synchronization.
 struct SequenceRange {
     int32 q_begin, seqlen_q, k_begin, seqlen_k;
@@ -76,8 +76,8 @@ struct SequenceRange {
 OA_DEVICE SequenceRange sequence_range(const AttnFwdParams& p, int32 b) {
     SequenceRange r;
     r.sequence = b;
-    Sequence of_q = packed_sequence(p.cu_seqlens_q, b, p.seqlen_q);
-    Sequence of_k = packed_sequence(p.cu_seqlens_k, b, p.seqlen_k);
+    Sequence of_q = used_sequence(p.cu_seqlens_q, p.seqused_q, b, p.seqlen_q);
+    Sequence of_k = used_sequence(p.cu_seqlens_k, p.seqused_k, b, p.seqlen_k);
     r.q_begin = of_q.begin, r.seqlen_q = of_q.len;
     r.k_begin = of_k.begin, r.seqlen_k = of_k.len;
     return r;

@@ -33,7 +33,7 @@ OA_DEVICE PaddedBlock padded_block(const AttnFwdParams& p, int32 block) {
         lo = before ? mid : lo;
         hi = before ? hi : mid;
     }
-    Sequence s = packed_sequence(p.cu_seqlens_q, lo, p.seqlen_q);
+    Sequence s = used_sequence(p.cu_seqlens_q, p.seqused_q, lo, p.seqlen_q);
     int64 row = first - padded_begin(p, lo, s.begin);
     // Before the first sequence, or far behind the last one: nobody's.
     return {lo, row < 0 || row > s.len ? s.len : int32(row), s.begin, s.len};

@@ -12,6 +12,12 @@ OA_DEVICE Sequence packed_sequence(const int32* cu, int32 b, int32 total) {
     int32 lo = min_of(max_of(cu[b], 0), total);
     return {lo, min_of(max_of(cu[b + 1], lo), total) - lo};
 }
+// The same up to its last row that is used. used: [batch], or null where all rows are.
+OA_DEVICE Sequence used_sequence(const int32* cu, const int32* used, int32 b, int32 total) {
+    Sequence s = packed_sequence(cu, b, total);
+    if (used != nullptr) s.len = min_of(max_of(used[b], 0), s.len);
+    return s;
+}
 // Copies cu_seqlens, clamped to the tensor, with every entry at least as large as those before it: with lengths that go
 // backwards two sequences would have a slot in common, and one would wait for sums that never come. One warp.
 OA_DEVICE void copy_starts(const int32* cu, int32* starts, int32 batch, int32 total) {

@@ -101,7 +101,7 @@ def operations(file: str, *options: str) -> dict[str, Any]:
         "mask_pack",
         "mask_list",
         "tile_kinds",
-        "packed_parts",
+        "clear_unused",
         "quantize_fp8_sums",
         "quantize_values",
     }

@@ -124,7 +124,7 @@ def test_row(
 
     PLANS.clear()
     monkeypatch.setattr(runtime, "load", load)
-    own_cases = spec.op in (*MASK_OPS, "layout_fp8", "packed_parts") or spec.value_factors
+    own_cases = spec.op in (*MASK_OPS, "layout_fp8", "clear_unused") or spec.value_factors
     if spec.specialization is None and not own_cases:
         monkeypatch.setenv("OMNIATTN_FORCE_KERNEL", ",".join(sorted(wants | may_want)))
     else:  # only attention starts these, or some of its calls

@@ -240,7 +240,7 @@ def test_both_drivers_give_the_same_bits(tmp_path: Path) -> None:
     elsewhere = {
         "attention_split", "attention_combine", "attention_combine_lse", "attention_combine_packed", "layout_fp8",
         "decode_combine", "copy_blocks",
-        *MASK_OPS, *BACKWARD_OPS, *VALUES_OPS, "packed_parts",
+        *MASK_OPS, *BACKWARD_OPS, *VALUES_OPS, "clear_unused",
     }  # fmt: skip
     assert operations == {spec.op for spec in REGISTRY} - elsewhere
     assert bits["cuda"].keys() == bits["cupy"].keys() == bits["alone"].keys()

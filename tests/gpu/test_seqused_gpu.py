@@ -12,11 +12,10 @@ torch = pytest.importorskip("torch")
 
 import omniattn as oa  # noqa: E402
 from omniattn import testing  # noqa: E402
-from omniattn.ops.parts import packed_parts  # noqa: E402
 from omniattn.plan.engine import PLANS  # noqa: E402
-from omniattn.registry import REGISTRY  # noqa: E402
+from omniattn.registry import REGISTRY, by_name  # noqa: E402
+from omniattn.testing.clear_cases import ClearCase, clear_cases  # noqa: E402
 from omniattn.testing.frameworks import CupyFramework, TorchFramework  # noqa: E402
-from omniattn.testing.parts_cases import PARTS_CASES, PartsCase  # noqa: E402
 
 from .attention_cases import check_lse, poisoned, to_gpu, to_numpy  # noqa: E402
 from .plans import only_rows  # noqa: E402
@@ -104,11 +103,13 @@ def test_low_precision(precision: str, causal: bool) -> None:
     assert error <= 0.12, error
 
 
-def test_score_mod_sinks_and_one_mask_for_all() -> None:
+def test_score_mod_sinks_and_masks() -> None:
     q, k, v = _qkv()
     bias = np.linspace(-1, 1, len(LENGTHS_Q), dtype=np.float32)
     sinks = np.array([0.5, -1.0, 2.0, 0.0], np.float32)
     mask = np.random.default_rng(0).random((HEADS, max(LENGTHS_Q), max(LENGTHS_K))) < 0.6
+
+    masks = np.random.default_rng(1).random((len(LENGTHS_Q), 1, max(LENGTHS_Q), max(LENGTHS_K))) < 0.6
 
     def mod(bias: Any) -> oa.ScoreMod:
         return oa.ScoreMod(
@@ -122,6 +123,7 @@ def test_score_mod_sinks_and_one_mask_for_all() -> None:
     for on_cpu, on_gpu in (
         ({"sinks": sinks}, {"sinks": torch.from_numpy(sinks).cuda()}),
         ({"mask": mask}, {"mask": torch.from_numpy(mask).cuda()}),
+        ({"mask": masks}, {"mask": torch.from_numpy(masks).cuda()}),
         ({"score_mod": mod(bias)}, {"score_mod": mod(torch.from_numpy(bias).cuda())}),
     ):
         ref, ref_lse = oa.attention_varlen(q, k, v, **packed, return_lse=True, **on_cpu)
@@ -180,18 +182,11 @@ def test_cupy_gives_the_bits_of_torch() -> None:
 
 
 @pytest.mark.parametrize("framework", [TorchFramework, CupyFramework])
-@pytest.mark.parametrize("case", PARTS_CASES, ids=lambda case: str(case.name))
-def test_starts_of_the_parts(case: PartsCase, framework: Any) -> None:
+@pytest.mark.parametrize("case", clear_cases(by_name("clear_unused_sm80")), ids=lambda case: str(case.name))
+def test_rows_that_are_cleared(case: ClearCase, framework: Any) -> None:
     if framework is CupyFramework:
         pytest.importorskip("cupy")
     assert case.check(framework(), case.prepare()) == (0.0, "")
-
-
-def test_lengths_in_one_column() -> None:
-    (cu_q, cu_k, used_q, used_k), expected = PartsCase(128, True, True).prepare()
-    columns = [torch.from_numpy(np.stack([x, x[::-1]], axis=1)).cuda()[:, 0] for x in (cu_q, cu_k, used_q, used_k)]
-    made = packed_parts(*columns)
-    assert all(np.array_equal(a.cpu().numpy(), b) for a, b in zip(made, expected, strict=True))
 
 
 def test_lengths_that_are_ready_on_the_callers_stream_alone() -> None:

@@ -25,7 +25,6 @@ from omniattn.problems import (
     Int4,
     Int8,
     MergeProblem,
-    PartsProblem,
     QuantizeCall,
     QuantizeProblem,
 )
@@ -210,8 +209,7 @@ def cache_calls() -> Iterator[DecodeProblem | AppendProblem | CopyProblem]:
     yield CopyProblem(cache.facts, False, ((0, 1),))
 
 
-def other_calls() -> Iterator[MergeProblem | PartsProblem]:
-    """``merge_states``, and the division of packed sequences."""
+def other_calls() -> Iterator[MergeProblem]:
+    """``merge_states``."""
     for dtype in (DTYPE, "float32"):
         yield MergeProblem(dtype, (2, 3, 4, 64), (((768, 256, 64),) * 3), (((12, 3, 1),) * 3))
-    yield PartsProblem(2, (1, 1), (1, 1))

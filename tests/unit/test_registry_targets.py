@@ -14,8 +14,8 @@ import omniattn.plan.attention as plan_of_attention
 from omniattn.errors import UnsupportedError
 from omniattn.plan.attention import plan_attention
 from omniattn.plan.backward import plan_backward
-from omniattn.plan.others import plan_append, plan_copy, plan_decode, plan_merge, plan_parts, plan_quantize
-from omniattn.problems import AppendProblem, CopyProblem, DecodeProblem, MergeProblem, PartsProblem, Target
+from omniattn.plan.others import plan_append, plan_copy, plan_decode, plan_merge, plan_quantize
+from omniattn.problems import AppendProblem, CopyProblem, DecodeProblem, MergeProblem, Target
 from omniattn.registry import GPUS, REGISTRY, KernelSpec
 from omniattn.runtime.arch import Arch
 from omniattn.runtime.sources import Sources
@@ -29,7 +29,6 @@ SMS = {
 }  # fmt: skip
 _PLANS = {
     DecodeProblem: plan_decode, AppendProblem: plan_append, CopyProblem: plan_copy, MergeProblem: plan_merge,
-    PartsProblem: plan_parts,
 }  # fmt: skip
 ROWS = {spec.name: spec for spec in REGISTRY}
 KERNELS = Path(__file__).parents[2] / "kernels_cu"

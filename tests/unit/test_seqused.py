@@ -10,17 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import omniattn as oa
-from omniattn.errors import ArgumentError, DtypeError, ShapeError, UnsupportedError
-from omniattn.launch.packed_parts import build
-from omniattn.launch.structs import PACKED_PARTS
-from omniattn.ops import used as module
-from omniattn.ops.parts import packed_parts
+from omniattn.errors import ArgumentError, DtypeError, ShapeError, StrideError
+from omniattn.launch.structs import CLEAR_UNUSED
+from omniattn.launch.used_rows import Cleared, build_clear
 from omniattn.plan import engine
-from omniattn.problems import PartsProblem
 from omniattn.registry import by_name
 from omniattn.runtime.device import DeviceInfo
 from omniattn.testing import normal
-from omniattn.testing.parts_cases import PARTS_CASES, PartsCase
 
 from .launch_fakes import unpacked
 
@@ -108,12 +104,14 @@ def test_what_does_not_count_is_never_read() -> None:
 def test_sinks_and_one_mask_for_all() -> None:
     sinks = normal((HEADS,), 5, "float32")
     mask = np.random.default_rng(0).random((HEADS, 7, 9)) < 0.6
-    o, lse = SOME.run(sinks=sinks, mask=mask)
-    expected, expected_lse = SOME.expected(sinks=sinks, mask=mask)
-    np.testing.assert_array_equal(o, expected)
-    np.testing.assert_array_equal(lse[:, SOME.rows_q], expected_lse[:, SOME.rows_q])
-    other = np.setdiff1d(np.arange(SOME.starts["cu_seqlens_q"][-1]), SOME.rows_q)
-    np.testing.assert_array_equal(lse[:, other], np.broadcast_to(sinks[:, None], (HEADS, len(other))))
+    for a, b in zip(SOME.run(sinks=sinks, mask=mask), SOME.expected(sinks=sinks, mask=mask), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_a_mask_for_each_sequence() -> None:
+    mask = np.random.default_rng(1).random((4, 1, 7, 9)) < 0.6
+    for a, b in zip(SOME.run(mask=mask), SOME.expected(mask=mask), strict=True):
+        np.testing.assert_array_equal(a, b)
 
 
 def test_score_mods_get_the_number_of_the_callers_sequence() -> None:
@@ -125,11 +123,6 @@ def test_score_mods_get_the_number_of_the_callers_sequence() -> None:
     )  # fmt: skip
     for a, b in zip(SOME.run(score_mod=mod), SOME.expected(score_mod=mod), strict=True):
         np.testing.assert_array_equal(a, b)
-    made = module.of_parts(mod, 3)
-    assert made.expression == "score + bias[(b / 3)] * k + ((b / 3) > 1)"
-    assert made.mask == "k < 7 - (b / 3)"
-    assert module.of_parts(mod, 3) is made
-    assert module.of_parts(mod, 2) is not made
 
 
 def test_factors_of_e4m3_arrays() -> None:
@@ -162,78 +155,35 @@ def test_gradients() -> None:
         np.testing.assert_array_equal(whole, expected)
 
 
-def test_starts_of_the_parts() -> None:
-    cu_q, cu_k = np.array([0, 5, 9], np.int32), np.array([0, 8, 10], np.int32)
-    used_q, used_k = np.array([2, 4], np.int32), np.array([8, 1], np.int32)
-
-    def made(*used: Any) -> tuple[list[int], list[int]]:
-        parts = module.split("attention_varlen", (cu_q, cu_k), used, q=SOME.q, mask=None)
-        assert parts.cu_seqlens_q.dtype == parts.cu_seqlens_k.dtype == np.int32
-        return parts.cu_seqlens_q.tolist(), parts.cu_seqlens_k.tolist()
-
-    assert made(used_q, used_k) == ([0, 2, 5, 5, 9, 9, 9], [0, 8, 8, 8, 9, 9, 10])
-    assert made(used_q, None) == ([0, 2, 5, 9, 9], [0, 8, 8, 10, 10])
-    assert made(None, used_k) == ([0, 5, 5, 9, 9], [0, 8, 8, 9, 10])
-
-
-@pytest.mark.parametrize("case", PARTS_CASES, ids=lambda case: str(case.name))
-def test_starts_by_the_operation(case: PartsCase) -> None:
-    (cu_q, cu_k, used_q, used_k), expected = case.prepare()
-    assert cu_q is not None
-    assert cu_k is not None
-    by_operation = packed_parts(cu_q, cu_k, used_q, used_k)
-    by_library = module._starts_of_parts("numpy", (cu_q, cu_k), (used_q, used_k))
-    for made in (by_operation, by_library):
-        for a, b in zip(made, expected, strict=True):
-            np.testing.assert_array_equal(a, b)
-    for name, cu, cu_parts, used in zip("qk", (cu_q, cu_k), expected, (used_q, used_k), strict=True):
-        assert cu_parts[0] == cu[0], name
-        assert cu_parts[-1] == cu[-1], name
-        assert (np.diff(cu_parts) >= 0).all(), name
-        if used is not None:
-            counted = cu_parts[1 :: (len(cu_parts) - 1) // max(case.batch, 1)] - cu[:-1] if case.batch else []
-            wrapped = used == 2**31 - 1
-            assert (counted == np.where(wrapped & (cu[:-1] > 0), 0, np.clip(used, 0, np.diff(cu)))).all(), name
+@pytest.mark.parametrize(("batch", "rows"), [(1, 1), (3, 64), (1000, 65)])
+def test_launch_that_clears(batch: int, rows: int) -> None:
+    """A slot of 64 rows for any division of the rows among the sequences."""
+    spec = by_name("clear_unused_sm80")
+    arrays = [Cleared("dq", "q", rows, 4, 64, (0, 256, 64)), Cleared("dk", "k", 3 * rows, 2, 64, (0, 128, 64))]
+    (record,) = build_clear(spec, batch, arrays)
+    values = unpacked(record.arguments, CLEAR_UNUSED)
+    assert record.grid == (-(-3 * rows // 64) + batch, 2, 1)
+    assert (values["batch"], values["rows"], values["heads"]) == (batch, (rows, 3 * rows, 0), (4, 2, 0))
+    assert [(p.operand, p.offset) for p in record.pointers] == [
+        ("dq", 0), ("dk", 8), ("cu_seqlens_q", 24), ("cu_seqlens_k", 32), ("seqused_q", 48), ("seqused_k", 56)
+    ]  # fmt: skip
 
 
-def test_the_operation_names_what_is_wrong() -> None:
-    cu, used = np.array([0, 5, 9], np.int32), np.array([2, 4], np.int32)
-    with pytest.raises(ShapeError, match=r"packed_parts\(\): argument 'seqused_k': expected shape \(2,\)"):
-        packed_parts(cu, cu, None, used[:1])
-    with pytest.raises(DtypeError, match=r"argument 'cu_seqlens_k': expected int32, received int64"):
-        packed_parts(cu, cu.astype(np.int64), used, None)
+def test_nothing_to_clear() -> None:
+    spec = by_name("clear_unused_sm80")
+    assert build_clear(spec, 0, [Cleared("o", "q", 5, 4, 64, (0, 256, 64))]) == ()
+    assert build_clear(spec, 3, [Cleared("o", "q", 0, 4, 64, (0, 256, 64))]) == ()
 
 
-@pytest.mark.parametrize("batch", [0, 127, 128, 1000])
-def test_launch_of_the_division(batch: int) -> None:
-    spec = by_name("packed_parts_sm80")
-    (record,) = build(spec, PartsProblem(batch, (1, 1), (None, 3)))
-    assert record.grid[0] * 128 > batch >= (record.grid[0] - 1) * 128  # and a thread for the end
-    values = unpacked(record.arguments, PACKED_PARTS)
-    assert (values["batch"], values["parts"], values["used_q_stride"], values["used_k_stride"]) == (batch, 2, 0, 3)
-
-
-def test_explain_counts_them() -> None:
-    made = oa.explain(SOME.q, SOME.k, SOME.v, **SOME.starts, **SOME.longest, **SOME.used)
-    assert (made.problem.batch, made.problem.sequences) == (12, 4)
-    with pytest.raises(ArgumentError, match=r"'seqused_k': expected nothing, without cu_seqlens_q"):
-        oa.explain(SOME.q[None], SOME.k[None], SOME.v[None], seqused_k=np.ones(1, np.int32))
-
-
-@pytest.mark.parametrize(("framework", "names"), [
-    ("torch", ("seqused_q", "seqused_k")), ("cupy", ("seqused_q",)), ("torch", ("seqused_k",)), ("torch", ()),
-    ("jax", ("seqused_k",)),
-])  # fmt: skip
-def test_explain_lists_the_launch_that_divides_them(
-    framework: str, names: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As a GPU would have them; JAX divides its arrays by itself."""
+@pytest.mark.parametrize("names", [("seqused_q", "seqused_k"), ("seqused_q",), ("seqused_k",), ()])
+def test_launches(names: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a GPU would have them: the forward clears queries, the backward what is used of neither."""
     describe = engine.describe
 
     def on_gpu(call: Any, raw: Any) -> dict[str, Any]:
         tensors = describe(call, raw)
         for i, t in enumerate(tensors.values()):
-            t.device, t.framework, t.ptr = "cuda", framework, 0x10000 * (i + 1)
+            t.device, t.framework, t.ptr = "cuda", "torch", 0x10000 * (i + 1)
         return tensors
 
     call = Packed([(5, 9), (0, 4), (7, 0)], None, None)
@@ -244,13 +194,23 @@ def test_explain_lists_the_launch_that_divides_them(
     info = DeviceInfo(0, "Hopper", (9, 0), 132, 227 << 10, 50 << 20, (13, 0))
     monkeypatch.setattr(oa.runtime, "device_info", lambda ordinal: info)
     explained = oa.explain(q, k, v, **call.starts, **call.longest, **used)
-    found = [launch for launch in explained.launches if launch.kernel == "packed_parts_sm80"]
-    assert len(found) == (framework != "jax" and bool(names))
-    assert all(launch is explained.launches[0] and (launch.grid, launch.threads) == (1, 128) for launch in found)
-    assert explained.problem.parts == 1 + len(names)
+    assert explained.problem.used == ("seqused_q" in names, "seqused_k" in names)
+    assert [x.kernel for x in explained.launches].count("clear_unused_sm80") == ("seqused_q" in names)
+    if "seqused_q" in names:  # behind what merges partial results, which has garbage of rows that are not used
+        assert explained.launches[-1].kernel == "clear_unused_sm80"
     lse = np.zeros((HEADS, len(q)), np.float32)
     backward = oa.explain(oa.attention_varlen_backward, q, q, k, v, q, lse, **call.starts, **call.longest, **used)
-    assert [launch.kernel for launch in backward.launches].count("packed_parts_sm80") == len(found)
+    assert [x.kernel for x in backward.launches].count("clear_unused_sm80") == bool(names)
+    only_dk = oa.explain(
+        oa.attention_varlen_backward, q, q, k, v, q, lse, wanted=("dk",), **call.starts, **call.longest, **used
+    )
+    assert [x.kernel for x in only_dk.launches].count("clear_unused_sm80") == ("seqused_k" in names)
+
+
+def test_explain_needs_packed_sequences() -> None:
+    assert oa.explain(SOME.q, SOME.k, SOME.v, **SOME.starts, **SOME.longest, **SOME.used).problem.batch == 4
+    with pytest.raises(ArgumentError, match=r"'seqused_k': expected nothing, without cu_seqlens_q"):
+        oa.explain(SOME.q[None], SOME.k[None], SOME.v[None], seqused_k=np.ones(1, np.int32))
 
 
 @pytest.mark.parametrize("name", ["seqused_q", "seqused_k"])
@@ -259,9 +219,9 @@ def test_errors(name: str) -> None:
     call = (packed.q, packed.k, packed.v)
     options = {**packed.starts, **packed.longest}
     cases: list[tuple[Any, type[Exception], str]] = [
-        ([1, 2], ArgumentError, r"expected an int32 array of shape \(batch,\), received list"),
         (np.array([1, 2]), DtypeError, "expected int32, received int64"),
         (np.array([[1, 2]], np.int32), ShapeError, r"received \(1, 2\)"),
+        (np.array([1, 0, 2, 0], np.int32)[::2], StrideError, "expected a contiguous array, received stride 2"),
         (np.array([1, 2, 1], np.int32), ShapeError, r"\(batch,\) = \(2,\), received \(3,\)"),
         (np.array([5, 2], np.int32), ArgumentError, "from 0 to 4, the rows of sequence 0, received 5"),
         (np.array([4, -1], np.int32), ArgumentError, "from 0 to 2, the rows of sequence 1, received -1"),
@@ -269,9 +229,9 @@ def test_errors(name: str) -> None:
     for value, error, text in cases:
         with pytest.raises(error, match=rf"attention_varlen\(\): argument '{name}'.*{text}"):
             oa.attention_varlen(*call, **options, **{name: value})
+    with pytest.raises(ArgumentError, match=rf"argument '{name}': expected an array.*received builtins\.list"):
+        oa.attention_varlen(*call, **options, **{name: [1, 2]})
     fine = {name: np.array([1, 2], np.int32)}
-    with pytest.raises(UnsupportedError, match=f"{name} with a mask for each sequence"):
-        oa.attention_varlen(*call, **options, **fine, mask=np.ones((2, 1, 4, 4), bool))
     with pytest.raises(ArgumentError, match=r"'cu_seqlens_k'.*received None"):
         oa.attention_varlen(*call, **{**options, "cu_seqlens_k": None}, **fine)
     bad = np.array([0, 5, 2], np.int32)

@@ -13,7 +13,6 @@ import pytest
 import omniattn
 from omniattn import arrays, runtime
 from omniattn.errors import UnsupportedError
-from omniattn.ops import used
 from omniattn.runtime.device import DeviceInfo
 from omniattn.testing.soak import attention, cache_runs
 from omniattn.testing.soak.machines import Machine
@@ -50,8 +49,6 @@ def pretend_gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(arrays, "describe", on_gpu)
     # Of torch and CuPy arrays with any strides a gradient gets a copy; NumPy's would be refused.
     monkeypatch.setattr(arrays, "with_plain_rows", lambda x, *rest: None if x is None else np.ascontiguousarray(x))
-    # Lengths are read on the CPU only.
-    monkeypatch.setattr(used, "_check_values", lambda *a: True)
     # The planes of a cache are the library's own, and say what they are.
     monkeypatch.setattr(arrays, "require_same_device", lambda tensors: None)
     monkeypatch.setattr(attention, "expected", lambda *a: None)

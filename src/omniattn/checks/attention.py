@@ -16,6 +16,10 @@ from . import values
 
 #: The caller's arrays, in the order of a call.
 ARRAYS = ("q", "k", "v", "out", "cu_seqlens_q", "cu_seqlens_k", "mask", "sinks")
+#: How many rows of packed sequences are used.
+USED = ("seqused_q", "seqused_k")
+#: Those of calls of packed sequences.
+PACKED_ARRAYS = (*ARRAYS, *USED)
 #: Of calls on e4m3, behind `ARRAYS`.
 DESCALES = ("descale_q", "descale_k", "descale_v")
 #: Those that kernels access 16 bytes at a time.
@@ -38,7 +42,6 @@ class AttentionOptions(NamedTuple):
     max_seqlen_q: Any = None
     max_seqlen_k: Any = None
     out_dtype: Any = None
-    parts: int = 1  # of which a sequence of the caller's consists: `ops.used`
 
 
 class CommonOptions(NamedTuple):
@@ -85,6 +88,7 @@ def check_attention(call: Call, tensors: dict[str, Tensor]) -> AttentionProblem:
     batch, longest_q, longest_k = q.shape[0], 0, 0
     if varlen:
         batch = _check_starts(tensors, function)
+        values.check_seqused(tensors, batch, function)
         longest_q, longest_k = _check_longest(options, rows_q, rows_k, "mask" in tensors, function)
     most = values.MAX_PACKED_SEQUENCES if varlen else arguments.MAX_EXTENT
     if batch > most:
@@ -120,7 +124,7 @@ def check_attention(call: Call, tensors: dict[str, Tensor]) -> AttentionProblem:
             three(q.shape, q.strides), three(k.shape, k.strides), three(v.shape, v.strides),
             three(o_shape, o_strides), (0 if varlen else heads_q * rows_q, rows_q), mask_strides,
         ), own_head_dim_v=v.shape[-1] if v.shape[-1] != q.shape[-1] else 0, descales=descales, note=note,
-        parts=options.parts,
+        used=("seqused_q" in tensors, "seqused_k" in tensors),
         keys_map=maps and mask in ("float32", "io") and _keys_have_map(tensors["mask"], mask_strides),
     )  # fmt: skip
 

@@ -17,6 +17,8 @@ from . import extras, values
 GIVEN = {"dq": "given.dq", "dk": "given.dk", "dv": "given.dv"}
 #: The caller's arrays, in the order of a call.
 ARRAYS = ("q", "k", "v", "do", "o", "lse", "dlse", "cu_seqlens_q", "cu_seqlens_k", "mask", "sinks", *GIVEN.values())
+#: Those of calls of packed sequences.
+PACKED_ARRAYS = (*ARRAYS, *checks.USED)
 #: Those that have to be there.
 REQUIRED = ("q", "k", "v", "do", "o", "lse")
 #: Those that kernels access 16 bytes at a time.
@@ -40,7 +42,6 @@ class BackwardOptions(NamedTuple):
     precision: str = "exact"
     return_lse: bool = True
     out_dtype: Any = None
-    parts: int = 1
 
 
 def check_wanted(wanted: Any, with_sinks: bool, function: str) -> tuple[str, ...]:

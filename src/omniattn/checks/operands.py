@@ -22,7 +22,7 @@ from ..problems import (
 from ..problems.precision import knobs_of, value_levels
 from ..problems.quantize import QK_DTYPES
 from . import values
-from .attention import canonical_strides, check_common, check_mask, check_out, check_scale, mask_has_map
+from .attention import USED, canonical_strides, check_common, check_mask, check_out, check_scale, mask_has_map
 
 #: Whose array each operand is, in the order in which a call looks at them. Attention reads neither q_mean nor k_mean.
 _Q_ARRAYS = ("q_int", "q_scale", "row_bias", "delta_s")
@@ -47,7 +47,8 @@ _PRECISION_OF = {element: name for name, element in QK_DTYPES.items()}
 _WORDS = {"qk_dtype": "dtype", "rows_k": "rows", "heads_kv": "heads", "dtype": "dtype of what was quantized"}
 
 
-def check_kinds(function: str, q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any) -> None:
+def check_kinds(function: str, q: Any, k: Any, v: Any, *sequences: Any) -> None:
+    """sequences: cu_seqlens_q and cu_seqlens_k, of packed calls seqused_q and seqused_k."""
     for value, argument, kind, source in (
         (q, "q", QuantizedQ, "quantize_qk(...).q"),
         (k, "k", QuantizedK, "quantize_qk(...).k"),
@@ -58,10 +59,13 @@ def check_kinds(function: str, q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any) -> 
                 argument, f"a {kind.__name__}, from {source}, because one of q, k, v is quantized",
                 type(value).__name__, function=function,
             )  # fmt: skip
-    for value, argument in ((cu_q, "cu_seqlens_q"), (cu_k, "cu_seqlens_k")):
+    for value, argument in zip(sequences, (*STARTS, *USED), strict=False):
         if value is not None:
             raise ArgumentError(
-                argument, "None, because quantized operands bring theirs", type(value).__name__, function=function
+                argument,
+                "None, because quantized operands bring their sequences",
+                type(value).__name__,
+                function=function,
             )
 
 

@@ -235,6 +235,20 @@ def check_cu_seqlens(cu: Tensor, argument: str, function: str) -> None:
         raise StrideError(argument, "a contiguous array", f"stride {cu.strides[0]}", function=function)
 
 
+def check_seqused(tensors: dict[str, Tensor], batch: int, function: str) -> None:
+    """``seqused_q`` and ``seqused_k`` of packed sequences, where they are given."""
+    for name in ("seqused_q", "seqused_k"):
+        if name not in tensors:
+            continue
+        t = tensors[name]
+        if t.dtype != "int32":
+            raise DtypeError(name, "int32", t.dtype, function=function)
+        if tuple(t.shape) != (batch,):
+            raise ShapeError(name, f"shape (batch,) = ({batch},)", f"{tuple(t.shape)}", function=function)
+        if batch > 1 and t.strides[0] != 1:
+            raise StrideError(name, "a contiguous array", f"stride {t.strides[0]}", function=function)
+
+
 def check_like(t: Tensor, shape: tuple[int, ...], dtype: str, function: str) -> None:
     """An array that the caller gives for a known shape and dtype."""
     if t.dtype != dtype:

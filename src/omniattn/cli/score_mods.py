@@ -18,17 +18,15 @@ from omniattn.checks.extras import mod_arrays
 from omniattn.cli import support
 from omniattn.errors import ArgumentError, UnsupportedError
 from omniattn.launch.score_mod import PREFIX, row_of
-from omniattn.ops.used import of_parts
 from omniattn.plan.ahead import OPTIONS, ModCalls, rows_of_calls
 from omniattn.problems import Target
 from omniattn.problems.score_mod import ScoreModProblem
-from omniattn.registry import REGISTRY, KernelSpec
+from omniattn.registry import KernelSpec
 from omniattn.runtime import env
 from omniattn.runtime.arch import Arch
 
-#: Kinds of calls, to how many sequences stand for one of the caller's: ``seqused_q`` or ``seqused_k`` makes two, both
-#: three. Expressions of those divide ``b``.
-CALLS = {"dense": (1,), "packed": (1,), "seqused": (2, 3)}
+#: Kinds of calls.
+CALLS = ("dense", "packed")
 DIRECTIONS = ("forward", "backward")
 DTYPES = {"bf16": "bfloat16", "bfloat16": "bfloat16", "fp16": "float16", "float16": "float16"}
 #: What says more about ``--score-mod``, and nothing without it.
@@ -66,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--dtype", nargs="+", choices=tuple(DTYPES), help="of q, k and v")
     group.add_argument("--head-dim", nargs="+", type=int, metavar="N", help="of q and k, and of v")
     group.add_argument("--head-dim-v", type=int, metavar="N", help="of v, where it is another one")
-    group.add_argument("--calls", nargs="+", choices=tuple(CALLS), help="attention, attention_varlen, with seqused_*")
+    group.add_argument("--calls", nargs="+", choices=tuple(CALLS), help="attention, attention_varlen")
     group.add_argument("--direction", nargs="+", choices=DIRECTIONS, help="the calls, their gradients (needs grad=)")
     group.add_argument(
         "--options", nargs="*", choices=OPTIONS,
@@ -155,9 +153,7 @@ def _calls(arguments: argparse.Namespace, mod: ScoreMod) -> Iterator[ModCalls]:
     for head_dim in _head_dims(arguments):
         of_v = 0 if arguments.head_dim_v in (None, head_dim) else arguments.head_dim_v
         for dtype, name in product(arguments.dtype, arguments.calls or CALLS):
-            for count in CALLS[name]:
-                problem = problem_of(mod if count == 1 else of_parts(mod, count))
-                yield ModCalls(problem, DTYPES[dtype], head_dim, of_v, name != "dense", options)
+            yield ModCalls(problem_of(mod), DTYPES[dtype], head_dim, of_v, name != "dense", options)
 
 
 def rows(arguments: argparse.Namespace, target: Arch) -> ModRows:
@@ -189,8 +185,6 @@ def rows(arguments: argparse.Namespace, target: Arch) -> ModRows:
             left_out[f"gradients, head_dim {calls.head_dim}"] = str(error)
             continue
         specs.update((spec.name, spec) for spec in found)
-    if "seqused" in (arguments.calls or CALLS):
-        specs.update((spec.name, spec) for spec in REGISTRY if spec.op == "packed_parts")
     return ModRows(tuple(specs.values()), left_out)
 
 

@@ -100,7 +100,7 @@ LINES: dict[str, tuple[str, str]] = {
     "mask_align": (_FORWARD, "attention with an additive mask"),
     "mask_list": (_FORWARD, "attention with a mask"),
     "tile_kinds": (_FORWARD, "attention with a block_mask or score_mod"),
-    "packed_parts": (_FORWARD, "attention_varlen with seqused_q or seqused_k"),
+    "clear_unused": (_FORWARD, "attention_varlen with seqused_q, its gradients with either"),
     "quantized_attention": ("the same, precision int8 and int4", "precision int8, int4"),
     "fp8_attention": (_FP8, "precision fp8, e4m3 arrays"),
     "layout_fp8": (_FP8, "attention on e4m3 arrays"),

@@ -11,6 +11,7 @@ from .numbers import MAX_GRID_X
 from .score_mod import array_values
 from .score_mods import score_mod_values
 from .structs import ATTN_FWD, ATTN_FWD_MODS_SM80, ATTN_FWD_USER_MOD_SM80
+from .used_rows import used_rows
 
 #: Numbers of the kinds in device code (``kernels_cu/params/attn_fwd.cuh``).
 SINKS_KINDS = {"none": 0, "float32": 1, "io": 2}
@@ -46,6 +47,7 @@ def forward_values(
         "lse": At("lse") if problem.lse else None,
         "cu_seqlens_q": starts[0] if problem.varlen else None,
         "cu_seqlens_k": starts[1] if problem.varlen else None,
+        **used_rows(problem.used),
         "mask": At("mask") if problem.mask != "none" else None,
         "sinks": At("sinks") if problem.sinks != "none" else None,
         **strides("q", s.q),

@@ -120,7 +120,8 @@ def build_layout(
     descale = problem.descales.v
     values: dict[str, object] = {
         "v": At("v"), "descale": At("descale_v") if descale.granularity in ("scalar", "per_head") else None,
-        "cu_seqlens_k": At("cu_seqlens_k") if problem.varlen else None, "v_out": outputs["v"],
+        "cu_seqlens_k": At("cu_seqlens_k") if problem.varlen else None,
+        "seqused_k": At("seqused_k") if problem.used[1] else None, "v_out": outputs["v"],
         "v_scale": outputs["v_scale"], "drift": outputs["drift"],
         "v_stride_b": steps[0], "v_stride_s": steps[1], "v_stride_h": steps[2],
         "descale_stride_b": descale.strides[0], "descale_stride_h": descale.strides[1], "batch": problem.batch,

@@ -14,6 +14,7 @@ from ..registry.masks import MASK_TILE, MAX_TILES, PACK_TILES
 from ..runtime.record import LaunchRecord
 from .host_struct import At
 from .structs import MASK_ALIGN, MASK_LIST, MASK_PACK
+from .used_rows import used_rows
 
 #: Numbers of the kinds in device code (``kernels_cu/params/attn_fwd.cuh``).
 MASK_KINDS = {"none": 0, "bool": 1, "float32": 2, "io": 3}
@@ -319,7 +320,7 @@ def list_record(
     values: dict[str, object] = {
         "kinds": found.kinds,
         "lists": found.lists,
-        **starts(given=problem.varlen),
+        **sequences(problem, given=problem.varlen),
         "mask_batch": e.batch,
         "mask_heads": e.heads,
         "m_tiles": e.m_tiles,
@@ -347,9 +348,10 @@ def _strides(problem: AttentionProblem) -> tuple[int, int, int, int]:
     return problem.strides.mask
 
 
-def starts(*, given: bool) -> dict[str, object]:
-    """The fields of cu_seqlens, or null."""
-    return {name: At(name) if given else None for name in ("cu_seqlens_q", "cu_seqlens_k")}
+def sequences(problem: AttentionProblem, *, given: bool) -> dict[str, object]:
+    """The fields of cu_seqlens and of the rows that are used, or null."""
+    starts = {name: At(name) if given else None for name in ("cu_seqlens_q", "cu_seqlens_k")}
+    return starts | used_rows(problem.used if given else (False, False))
 
 
 def _pack_values(problem: AttentionProblem, e: MaskExtents, found: MaskPlaces, pack_gqa: PackGQA) -> dict[str, object]:
@@ -365,7 +367,7 @@ def _pack_values(problem: AttentionProblem, e: MaskExtents, found: MaskPlaces, p
         "first_byte": first_byte,
         "end_byte": end_byte,
         # A mask that is the same for all sequences is packed as far as the longest one reaches.
-        **starts(given=problem.varlen and strides[0] != 0),
+        **sequences(problem, given=problem.varlen and strides[0] != 0),
         "mask_kind": MASK_KINDS[problem.mask],
         "mask_heads": e.heads,
         "rows": e.rows,

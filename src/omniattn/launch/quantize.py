@@ -18,6 +18,7 @@ from ..registry import KernelSpec
 from ..runtime.record import LaunchRecord
 from .host_struct import Arguments, At, member, strides
 from .structs import QUANTIZE, QUANTIZE_DELTA, QUANTIZE_ITEM, QUANTIZE_ROTATED
+from .used_rows import used_rows
 
 # `Flag` of the device code.
 _SMOOTH_Q, _SMOOTH_K, _SMOOTH_V, _FULL_BIAS, _HAS_QK, _HAS_V, _HALF_V = (1 << i for i in range(7))
@@ -180,6 +181,7 @@ def build(
         "v_error": behind(4 * room.errors),
         "ticket": behind(0),
         **{name: behind(4 * word) for name, word in zip(_WORDS, room.words, strict=True)},
+        **used_rows((p.used[0] and p.qk, p.used[1])),
         "starts_q": starts["cu_seqlens_q"],
         "starts_k": starts["cu_seqlens_k"],
         "item_table": behind(room.items),

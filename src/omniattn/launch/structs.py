@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from .host_struct import HostStruct
 
+MAX_CLEARED = 3
 MAX_PAIRS = 112
 MAX_MOD_ARRAYS = 8
 MAX_MOD_DIMS = 4
@@ -13,7 +14,7 @@ MAX_MOD_DIMS = 4
 # params/attn_fwd.cuh
 
 ATTN_FWD = HostStruct(
-    "AttnFwdParams", ("P", "q k v o lse cu_seqlens_q cu_seqlens_k mask sinks"),
+    "AttnFwdParams", ("P", "q k v o lse cu_seqlens_q cu_seqlens_k seqused_q seqused_k mask sinks"),
     ("q", "q_stride_b q_stride_s q_stride_h k_stride_b k_stride_s k_stride_h v_stride_b v_stride_s v_stride_h"
      " o_stride_b o_stride_s o_stride_h lse_stride_b lse_stride_h mask_stride_b mask_stride_h mask_stride_q"
      " mask_stride_k tile_offset"),
@@ -196,6 +197,13 @@ ATTN_FP8_SPLIT_MODS_FACTORS_SM90 = HostStruct(
     (BLOCK_SCALES, "scales"), ("P", "partial_o partial_ml"), (VALUE_FACTORS, "factors"),
 )
 
+# params/clear_unused.cuh
+
+CLEAR_UNUSED = HostStruct(
+    "ClearUnusedParams", ("3P", "x cu_seqlens seqused"), ("P", "lse"), ("3q", "stride_s stride_h"),
+    ("q", "lse_stride_h"), ("3i", "rows heads head_dim"), ("i", "batch"),
+)
+
 # params/decode.cuh
 
 DECODE = HostStruct(
@@ -233,7 +241,7 @@ KV_COPY = HostStruct(
 # params/layout_fp8.cuh
 
 LAYOUT_FP8 = HostStruct(
-    "LayoutFp8Params", ("P", "v descale cu_seqlens_k v_out v_scale drift"),
+    "LayoutFp8Params", ("P", "v descale cu_seqlens_k seqused_k v_out v_scale drift"),
     ("q", "v_stride_b v_stride_s v_stride_h descale_stride_b descale_stride_h"),
     ("i", "batch num_kv_heads seqlen_k head_dim head_dim_pad slots"),
 )
@@ -243,7 +251,7 @@ LAYOUT_FP8 = HostStruct(
 MASK_PACK = HostStruct(
     "MaskPackParams", ("P", "mask bits key_bias kinds"),
     ("q", "mask_stride_b mask_stride_h mask_stride_q mask_stride_k first_byte end_byte"),
-    ("P", "cu_seqlens_q cu_seqlens_k"),
+    ("P", "cu_seqlens_q cu_seqlens_k seqused_q seqused_k"),
     ("i", "mask_kind mask_heads rows cols pack_log2 pack_heads m_tiles n_tiles total_q total_k"),
 )
 
@@ -254,7 +262,7 @@ MASK_ALIGN = HostStruct(
 )
 
 MASK_LIST = HostStruct(
-    "MaskListParams", ("P", "kinds lists cu_seqlens_q cu_seqlens_k"),
+    "MaskListParams", ("P", "kinds lists cu_seqlens_q cu_seqlens_k seqused_q seqused_k"),
     ("i", "mask_batch mask_heads m_tiles n_tiles broadcast_rows num_m_blocks block_m lead_rows seqlen_q"
      " seqlen_k window_left window_right pack batch kinds_of_slots zero"),
 )
@@ -269,13 +277,6 @@ MERGE_STATES = HostStruct(
     ("i", "seqlen num_heads chunks reserved"),
 )
 
-# params/packed_parts.cuh
-
-PACKED_PARTS = HostStruct(
-    "PackedPartsParams", ("P", "cu_seqlens_q cu_seqlens_k seqused_q seqused_k parts_q parts_k"),
-    ("q", "cu_q_stride cu_k_stride used_q_stride used_k_stride"), ("i", "batch parts"),
-)
-
 # params/quantize.cuh
 
 QUANTIZE_ITEM = HostStruct(
@@ -284,9 +285,9 @@ QUANTIZE_ITEM = HostStruct(
 
 QUANTIZE = HostStruct(
     "QuantizeParams",
-    ("P", "q k v cu_seqlens_q cu_seqlens_k q_int k_int q_scale k_scale row_bias q_mean k_mean v_out v_scale"
-     " v_mean partials v_error ticket k_ready v_ready v_bad v_done k_amax k_amax_done q_amax q_amax_done"
-     " starts_q starts_k item_table"),
+    ("P", "q k v cu_seqlens_q cu_seqlens_k seqused_q seqused_k q_int k_int q_scale k_scale row_bias q_mean"
+     " k_mean v_out v_scale v_mean partials v_error ticket k_ready v_ready v_bad v_done k_amax k_amax_done"
+     " q_amax q_amax_done starts_q starts_k item_table"),
     ("q", "q_stride_b q_stride_s q_stride_h k_stride_b k_stride_s k_stride_h v_stride_b v_stride_s v_stride_h"),
     ("i", "batch num_q_heads num_kv_heads seqlen_q seqlen_k head_dim head_dim_pad slots_q slots_k slots_r"
      " key_tile tiles_k bits q_group_rows granularity flags packed units units_per_group num_groups"
@@ -352,7 +353,7 @@ ATTN_BWD_USER_MOD = HostStruct(
 # params/tile_kinds.cuh
 
 TILE_KINDS = HostStruct(
-    "TileKindsParams", ("P", "kinds cu_seqlens_q cu_seqlens_k blocks"),
+    "TileKindsParams", ("P", "kinds cu_seqlens_q cu_seqlens_k seqused_q seqused_k blocks"),
     ("q", "block_stride_b block_stride_h block_stride_q block_stride_k"),
     ("i", "batch heads m_tiles n_tiles seqlen_q seqlen_k block_rows block_keys"), (SCORE_MOD_ARRAYS, "arrays"),
 )

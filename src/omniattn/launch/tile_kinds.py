@@ -67,7 +67,7 @@ def build(
         strides = (0, 0, 0, 0) if blocks is None else blocks.strides
         values: dict[str, object] = {
             "kinds": found.kinds,
-            **masks.starts(given=problem.varlen),
+            **masks.sequences(problem, given=problem.varlen),
             "blocks": None if blocks is None else At("block_mask"),
             **dict(zip((f"block_stride_{x}" for x in "bhqk"), strides, strict=True)),
             "batch": problem.batch if problem.varlen else e.batch,

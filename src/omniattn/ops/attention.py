@@ -18,7 +18,7 @@ from ..plan.attention import plan_attention
 from ..plan.engine import Call, Operation, repeated, run
 from ..problems import OPERANDS, Fp8, Int4, Int8
 from ..runtime import env
-from . import factors, on_cpu, used
+from . import factors, on_cpu
 from .attention_backward import backward_call
 from .score_mod import ScoreMod
 from .traced import run_traced
@@ -36,11 +36,11 @@ _ON_OPERANDS = {
 
 def _on_operands(call: Call) -> Call | None:
     """The call on quantized operands that takes the place of ``call``; None if there are none."""
-    q, k, v, out, starts_q, starts_k, mask, sinks = call.objects
+    q, k, v, out, starts_q, starts_k, mask, sinks, *counts = call.objects
     if not (q.__class__ in OPERANDS or k.__class__ in OPERANDS or v.__class__ in OPERANDS):
         return None
     function = call.operation.name
-    operands.check_kinds(function, q, k, v, starts_q, starts_k)
+    operands.check_kinds(function, q, k, v, starts_q, starts_k, *counts)
     of_q, of_k = q.pair, k.pair
     facts = (
         Same(of_q.problem), Same(of_k.problem), Same(v.problem), of_q is of_k, of_q.layout, of_k.layout, v.layout,
@@ -64,9 +64,13 @@ def _with_gradients(call: Call) -> list[Any]:
     return run_with_gradients(call, backward_call)
 
 
+def _arrays_of(name: str) -> tuple[str, ...]:
+    return checks.PACKED_ARRAYS if name == "attention_varlen" else checks.ARRAYS
+
+
 _ATTENTION, _ATTENTION_VARLEN = (
     Operation(
-        name, checks.ARRAYS, checks.check_attention, check_memory, plan_attention, on_cpu.attention,
+        name, _arrays_of(name), checks.check_attention, check_memory, plan_attention, on_cpu.attention,
         ("q", "k", "v"), checks.ALIGNED, same=("q",), otherwise=_on_operands,
         placed=(checks.ARRAYS.index("mask"), checks.MASK_ALIGNMENT), gradients=_with_gradients,
         traced=run_traced,
@@ -79,7 +83,7 @@ _ATTENTION, _ATTENTION_VARLEN = (
 def _with_arrays(name: str, more: tuple[str, ...]) -> Operation:
     """The operation ``name`` on more arrays: a block mask, those of a score modification."""
     return Operation(
-        name, (*checks.ARRAYS, *more), extras.check_call, check_memory, plan_attention, on_cpu.attention,
+        name, (*_arrays_of(name), *more), extras.check_call, check_memory, plan_attention, on_cpu.attention,
         ("q", "k", "v", *more), checks.ALIGNED, same=("q",),
         placed=(checks.ARRAYS.index("mask"), checks.MASK_ALIGNMENT), gradients=_with_gradients,
         traced=run_traced,
@@ -116,7 +120,7 @@ def _with_extras(call: Call, mod: Any, block_mask: Any, block_size: Any) -> Call
 #: The operations on arrays in e4m3 with factors.
 _WITH_DESCALES = {
     name: Operation(
-        name, (*checks.ARRAYS, *checks.DESCALES), checks.check_attention, check_memory, plan_attention,
+        name, (*_arrays_of(name), *checks.DESCALES), checks.check_attention, check_memory, plan_attention,
         on_cpu.attention, ("q", "k", "v"), checks.ALIGNED, placed=(checks.ARRAYS.index("mask"), checks.MASK_ALIGNMENT),
         gradients=_with_gradients, traced=run_traced,
     )
@@ -261,7 +265,7 @@ def attention(
     with the same gradients (docs/jax.md).
     """
     said = (
-        layout, causal, window, softmax_scale, softcap, precision, return_lse, deterministic, None, None, out_dtype, 1,
+        layout, causal, window, softmax_scale, softcap, precision, return_lse, deterministic, None, None, out_dtype,
     )  # fmt: skip
     plain = descale_q is descale_k is descale_v is score_mod is block_mask is block_size is None
     descales = (descale_q, descale_k, descale_v)
@@ -335,11 +339,9 @@ def attention_varlen(
         a GPU's workspace, where too small a max_seqlen_k makes NaN. The result does not depend on them otherwise. For
         quantized operands needed only with a mask.
     seqused_q, seqused_k : array, (batch,), int32, on q's device, optional
-        How many of a sequence's first rows count; all of them unless given. Of cu_seqlens' library: torch, CuPy, JAX or
-        NumPy. Causal and window align at the end of the counted rows, low precision quantizes these alone, and the
-        other queries are rows that attend to nothing. Values outside a sequence raise on the CPU and are clamped to it
-        on a GPU (near 2**31 to none). Not with quantized operands, nor with a mask for each sequence, nor with
-        score_mod under torch.compile.
+        How many of a sequence's first rows are used; all of them unless given. Causal and window align at the end of
+        the used rows, low precision quantizes these alone, and whatever the others hold, NaN too, changes no result.
+        Values outside a sequence raise on the CPU and are clamped to it on a GPU. Not with quantized operands.
     mask : array, optional
         Broadcastable to (batch, num_q_heads, max_seqlen_q, max_seqlen_k), indexed from the start of each sequence.
         There is no block_mask of packed sequences: a `ScoreMod` with ``mask=`` hides keys there.
@@ -352,10 +354,11 @@ def attention_varlen(
     Returns
     -------
     o : array
-        Of q's framework, shape (with head_dim_v), layout and dtype. Rows that attend to nothing, or belong to no
-        sequence, are 0.
+        Of q's framework, shape (with head_dim_v), layout and dtype. Rows that attend to nothing, are not used or belong
+        to no sequence are 0.
     lse : array, (num_q_heads, total_q), float32, natural logarithm
-        Only with ``return_lse``. -inf for rows that attend to nothing (with sinks: the sink) or belong to no sequence.
+        Only with ``return_lse``. -inf for rows that attend to nothing (with sinks: the sink), are not used or belong to
+        no sequence.
 
     Raises
     ------
@@ -363,25 +366,20 @@ def attention_varlen(
         As in `attention`.
     """
     plain = descale_q is descale_k is descale_v is score_mod is None
-    descales, parts = (descale_q, descale_k, descale_v), 1
+    descales = (descale_q, descale_k, descale_v)
     if not plain:
         descales = factors.as_arrays(q, descales, "attention_varlen")
-    if seqused_q is not None or seqused_k is not None:
-        cu_seqlens_q, cu_seqlens_k, descales, score_mod, parts = used.split(
-            "attention_varlen", (cu_seqlens_q, cu_seqlens_k), (seqused_q, seqused_k), q=q, mask=mask,
-            descales=descales, score_mod=score_mod, stream=stream,
-        )  # fmt: skip
     said = (
         layout, causal, window, softmax_scale, softcap, precision, return_lse, deterministic, max_seqlen_q,
-        max_seqlen_k, out_dtype, parts,
+        max_seqlen_k, out_dtype,
     )  # fmt: skip
     if compiling():
         return _compiled(
             "attention_varlen", q, k, v, score_mod, options=AttentionOptions(*said), cu_seqlens_q=cu_seqlens_q,
-            cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, mask=mask, sinks=sinks,
-            out=out, stream=stream, descales=descales,
+            cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, seqused_q=seqused_q,
+            seqused_k=seqused_k, mask=mask, sinks=sinks, out=out, stream=stream, descales=descales,
         )  # fmt: skip
-    objects = (q, k, v, out, cu_seqlens_q, cu_seqlens_k, mask, sinks)
+    objects = (q, k, v, out, cu_seqlens_q, cu_seqlens_k, mask, sinks, seqused_q, seqused_k)
     if plain:
         results = repeated(_ATTENTION_VARLEN, objects, said, stream)
         if results is not None:

@@ -17,16 +17,21 @@ from ..plan.backward import plan_backward
 from ..plan.engine import Call, Operation, run
 from ..problems import GRADIENTS, OPERANDS
 from ..runtime import env
-from . import on_cpu, used
+from . import on_cpu
 from .score_mod import ScoreMod
 from .traced import run_traced
+
+
+def arrays_of(name: str) -> tuple[str, ...]:
+    """The caller's arrays of a function, in the order of a call."""
+    return checks.PACKED_ARRAYS if name == "attention_varlen_backward" else checks.ARRAYS
 
 
 @functools.lru_cache(maxsize=256)
 def _operation(name: str, more: tuple[str, ...] = ()) -> Operation:
     """The operation ``name`` on more arrays: those of a score modification."""
     return Operation(
-        name, (*checks.ARRAYS, *more), checks.check_backward, check_memory, plan_backward,
+        name, (*arrays_of(name), *more), checks.check_backward, check_memory, plan_backward,
         on_cpu.attention_backward, checks.REQUIRED, checks.ALIGNED, checks.LABELS,
         placed=(checks.ARRAYS.index("mask"), forward_checks.MASK_ALIGNMENT), given=checks.GIVEN,
         traced=run_traced,
@@ -36,7 +41,7 @@ def _operation(name: str, more: tuple[str, ...] = ()) -> Operation:
 def call_of(
     function: str, objects: tuple[Any, ...], options: BackwardOptions, score_mod: Any, stream: Any = None
 ) -> Call:
-    """A call as data. objects: in the order of `checks.backward.ARRAYS`; do and dlse with any strides."""
+    """A call as data. objects: in the order of `arrays_of`; do and dlse with any strides."""
     if score_mod is not None and not isinstance(score_mod, ScoreMod):
         raise ArgumentError("score_mod", "an omniattn.ScoreMod", type(score_mod).__name__, function=function)
     for name, x in zip("qkv", objects, strict=False):
@@ -71,10 +76,12 @@ def backward_call(
         x.layout, x.causal, x.window, x.softmax_scale, x.softcap, x.deterministic, wanted, x.max_seqlen_q,
         x.max_seqlen_k,
     )  # fmt: skip
-    objects = (
+    objects: tuple[Any, ...] = (
         given["q"], given["k"], given["v"], do, o, lse, dlse, given["cu_seqlens_q"], given["cu_seqlens_k"],
         given["mask"], given["sinks"], None, None, None,
     )  # fmt: skip
+    if call.operation.name == "attention_varlen":
+        objects += (given["seqused_q"], given["seqused_k"])
     return call_of(f"{call.operation.name}_backward", objects, options, call.subject)
 
 
@@ -212,7 +219,7 @@ def attention_varlen_backward(
     Returns
     -------
     tuple of array
-        As `attention_backward`. Rows that belong to no sequence, or do not count in theirs, have gradient 0.
+        As `attention_backward`. Rows that belong to no sequence, or are not used in theirs, have gradient 0.
 
     Raises
     ------
@@ -223,13 +230,9 @@ def attention_varlen_backward(
     options = BackwardOptions(
         layout, causal, window, softmax_scale, softcap, deterministic, asked, max_seqlen_q, max_seqlen_k
     )
-    if seqused_q is not None or seqused_k is not None:
-        cu_seqlens_q, cu_seqlens_k, _, score_mod, parts = used.split(
-            "attention_varlen_backward", (cu_seqlens_q, cu_seqlens_k), (seqused_q, seqused_k), q=q, mask=mask,
-            score_mod=score_mod, stream=stream,
-        )  # fmt: skip
-        options = options._replace(parts=parts)
-    objects = (q, k, v, do, o, lse, dlse, cu_seqlens_q, cu_seqlens_k, mask, sinks, dq, dk, dv)
+    objects = (
+        q, k, v, do, o, lse, dlse, cu_seqlens_q, cu_seqlens_k, mask, sinks, dq, dk, dv, seqused_q, seqused_k,
+    )  # fmt: skip
     if compiling():
         return _compiled("attention_varlen_backward", objects, options, score_mod, stream)
     return in_order(run(call_of("attention_varlen_backward", objects, options, score_mod, stream)), asked)
@@ -239,7 +242,7 @@ def _compiled(function: str, objects: tuple[Any, ...], options: BackwardOptions,
     """A call that torch.compile reads: its operator."""
     from ..frameworks.torch.tracing import trace_backward
 
-    given = dict(zip(checks.ARRAYS, objects, strict=True))
+    given = dict(zip(arrays_of(function), objects, strict=True))
     if mod is None:
         return in_order(trace_backward(function, given, options, stream=stream), options.wanted)
     parts, arrays = mod.facts

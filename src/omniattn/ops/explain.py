@@ -11,17 +11,14 @@ from .. import runtime
 from ..arrays import Tensor
 from ..errors import ArgumentError
 from ..plan.engine import Call, Described, Plan, describing
-from ..plan.tuning import target_of
 from ..problems import AttentionProblem, BackwardProblem
 from ..problems.memory import ITEMSIZE
-from ..runtime import DeviceInfo
 from ..runtime.record import LaunchRecord
 from .append import append, copy_blocks, copy_recent
 from .attention import attention, attention_varlen
 from .attention_backward import attention_backward, attention_varlen_backward
 from .decode import decode
 from .merge import merge_states
-from .parts import launches_of
 from .quantize import quantize_qk, quantize_v
 from .tiles import TileCounts, count_tiles, finding
 
@@ -224,21 +221,11 @@ def _explanation(plan: Plan, tensors: dict[str, Tensor], call: Call) -> Explanat
         flops,
         min_bytes,
         problem,
-        tuple(_launch(record, device.cc) for record in (*_dividing(problem, tensors, device), *launches.records)),
+        tuple(_launch(record, device.cc) for record in launches.records),
         launches.workspace_bytes,
         _bytes_of(tensors["mask"]) if finding(plan) and "mask" in tensors else 0,
         lambda: count_tiles(call, plan, tensors),
     )
-
-
-def _dividing(problem: Any, tensors: dict[str, Tensor], device: DeviceInfo) -> tuple[LaunchRecord, ...]:
-    """What a call with ``seqused_*`` launches before; JAX's arrays are divided by JAX."""
-    forward = problem.forward if isinstance(problem, BackwardProblem) else problem
-    if not isinstance(forward, AttentionProblem) or forward.parts == 1:
-        return ()
-    if tensors["cu_seqlens_q"].framework not in ("torch", "cupy"):
-        return ()
-    return launches_of(forward.sequences, forward.parts, target_of(device))
 
 
 def _bytes_of(t: Tensor) -> int:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import ctypes
 import functools
 import itertools
-from typing import Any
+import math
+from typing import TYPE_CHECKING, Any
 
 from .. import arrays
 from ..arrays import Tensor
@@ -14,7 +15,6 @@ from ..checks.caches import check_values, host_slots, host_table
 from ..checks.decode import check_shared
 from ..checks.operands import ARRAYS as OPERAND_ARRAYS
 from ..checks.operands import STARTS, check_same_sequences
-from ..checks.parts import ARRAYS as PART_ARRAYS
 from ..checks.quantize import check_starts
 from ..errors import ArgumentError
 from ..launch.score_mod import PREFIX
@@ -26,10 +26,12 @@ from ..problems import (
     CopyProblem,
     DecodeProblem,
     MergeProblem,
-    PartsProblem,
     QuantizeCall,
 )
 from ..registry.masks import MASK_TILE
+
+if TYPE_CHECKING:
+    from ..reference.used import UsedRows
 
 Tensors = dict[str, Tensor]
 
@@ -38,26 +40,42 @@ def attention(call: Call, problem: AttentionProblem, tensors: Tensors) -> list[A
     """``attention`` and ``attention_varlen`` on arrays."""
     arrays.prepare([tensors["q"]], call.stream)  # refuses a stream
     try:
-        o, lse = _attend(problem, tensors, call.options.max_seqlen_q, call.options.max_seqlen_k, call.subject)
+        used = _used(problem, tensors)
+        o, lse = _attend(problem, tensors, used, call.options.max_seqlen_q, call.options.max_seqlen_k, call.subject)
     except ArgumentError as error:  # in the contents of an array
         raise error.named(call.operation.name) from None
+    if used is not None:
+        o, lse = used.spread_q(o, 0.0), used.spread_q(lse, -math.inf, rows=-1)
     return store_results(call, problem, tensors, [o, lse][: len(problem.outputs)])
 
 
-def _attend(problem: AttentionProblem, tensors: Tensors, max_q: Any, max_k: Any, mod: Any) -> tuple[Any, Any]:
-    """o and LSE as NumPy arrays. mod: the `ScoreMod` of a call that has one."""
+def _used(problem: AttentionProblem, tensors: Tensors) -> UsedRows | None:
+    """The used rows of packed sequences; None where all are."""
+    if problem.used == (False, False):
+        return None
+    from ..reference.used import UsedRows
+
+    names = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k")
+    given = (arrays.to_numpy(tensors[name]) if name in tensors else None for name in names)
+    return UsedRows(*given, rows=(problem.seqlen_q, problem.seqlen_k), nhd=problem.layout == "NHD")
+
+
+def _attend(
+    problem: AttentionProblem, tensors: Tensors, used: UsedRows | None, max_q: Any, max_k: Any, mod: Any
+) -> tuple[Any, Any]:
+    """o and LSE as NumPy arrays, of the used rows. mod: the `ScoreMod` of a call that has one."""
     from .. import reference
 
-    options = _options(problem, tensors, max_q, max_k)
+    options = _options(problem, tensors, max_q, max_k, used)
     if problem.block_mask is not None:
         options["mask"] = _without_hidden_blocks(problem, arrays.to_numpy(tensors["block_mask"]), options["mask"])
     if problem.descales is not None:
         from ..reference import e4m3_arrays
 
         options |= {name: arrays.to_numpy(tensors[name]) for name in DESCALES if name in tensors}
-        q, k, v = (arrays.e4m3_bytes(tensors[name]) for name in ("q", "k", "v"))
+        q, k, v = (_rows_of(used, name, arrays.e4m3_bytes(tensors[name])) for name in ("q", "k", "v"))
         return e4m3_arrays.attention(q, k, v, **options)
-    inputs = [arrays.to_numpy(tensors[name]) for name in ("q", "k", "v")]
+    inputs = [_rows_of(used, name, arrays.to_numpy(tensors[name])) for name in ("q", "k", "v")]
     if problem.precision.quantized:
         from ..reference import low_precision
 
@@ -68,7 +86,16 @@ def _attend(problem: AttentionProblem, tensors: Tensors, max_q: Any, max_k: Any,
     return function(*inputs, compute_dtype="float64" if problem.dtype == "float64" else "float32", **options)
 
 
-def _options(problem: AttentionProblem, tensors: Tensors, max_q: Any, max_k: Any) -> dict[str, Any]:
+def _rows_of(used: UsedRows | None, name: str, x: Any) -> Any:
+    """The used rows of an array: of keys of k and v, else of queries."""
+    if used is None:
+        return x
+    return used.take_k(x) if name in ("k", "v") else used.take_q(x, rows=-1 if name in ("lse", "dlse") else None)
+
+
+def _options(
+    problem: AttentionProblem, tensors: Tensors, max_q: Any, max_k: Any, used: UsedRows | None = None
+) -> dict[str, Any]:
     """What the reference is told besides its arrays."""
     options: dict[str, Any] = {
         "layout": problem.layout,
@@ -79,7 +106,8 @@ def _options(problem: AttentionProblem, tensors: Tensors, max_q: Any, max_k: Any
         "sinks": arrays.to_numpy(tensors["sinks"]) if "sinks" in tensors else None,
     }
     if problem.varlen:
-        options |= {name: arrays.to_numpy(tensors[name]) for name in ("cu_seqlens_q", "cu_seqlens_k")}
+        starts = {name: arrays.to_numpy(tensors[name]) for name in ("cu_seqlens_q", "cu_seqlens_k")}
+        options |= starts if used is None else used.starts
         options |= {"max_seqlen_q": max_q, "max_seqlen_k": max_k}
     return options
 
@@ -94,7 +122,11 @@ def attention_backward(call: Call, problem: BackwardProblem, tensors: Tensors) -
 
     forward, mod = problem.forward, call.subject
     arrays.prepare([tensors["q"]], call.stream)  # refuses a stream
-    options = _options(forward, tensors, call.options.max_seqlen_q, call.options.max_seqlen_k)
+    try:
+        used = _used(forward, tensors)
+    except ArgumentError as error:  # in the contents of an array
+        raise error.named(call.operation.name) from None
+    options = _options(forward, tensors, call.options.max_seqlen_q, call.options.max_seqlen_k, used)
     if mod is not None:
         read = _mod_arrays(mod, tensors)
         options["score_mod"] = functools.partial(mod.reference, **read)
@@ -102,14 +134,17 @@ def attention_backward(call: Call, problem: BackwardProblem, tensors: Tensors) -
     function = reference.attention_varlen_backward if forward.varlen else reference.attention_backward
     try:
         made = function(
-            *(arrays.to_numpy(tensors[name]) for name in ("do", "q", "k", "v", "o", "lse")),
-            dlse=arrays.to_numpy(tensors["dlse"]) if "dlse" in tensors else None,
+            *(_rows_of(used, name, arrays.to_numpy(tensors[name])) for name in ("do", "q", "k", "v", "o", "lse")),
+            dlse=_rows_of(used, "dlse", arrays.to_numpy(tensors["dlse"])) if "dlse" in tensors else None,
             wanted=problem.wanted,
             compute_dtype="float64" if forward.dtype == "float64" else "float32",
             **options,
         )
     except ArgumentError as error:  # in the contents of an array
         raise error.named(call.operation.name) from None
+    if used is not None:
+        spread = {"dq": used.spread_q, "dk": used.spread_k, "dv": used.spread_k}
+        made = {name: spread[name](x, 0.0) if name in spread else x for name, x in made.items()}
     return store_results(call, problem, tensors, [made[name] for name in problem.wanted])
 
 
@@ -299,19 +334,3 @@ def merge(call: Call, problem: MergeProblem, tensors: Tensors) -> list[Any]:
         compute_dtype="float64" if a.dtype == "float64" else "float32",
     )
     return store_results(call, problem, tensors, [o, lse])
-
-
-def parts(call: Call, problem: PartsProblem, tensors: Tensors) -> list[Any]:
-    """The division of packed sequences."""
-    from ..reference.parts import packed_parts
-
-    arrays.prepare([tensors["cu_seqlens_q"]], call.stream)  # refuses a stream
-    cu_q, cu_k = (arrays.to_numpy(tensors[name]) for name in PART_ARRAYS[:2])
-    used = (tensors.get(name) for name in PART_ARRAYS[2:])
-    used_q, used_k = (None if t is None else arrays.to_numpy(t) for t in used)
-    results = []
-    for output, values in zip(problem.outputs, packed_parts(cu_q, cu_k, used_q, used_k), strict=True):
-        t = arrays.empty_like_framework(tensors["cu_seqlens_q"], output.shape, output.dtype)
-        arrays.raw_view(t)[...] = values
-        results.append(arrays.finish(t, 0))
-    return results

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from ..errors import ArgumentError, UnsupportedError
-from ..launch import attn_bwd_sm80, attn_bwd_sm90
+from ..launch import attn_bwd_sm80, attn_bwd_sm90, used_rows
 from ..launch.score_mod import with_score_mod
 from ..problems import BackwardProblem, Target
-from ..select import Selection, select_backward, select_backward_rows, select_dq
+from ..runtime.record import LaunchRecord
+from ..select import Selection, select_backward, select_backward_rows, select_clear, select_dq
 from .engine import Launches
 
 
@@ -48,6 +49,25 @@ def _compiled(selection: Selection, problem: BackwardProblem) -> Selection:
     return Selection(spec, (*selection.why, "with score_mod compiled in, which no wheel carries"))
 
 
+def _clear(
+    problem: BackwardProblem, target: Target, force: str | None
+) -> tuple[tuple[Selection, ...], tuple[LaunchRecord, ...]]:
+    """What clears gradients of rows that are not used."""
+    f, s = problem.forward, problem.strides
+    if s is None:
+        return (), ()
+    arrays = (
+        used_rows.Cleared("dq", "q", f.seqlen_q, f.num_q_heads, f.head_dim, s.dq),
+        used_rows.Cleared("dk", "k", f.seqlen_k, f.num_kv_heads, f.head_dim, s.dk),
+        used_rows.Cleared("dv", "k", f.seqlen_k, f.num_kv_heads, f.head_dim_v, s.dv),
+    )
+    cleared = [x for x in arrays if x.name in problem.wanted and f.used["qk".index(x.side)]]
+    if not cleared:
+        return (), ()
+    selection = select_clear(target, force)
+    return (selection,), used_rows.build_clear(selection.spec, f.batch, cleared)
+
+
 def plan_backward(problem: BackwardProblem, target: Target, force: str | None) -> Launches:
     """The launches of ``attention_backward`` and ``attention_varlen_backward``.
 
@@ -84,5 +104,6 @@ def plan_backward(problem: BackwardProblem, target: Target, force: str | None) -
     # Sums of dq: the kernel ahead is that of all gradients.
     overlap = on_wgmma and dq_columns > 0 and bool(records)
     records += attn_bwd_sm80.build_finish(behind.spec, problem, at, dq_columns, overlap=overlap)
+    clear, cleared = _clear(problem, target, force)
     chosen = tuple(selection for selection in (main, alone) if selection is not None)
-    return Launches((chosen or (before,))[0], records, at.end, (before, *chosen[1:], behind))
+    return Launches((chosen or (before,))[0], records + cleared, at.end, (before, *chosen[1:], behind, *clear))

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from ..launch import decode, fp8, kv_append, merge_states, packed_parts, quantize
+from ..launch import decode, fp8, kv_append, merge_states, quantize
 from ..launch.host_struct import At
-from ..problems import AppendProblem, CopyProblem, DecodeProblem, MergeProblem, PartsProblem, QuantizeCall, Target
+from ..problems import AppendProblem, CopyProblem, DecodeProblem, MergeProblem, QuantizeCall, Target
 from ..select import (
     select_append,
     select_copy,
@@ -12,7 +12,6 @@ from ..select import (
     select_delta,
     select_fp8_quantizer,
     select_merge,
-    select_parts,
     select_quantizer,
 )
 from .engine import Launches
@@ -65,9 +64,3 @@ def plan_merge(problem: MergeProblem, target: Target, force: str | None) -> Laun
     """The launch of ``merge_states``."""
     selection = select_merge(problem.dtype, target, force)
     return Launches(selection, merge_states.build(selection.spec, problem, target))
-
-
-def plan_parts(problem: PartsProblem, target: Target, force: str | None) -> Launches:
-    """The launch that divides packed sequences."""
-    selection = select_parts(target, force)
-    return Launches(selection, packed_parts.build(selection.spec, problem))

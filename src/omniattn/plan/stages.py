@@ -22,6 +22,7 @@ from ..launch import (
     quantize,
     score_mod,
     tile_kinds,
+    used_rows,
 )
 from ..launch.attn_int8 import OperandPlaces
 from ..launch.host_struct import At
@@ -37,6 +38,7 @@ from ..select import (
     MaskInput,
     Selection,
     combine_of,
+    select_clear,
     select_delta,
     select_fp8_quantizer,
     select_fp8_values,
@@ -102,8 +104,9 @@ def launches_of(
     operands = _operands(row, p, target, force)
     mask = _mask(candidate, p, target, force, operands.end)
     attend = _attend(candidate, row, p, target, force, operands.places, mask)
-    kernels = (*operands.kernels, *mask.kernels, *attend.kernels)
-    records = (*mask.records, *operands.records, *attend.records) if attend.records else ()
+    clear = _clear(p, target, force)
+    kernels = (*operands.kernels, *mask.kernels, *attend.kernels, *clear.kernels)
+    records = (*mask.records, *operands.records, *attend.records, *clear.records) if attend.records else ()
     return Launches(Selection(row, why), records, attend.end, kernels)
 
 
@@ -182,6 +185,18 @@ def _mask(candidate: Candidate, problem: AttentionProblem, target: Target, force
         kernels = finds, listing
         records, places = tile_kinds.build(finds.spec, listing.spec, problem, block_m, lead_rows, blocks, memory)
     return _Mask(memory.offset + places.num_bytes, records, kernels, places)
+
+
+def _clear(problem: AttentionProblem, target: Target, force: str | None) -> _Stage:
+    """What clears the queries that are not used; last, because partial results of theirs are merged, too."""
+    p = problem
+    if not p.used[0]:
+        return _Stage(0)
+    assert p.strides is not None
+    selection = select_clear(target, force)
+    o = used_rows.Cleared("o", "q", p.seqlen_q, p.num_q_heads, p.head_dim_v, p.strides.o)
+    records = used_rows.build_clear(selection.spec, p.batch, [o], p.strides.lse[1] if p.lse else None)
+    return _Stage(0, records, (selection,))
 
 
 def _operands(row: KernelSpec, problem: AttentionProblem, target: Target, force: str | None) -> _Operands:

@@ -7,7 +7,6 @@ from .decode import DecodeProblem
 from .merge import MergeProblem
 from .operands import OPERANDS, QuantizedK, QuantizedQ, QuantizedQK, QuantizedV
 from .outputs import Output
-from .parts import PartsProblem
 from .precision import EXACT, FP8_ARRAYS, KNOBS, PRECISIONS, Fp8, Int4, Int8, Precision
 from .quantize import QuantizeCall, QuantizeProblem
 from .target import Target
@@ -34,7 +33,6 @@ __all__ = [
     "Int8",
     "MergeProblem",
     "Output",
-    "PartsProblem",
     "Precision",
     "QuantizeCall",
     "QuantizeProblem",

@@ -106,8 +106,8 @@ class AttentionProblem:
         A tensor map can describe an additive mask of numbers a key, others for each head.
     keys_as_tiles : bool
         Such a mask is read as one of queries and keys.
-    parts : int
-        Of packed sequences, how many stand for one of the caller's: all but the first hold what does not count.
+    used : (bool, bool)
+        Whether the call says how many rows of each packed sequence are used, of queries and of keys.
     strides : AttentionStrides, optional
         None where nobody launches.
     """
@@ -143,12 +143,7 @@ class AttentionProblem:
     note: str = ""
     keys_map: bool = False
     keys_as_tiles: bool = False
-    parts: int = 1
-
-    @property
-    def sequences(self) -> int:
-        """The caller's, by which keys are split. Tiles fit shorter ones: many rows do not count."""
-        return self.batch // self.parts
+    used: tuple[bool, bool] = (False, False)
 
     @property
     def input_dtype(self) -> str:
@@ -278,6 +273,7 @@ class AttentionProblem:
             p.smooth_v, row_bias_of(e4m3, p.smooth_k, self.absolute_scores),
             v_dtype="float16" if pv == "fp16" else "float8_e4m3", max_seqlen_k=max(self.max_seqlen_k, 1),
             unpacked=unpacked and not e4m3, v_levels=value_levels(pv, pv_accumulator), hadamard=p.hadamard, seed=p.seed,
+            used=self.used,
         )  # fmt: skip
 
     def quantizations(self, whole: QuantizeProblem) -> tuple[QuantizeProblem, ...]:

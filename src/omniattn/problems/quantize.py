@@ -57,6 +57,8 @@ class QuantizeProblem:
         Q and K are rotated, all `head_dim_pad` channels of them, before they are rounded.
     seed : int
         Of the rotation's signs.
+    used : (bool, bool)
+        Whether the call says how many rows of each packed sequence are used, of queries and of keys.
     """
 
     dtype: str
@@ -83,6 +85,7 @@ class QuantizeProblem:
     least_pad: int = 0
     hadamard: bool = False
     seed: int = 0
+    used: tuple[bool, bool] = (False, False)
 
     @property
     def e4m3(self) -> bool:

@@ -89,8 +89,8 @@ def of_equal_lengths(problem: AttentionProblem) -> AttentionProblem:
     p = problem
     if not p.varlen or p.batch == 0:
         return p
-    n = p.sequences
-    return replace(p, varlen=False, batch=n, parts=1, seqlen_q=-(-p.seqlen_q // n), seqlen_k=-(-p.seqlen_k // n))
+    rows, keys = -(-p.seqlen_q // p.batch), -(-p.seqlen_k // p.batch)
+    return replace(p, varlen=False, used=(False, False), seqlen_q=rows, seqlen_k=keys)
 
 
 def tiles_of_group(problem: AttentionProblem, block_m: int, pack_gqa: PackGQA) -> int:

@@ -447,17 +447,17 @@ def merge_rows() -> Iterator[KernelSpec]:
 
 
 def packed_rows() -> Iterator[KernelSpec]:
-    """The row that divides packed sequences of which only the first rows count."""
+    """The row that clears what packed sequences do not use of their rows."""
     yield KernelSpec(
-        name="packed_parts_sm80",
-        family="packed_parts_sm80",
-        op="packed_parts",
-        source="entry/packed_parts_sm80.cu",
-        symbol="packed_parts_sm80",
+        name="clear_unused_sm80",
+        family="clear_unused_sm80",
+        op="clear_unused",
+        source="entry/clear_unused_sm80.cu",
+        symbol="clear_unused_sm80",
         defines=(),
         dtype="int32",
         head_dim=256,
-        block_m=128,
+        block_m=64,
         block_n=1,
         num_warps=4,
         smem_bytes=0,

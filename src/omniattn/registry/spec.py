@@ -30,7 +30,7 @@ class KernelSpec:
         ``"quantize"``, ``"quantize_delta"``,
         ``"merge_states"``; of masks ``"mask_pack"``, ``"mask_align"``, ``"mask_list"``,
         ``"tile_kinds"``; of packed sequences
-        ``"packed_parts"``; of caches
+        ``"clear_unused"``; of caches
         ``"append"``, ``"decode"``, ``"decode_combine"``, ``"copy_blocks"``.
     source : str
         Path of the ``.cu`` file below the kernels root.

@@ -5,7 +5,7 @@
 
 from .attention import PV_CHOICES
 from .backward import select_backward, select_backward_rows, select_dq
-from .cache import select_append, select_copy, select_decode, select_merge, select_parts
+from .cache import select_append, select_clear, select_copy, select_decode, select_merge
 from .candidate import Candidate, MaskInput
 from .candidates import candidates, rows_of
 from .choice import Selection
@@ -30,6 +30,7 @@ __all__ = [
     "select_append",
     "select_backward",
     "select_backward_rows",
+    "select_clear",
     "select_copy",
     "select_decode",
     "select_delta",
@@ -40,7 +41,6 @@ __all__ = [
     "select_mask_align",
     "select_masks",
     "select_merge",
-    "select_parts",
     "select_quantizer",
     "select_tile_kinds",
     "tail_row",

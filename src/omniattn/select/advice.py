@@ -25,7 +25,7 @@ def advise(problem: AttentionProblem, target: Target) -> str | None:
     head_dim = min(d for d in FASTER_FROM if d >= width)
     rows, keys = problem.seqlen_q, problem.seqlen_k
     if problem.varlen:
-        rows, keys = (n // max(problem.sequences, 1) for n in (rows, keys))
+        rows, keys = (n // max(problem.batch, 1) for n in (rows, keys))
     least = FASTER_FROM[head_dim][hidden]
     if min(rows, keys) >= least:
         return None

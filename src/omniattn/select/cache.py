@@ -105,6 +105,6 @@ def select_merge(dtype: str, target: Target, force: str | None = None) -> Select
     return the_one(spec, f"merges {dtype} outputs", target, force)
 
 
-def select_parts(target: Target, force: str | None = None) -> Selection:
-    """The kernel that divides packed sequences of which the first rows count; raises as `select_decode`."""
-    return the_one(only("packed_parts"), "divides sequences of which the first rows count", target, force)
+def select_clear(target: Target, force: str | None = None) -> Selection:
+    """The kernel that clears what packed sequences do not use of their rows; raises as `select_decode`."""
+    return the_one(only("clear_unused"), "clears the rows of packed sequences that are not used", target, force)

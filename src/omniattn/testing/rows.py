@@ -13,12 +13,12 @@ from omniattn.registry import KernelSpec
 from omniattn.testing.align_cases import align_cases
 from omniattn.testing.cache_cases import CACHE_OPS, cache_cases
 from omniattn.testing.cases import call_cases
+from omniattn.testing.clear_cases import clear_cases
 from omniattn.testing.factor_cases import factor_cases
 from omniattn.testing.frameworks import Framework
 from omniattn.testing.gradient_cases import BACKWARD_OPS, gradient_cases
 from omniattn.testing.layout_cases import layout_cases
 from omniattn.testing.mask_cases import PACK_OPS, mask_cases
-from omniattn.testing.parts_cases import PARTS_CASES
 from omniattn.testing.quantizer_cases import VALUES_OPS, fused_cases
 from omniattn.testing.tile_cases import tile_cases
 
@@ -62,8 +62,8 @@ def cases_of(spec: KernelSpec) -> Sequence[RowCase]:
         return layout_cases(spec)
     if spec.op == "tile_kinds":
         return tile_cases(spec)
-    if spec.op == "packed_parts":
-        return PARTS_CASES
+    if spec.op == "clear_unused":
+        return clear_cases(spec)
     if spec.specialization is not None or spec.op in VALUES_OPS:
         return fused_cases(spec)
     return call_cases(spec)

@@ -11,8 +11,9 @@ from .. import FUNCTIONS
 from .library import LIBRARY, TAGS, fail
 
 LIBRARY.define(
-    "attention_e4m3(Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, SymInt? max_seqlen_q, "
-    "SymInt? max_seqlen_k, Tensor? mask, Tensor? sinks, Tensor? descale_q, Tensor? descale_k, Tensor? descale_v, "
+    "attention_e4m3(Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_q, "
+    "Tensor? seqused_k, SymInt? max_seqlen_q, SymInt? max_seqlen_k, Tensor? mask, Tensor? sinks, Tensor? descale_q, "
+    "Tensor? descale_k, Tensor? descale_v, "
     "str layout, bool causal, SymInt[]? window, float? softmax_scale, float softcap, bool deterministic, "
     "str out_dtype, bool return_lse) -> (Tensor, Tensor)",
     tags=TAGS,
@@ -37,10 +38,10 @@ def as_factor(x: Any, q: Any) -> Any:
 
 
 def trace(
-    function: str, qkv: Sequence[Any], starts: tuple[Any, Any], longest: tuple[Any, Any], mask: Any, sinks: Any,
-    descales: Sequence[Any], options: Any,
+    function: str, qkv: Sequence[Any], sequences: Sequence[Any], mask: Any, sinks: Any, descales: Sequence[Any],
+    options: Any,
 ) -> Any:  # fmt: skip
-    """The call by its operator: o, or (o, lse)."""
+    """The call by its operator: o, or (o, lse). sequences: those of packed tensors, or None six times."""
     for name, x in zip(("q", "k", "v"), qkv, strict=True):
         if not isinstance(x, torch.Tensor) or x.dtype is not torch.float8_e4m3fn:
             found = str(x.dtype) if isinstance(x, torch.Tensor) else type(x).__name__
@@ -59,7 +60,7 @@ def trace(
         fail("argument", "out_dtype", " or ".join(map(repr, _OUT_DTYPES)), out_dtype, function=function)
     factors = tuple(descales) or (None, None, None)
     o, lse = torch.ops.omniattn.attention_e4m3.default(
-        *qkv, *starts, *longest, mask, sinks, *factors, options.layout, options.causal,
+        *qkv, *sequences, mask, sinks, *factors, options.layout, options.causal,
         None if options.window is None else list(options.window), options.softmax_scale, float(options.softcap),
         options.deterministic, out_dtype, options.return_lse,
     )  # fmt: skip
@@ -67,13 +68,16 @@ def trace(
 
 
 def _attention(
-    q: Any, k: Any, v: Any, starts_q: Any, starts_k: Any, max_q: Any, max_k: Any, mask: Any, sinks: Any,
-    descale_q: Any, descale_k: Any, descale_v: Any, layout: str, causal: bool, window: Any, softmax_scale: Any,
-    softcap: float, deterministic: bool, out_dtype: str, return_lse: bool,
+    q: Any, k: Any, v: Any, starts_q: Any, starts_k: Any, used_q: Any, used_k: Any, max_q: Any, max_k: Any, mask: Any,
+    sinks: Any, descale_q: Any, descale_k: Any, descale_v: Any, layout: str, causal: bool, window: Any,
+    softmax_scale: Any, softcap: float, deterministic: bool, out_dtype: str, return_lse: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     packed = {}
     if starts_q is not None:
-        packed = {"cu_seqlens_q": starts_q, "cu_seqlens_k": starts_k, "max_seqlen_q": max_q, "max_seqlen_k": max_k}
+        packed = {
+            "cu_seqlens_q": starts_q, "cu_seqlens_k": starts_k, "seqused_q": used_q, "seqused_k": used_k,
+            "max_seqlen_q": max_q, "max_seqlen_k": max_k,
+        }  # fmt: skip
     results = FUNCTIONS["attention_varlen" if packed else "attention"](
         q, k, v, mask=mask, sinks=sinks, descale_q=descale_q, descale_k=descale_k, descale_v=descale_v, layout=layout,
         causal=causal, window=None if window is None else tuple(window), softmax_scale=softmax_scale, softcap=softcap,
@@ -83,7 +87,7 @@ def _attention(
 
 
 def _shapes(q: Any, k: Any, v: Any, starts_q: Any, *others: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    layout, out_dtype, return_lse = others[8], others[14], others[15]
+    layout, out_dtype, return_lse = others[10], others[16], others[17]
     seq, head = (-3, -2) if layout == "NHD" else (-2, -3)
     lse: tuple[Any, ...] = (0,)
     if return_lse:

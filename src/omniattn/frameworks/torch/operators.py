@@ -20,7 +20,10 @@ _OPTIONS = (
     "str layout, bool causal, SymInt[]? window, float? softmax_scale, float softcap, str? score_mod, bool deterministic"
 )
 _QKV = "Tensor q, Tensor k, Tensor v"
-_PACKED = "Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k"
+_PACKED = (
+    "Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor? seqused_q, Tensor? seqused_k, SymInt max_seqlen_q, "
+    "SymInt max_seqlen_k"
+)
 _FORWARD = "str precision, bool return_lse"
 _GRADIENTS = "Tensor do, {}, Tensor o, Tensor lse, Tensor? dlse"
 
@@ -92,13 +95,14 @@ def _attention(
 
 
 def _attention_varlen(
-    q: Any, k: Any, v: Any, starts_q: Any, starts_k: Any, max_q: int, max_k: int, mask: Any, sinks: Any, arrays: Any,
-    *more: Any,
+    q: Any, k: Any, v: Any, starts_q: Any, starts_k: Any, used_q: Any, used_k: Any, max_q: int, max_k: int, mask: Any,
+    sinks: Any, arrays: Any, *more: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     *score, precision, return_lse = more
     results = FUNCTIONS["attention_varlen"](
-        q, k, v, cu_seqlens_q=starts_q, cu_seqlens_k=starts_k, max_seqlen_q=max_q, max_seqlen_k=max_k, mask=mask,
-        sinks=sinks, precision=precision_of(precision), return_lse=return_lse, **_options(score, arrays),
+        q, k, v, cu_seqlens_q=starts_q, cu_seqlens_k=starts_k, seqused_q=used_q, seqused_k=used_k, max_seqlen_q=max_q,
+        max_seqlen_k=max_k, mask=mask, sinks=sinks, precision=precision_of(precision), return_lse=return_lse,
+        **_options(score, arrays),
     )  # fmt: skip
     return _both(results, return_lse, q)
 
@@ -115,14 +119,15 @@ def _attention_backward(
 
 
 def _attention_varlen_backward(
-    do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, dlse: Any, starts_q: Any, starts_k: Any, max_q: int, max_k: int,
-    mask: Any, sinks: Any, arrays: Any, *more: Any,
+    do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, dlse: Any, starts_q: Any, starts_k: Any, used_q: Any,
+    used_k: Any, max_q: int, max_k: int, mask: Any, sinks: Any, arrays: Any, *more: Any,
 ) -> list[torch.Tensor]:  # fmt: skip
     *score, wanted = more
     return list(
         FUNCTIONS["attention_varlen_backward"](
-            do, q, k, v, o, lse, dlse=dlse, cu_seqlens_q=starts_q, cu_seqlens_k=starts_k, max_seqlen_q=max_q,
-            max_seqlen_k=max_k, mask=mask, sinks=sinks, wanted=tuple(wanted), **_options(score, arrays),
+            do, q, k, v, o, lse, dlse=dlse, cu_seqlens_q=starts_q, cu_seqlens_k=starts_k, seqused_q=used_q,
+            seqused_k=used_k, max_seqlen_q=max_q, max_seqlen_k=max_k, mask=mask, sinks=sinks,
+            wanted=tuple(wanted), **_options(score, arrays),
         )
     )  # fmt: skip
 
@@ -164,8 +169,8 @@ def _attention_shapes(q: Any, k: Any, v: Any, block_mask: Any, mask: Any, sinks:
 
 
 def _varlen_shapes(
-    q: Any, k: Any, v: Any, starts_q: Any, starts_k: Any, max_q: Any, max_k: Any, mask: Any, sinks: Any, arrays: Any,
-    *more: Any,
+    q: Any, k: Any, v: Any, starts_q: Any, starts_k: Any, used_q: Any, used_k: Any, max_q: Any, max_k: Any, mask: Any,
+    sinks: Any, arrays: Any, *more: Any,
 ) -> Any:  # fmt: skip
     _check_ranks("attention_varlen", more[0], 3, q=q, k=k, v=v)
     layout, return_lse = more[0], more[-1]
@@ -188,8 +193,8 @@ def _backward_shapes(
 
 
 def _varlen_backward_shapes(
-    do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, dlse: Any, starts_q: Any, starts_k: Any, max_q: Any, max_k: Any,
-    mask: Any, sinks: Any, arrays: Any, *more: Any,
+    do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, dlse: Any, starts_q: Any, starts_k: Any, used_q: Any,
+    used_k: Any, max_q: Any, max_k: Any, mask: Any, sinks: Any, arrays: Any, *more: Any,
 ) -> Any:  # fmt: skip
     return _gradients_shapes(q, k, v, mask, sinks, more[-1])
 

@@ -153,11 +153,11 @@ def is_quantized(*operands: Any) -> bool:
 
 
 def trace_attention(
-    function: str, q: Any, k: Any, v: Any, starts: tuple[Any, Any], longest: tuple[Any, Any], mask: Any, sinks: Any,
+    function: str, q: Any, k: Any, v: Any, sequences: Sequence[Any], longest: tuple[Any, Any], mask: Any, sinks: Any,
     options: Any,
 ) -> Any:  # fmt: skip
     """Attention on quantized operands by its operator: o, or (o, lse)."""
-    check_kinds(function, q, k, v, *starts)
+    check_kinds(function, q, k, v, *sequences)
     of_q, of_k = q.pair, k.pair
     check_out_dtype(function, options.out_dtype, of_q.problem.dtype)
     *arrays, _, mask, sinks = arrays_of(of_q, of_k, v, None, mask, sinks)

@@ -15,15 +15,16 @@ from ...plan.cache import PlanCache
 from ...plan.engine import PLANS, Call, Plan, kept
 from ...runtime.env import forced_kernels
 
-#: Places among a forward's arrays: q, k, v, out, cu_seqlens_q, cu_seqlens_k, mask, sinks.
-_NUM_ARRAYS, _OUT, _MASK = 8, 3, 6
+#: Places among a forward's arrays: q, k, v, out, cu_seqlens_q, cu_seqlens_k, mask, sinks, of packed calls seqused_q and
+#: seqused_k.
+_NUM_ARRAYS, _OUT, _MASK = (8, 10), 3, 6
 
 
 def key_of(call: Call) -> tuple[Any, list[int]]:
     """What decides about a call with gradients, None for those that are not repeated; the addresses of its arrays."""
     objects = call.objects
-    plain = len(objects) == _NUM_ARRAYS and objects[_OUT] is None and objects[_MASK] is None
-    if not plain or call.stream is not None or call.subject is not None:
+    plain = len(objects) in _NUM_ARRAYS and objects[_OUT] is None and objects[_MASK] is None
+    if not plain or call.stream is not None or call.subject is not None or call.facts is not None:
         return None, []
     seen = from_torch.gradient_facts(objects)
     if seen is None:
@@ -108,8 +109,8 @@ class Repeated:
 
     def run_backward(self, needed: tuple[bool, ...], do: Any, saved: tuple[Any, ...]) -> tuple[Any, ...] | None:
         """Gradients of q, k and v; None for a backward that is not known. saved: `saved_of` the forward."""
-        q, k, v, o, lse, starts_q, starts_k, sinks = saved
-        objects = (q, k, v, do, o, lse, None, starts_q, starts_k, None, sinks, None, None, None)
+        q, k, v, o, lse, starts_q, starts_k, sinks, *used = saved
+        objects = (q, k, v, do, o, lse, None, starts_q, starts_k, None, sinks, None, None, None, *used)
         results = None if native.run_as is None else native.run_as(self, needed, objects)
         if results is None:
             seen = from_torch.torch_facts(objects)
@@ -127,14 +128,14 @@ class Repeated:
 
 def saved_of(objects: tuple[Any, ...], o: Any, lse: Any) -> tuple[Any, ...]:
     """What the backward needs of a forward."""
-    q, k, v, _, starts_q, starts_k, _, sinks = objects
-    return q, k, v, o, lse, starts_q, starts_k, sinks
+    q, k, v, _, starts_q, starts_k, _, sinks, *used = objects
+    return q, k, v, o, lse, starts_q, starts_k, sinks, *used
 
 
 def objects_of(saved: tuple[Any, ...]) -> list[Any]:
     """Arrays of the forward."""
-    q, k, v, _, _, starts_q, starts_k, sinks = saved
-    return [q, k, v, None, starts_q, starts_k, None, sinks]
+    q, k, v, _, _, starts_q, starts_k, sinks, *used = saved
+    return [q, k, v, None, starts_q, starts_k, None, sinks, *used]
 
 
 #: By `key_of`.

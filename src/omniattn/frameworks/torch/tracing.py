@@ -39,6 +39,8 @@ def trace(
     *,
     cu_seqlens_q: Any = None,
     cu_seqlens_k: Any = None,
+    seqused_q: Any = None,
+    seqused_k: Any = None,
     max_seqlen_q: Any = None,
     max_seqlen_k: Any = None,
     mask: Any = None,
@@ -79,14 +81,22 @@ def trace(
     if any(x is not None for x in descales) or (isinstance(q, torch.Tensor) and q.dtype is torch.float8_e4m3fn):
         if block_mask is not None or score_mod is not None:
             fail("argument", "q", "a 16-bit array, with score_mod or block_mask", "e4m3", function=function)
-        starts, longest = (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k)
-        return e4m3.trace(function, (q, k, v), starts, longest, mask, sinks, descales, options)
+        sequences = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k)
+        return e4m3.trace(function, (q, k, v), sequences, mask, sinks, descales, options)
     if quantizers.is_quantized(q, k, v):
         if block_mask is not None or score_mod is not None:
             fail("argument", "q", "an array that is not quantized, with score_mod or block_mask", type(q).__name__,
                  function=function)  # fmt: skip
         return quantizers.trace_attention(
-            function, q, k, v, (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k), mask, sinks, options
+            function,
+            q,
+            k,
+            v,
+            (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k),
+            (max_seqlen_q, max_seqlen_k),
+            mask,
+            sinks,
+            options,
         )
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, torch.Tensor):
@@ -116,7 +126,7 @@ def trace(
         size = None if block_size is None else [block_size] * 2 if isinstance(block_size, int) else list(block_size)
         o, lse = transforms.call(function, (q, k, v, block_mask, mask, sinks, list(arrays), *score, *forward, size))
     else:
-        packed = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+        packed = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k)
         o, lse = transforms.call(function, (q, k, v, *packed, mask, sinks, list(arrays), *score, *forward))
     if padded is not None:
         o = o[..., : padded.head_dim_v]
@@ -163,7 +173,8 @@ def run_call(call: Call) -> list[Any]:
         return trace_backward(function, given, call.options, parts, arrays, call.stream)
     o = trace(
         function, given["q"], given["k"], given["v"], cu_seqlens_q=given["cu_seqlens_q"],
-        cu_seqlens_k=given["cu_seqlens_k"], max_seqlen_q=call.options.max_seqlen_q,
+        cu_seqlens_k=given["cu_seqlens_k"], seqused_q=given.get("seqused_q"), seqused_k=given.get("seqused_k"),
+        max_seqlen_q=call.options.max_seqlen_q,
         max_seqlen_k=call.options.max_seqlen_k, mask=given["mask"], sinks=given["sinks"],
         block_mask=given.get("block_mask"), block_size=call.facts[1] if "block_mask" in given else None,
         score_mod=parts, arrays=arrays, options=call.options, out=given["out"], stream=call.stream,
@@ -185,7 +196,7 @@ def trace_backward(
     Parameters
     ----------
     arrays_by_name : dict
-        As in `checks.backward.ARRAYS`.
+        As in `checks.backward.PACKED_ARRAYS`.
     score_mod, arrays
         As in `trace`.
     options : BackwardOptions
@@ -198,7 +209,10 @@ def trace_backward(
         fail("argument", "stream", "None in a traced or compiled call", "one", function=function)
     packed: tuple[Any, ...] = ()
     if "varlen" in function:
-        packed = (given["cu_seqlens_q"], given["cu_seqlens_k"], options.max_seqlen_q, options.max_seqlen_k)
+        packed = (
+            given["cu_seqlens_q"], given["cu_seqlens_k"], given["seqused_q"], given["seqused_k"],
+            options.max_seqlen_q, options.max_seqlen_k,
+        )  # fmt: skip
     results = transforms.call(
         function,
         (

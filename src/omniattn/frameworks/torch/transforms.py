@@ -14,7 +14,7 @@ from .operators import operator
 
 #: What has a gradient, by the name of its gradient.
 _OF = {"q": "dq", "k": "dk", "v": "dv", "sinks": "dsinks", "mask": "dmask"}
-_TENSORS = ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "mask", "sinks")
+_TENSORS = ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "mask", "sinks")
 
 
 @functools.cache
@@ -48,7 +48,7 @@ def _gradients(function: str, ctx: Any, do: Any, dlse: Any, needed: dict[str, An
         always = torch.are_deterministic_algorithms_enabled()
         if always and not torch.is_deterministic_algorithms_warn_only_enabled():
             options = options._replace(deterministic=True)
-        packed = (given["cu_seqlens_q"], given["cu_seqlens_k"], *ctx.longest) if ctx.longest else ()
+        packed = (*(given[name] for name in _TENSORS[3:7]), *ctx.longest) if ctx.longest else ()
         results = call(
             f"{function}_backward",
             (
