@@ -1,10 +1,10 @@
 // Rows of packed sequences that are not used: 0, and -inf in the LSE.
 //
-//   x[cu_seqlens[b] + i] = 0,  lse[cu_seqlens[b] + i] = -inf      for seqused[b] <= i < cu_seqlens[b + 1] - cu_seqlens[b]
+//   x[begin + i] = 0;  lse[begin + i] = -inf;   begin = cu_seqlens[b],  seqused[b] <= i < cu_seqlens[b + 1] - begin
 //
 // The kernels ahead compute used rows alone. blockIdx.y is the array, of up to three with the rows of their own
-// sequences; blockIdx.x a slot of kRows rows of one sequence (scheduler/slots.cuh). A thread stores 16 bytes of a row of
-// a head, neighbours store what lies next to each other. No shared memory. Bound by the bytes that it writes.
+// sequences; blockIdx.x a slot of kRows rows of one sequence (scheduler/slots.cuh). A thread stores 16 bytes of a row
+// of a head, neighbours store what lies next to each other. No shared memory. Bound by the bytes that it writes.
 #include "params/clear_unused.cuh"
 #include "ptx/math.cuh"
 #include "ptx/types.cuh"

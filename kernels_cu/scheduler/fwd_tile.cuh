@@ -67,8 +67,8 @@ OA_DEVICE FwdTile dense_tile(const AttnFwdParams& p, int64 tile_idx) {
     return tile_of(p, batch_idx, int32(head - int64(batch_idx) * p.num_q_heads), m * kBlockM);
 }
 
-// Used rows of one sequence in the packed tensors. Clamped to them: lengths come from device memory and cannot be checked
-// without a synchronization.
+// Used rows of one sequence in the packed tensors. Clamped to them: lengths come from device memory and cannot be
+// checked without a synchronization.
 struct SequenceRange {
     int32 q_begin, seqlen_q, k_begin, seqlen_k;
     int32 sequence;

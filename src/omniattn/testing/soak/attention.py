@@ -95,9 +95,8 @@ def draw_extras(d: Draw, facts: dict[str, Any], *, mask_chance: float = 0.3) -> 
     arrays, options, heads = facts["arrays"], facts["options"], facts["heads"][0]
     if d.chance(mask_chance):
         batch, rows, keys = extents(facts)
-        used = any(name.startswith("seqused") for name in arrays)
         if not (facts["packed"] and min(rows, keys) == 0):
-            arrays["mask"] = draw_mask(d, (batch, heads, rows, keys), facts["dtype"], no_batch=used and batch > 1)
+            arrays["mask"] = draw_mask(d, (batch, heads, rows, keys), facts["dtype"])
     if d.chance(0.2):
         arrays["sinks"] = {
             "shape": (heads,), "dtype": d.pick(("float32", "io")), "kind": "normal", "scale": d.pick((1.0, 5.0)),
@@ -171,8 +170,8 @@ def heads_first(problem: Problem, x: Any) -> Any:
     return x.swapaxes(-3, -2) if problem.facts["options"].get("layout", "NHD") == "NHD" else x
 
 
-def parts(problem: Problem) -> list[tuple[int, slice, slice]]:
-    """Sequences: number, rows of q and of k, those that count."""
+def used_spans(problem: Problem) -> list[tuple[int, slice, slice]]:
+    """Sequences: number, rows of q and of k, those that are used."""
     facts, arrays = problem.facts, problem.facts["arrays"]
     if not facts["packed"]:
         batch, rows, keys = extents(facts)
@@ -187,15 +186,6 @@ def parts(problem: Problem) -> list[tuple[int, slice, slice]]:
             spans.append(slice(begin, begin + count))
         found.append((b, spans[0], spans[1]))
     return found
-
-
-def uncounted(problem: Problem) -> list[tuple[int, slice, slice]]:
-    """Queries behind ``seqused_q``, with no key: rows that attend to nothing, but to their sink."""
-    facts = problem.facts
-    if "seqused_q" not in facts["arrays"]:
-        return []
-    ends = [sum(facts["queries"][: b + 1]) for b in range(len(facts["queries"]))]
-    return [(b, slice(rows.stop, ends[b]), slice(keys.start, keys.start)) for b, rows, keys in parts(problem)]
 
 
 Operands = Callable[[int, slice, slice], Keys]
@@ -240,9 +230,7 @@ def own_mask(mask: Any, b: int, rows: slice, keys: slice) -> Any:
     return own[..., : keys.stop - keys.start] if own.shape[2] > 1 else own
 
 
-def expected(
-    m: Machine, problem: Problem, operands: Operands, rules: Rules, of: limits.Limits, sinks: Any = None
-) -> Result:
+def expected(m: Machine, problem: Problem, operands: Operands, rules: Rules, of: limits.Limits) -> Result:
     """o and lse of the whole call in the caller's layout, with bounds."""
     facts = problem.facts
     packed = facts["packed"]
@@ -251,15 +239,12 @@ def expected(
     firsts = [heads_first(problem, x) for x in (o, o_bound, size)]
     lse_shape = tuple(firsts[0].shape[:-1])
     lse, lse_bound = m.full(lse_shape, -float("inf")), m.zeros(*lse_shape)
-    for b, rows, keys in parts(problem):
+    for b, rows, keys in used_spans(problem):
         own = Rules(rules.scale, rules.softcap, rules.left, rules.right, rules.mod, b)
         found = formulas.attend(m, operands(b, rows, keys), own, of)
         made = (found.o, found.o_bound, found.size, found.lse, found.lse_bound)
         for target, values in zip((*firsts, lse, lse_bound), made, strict=True):
             (target if packed else target[b])[:, rows] = values
-    for _, rest, _ in uncounted(problem) if sinks is not None else []:
-        lse[:, rest] = sinks[:, None] + m.zeros(1, rest.stop - rest.start)
-        lse_bound[:, rest] = of.fp * abs(lse[:, rest])
     return Result(o, lse, o_bound, lse_bound, size)
 
 
@@ -316,6 +301,6 @@ def check(m: Machine, problem: Problem) -> list[Grade]:
     of = limits.exact(problem.dtype, cpu=m.on_cpu)
     operands = exact_operands(m, problem, {name: x.array for name, x in arrays.items()})
     # q is read before the call, which may write it.
-    wanted = expected(m, problem, operands, rules_of(m, problem, mod), of, sinks_of(m, arrays))
+    wanted = expected(m, problem, operands, rules_of(m, problem, mod), of)
     results, grades = call(m, problem, arrays, more)
     return grades + compare(m, results, wanted, of)

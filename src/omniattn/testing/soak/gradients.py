@@ -166,7 +166,7 @@ def _expected(
     of = limits.exact(problem.dtype, cpu=m.on_cpu)
     do = heads_first(problem, m.f64(views["do"]))
     dlse = m.f64(views["dlse"]) if "dlse" in views else None
-    for b, rows, keys in [*attention.parts(problem), *attention.uncounted(problem)]:
+    for b, rows, keys in attention.used_spans(problem):
         x = operands(b, rows, keys)
         own = Rules(rules.scale, rules.softcap, rules.left, rules.right, rules.mod, b)
         result = formulas.attend(m, x, own, of)

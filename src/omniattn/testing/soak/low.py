@@ -80,7 +80,7 @@ def _compact(problem: Problem, name: str, dim: int) -> np.ndarray[Any, Any]:
     facts, recipe = problem.facts, problem.facts["arrays"][name]
     x = np.broadcast_to(problem.numbers(name, recipe), recipe["shape"])
     if facts["packed"]:
-        spans = [rows if name == "q" else keys for _, rows, keys in attention.parts(problem)]
+        spans = [rows if name == "q" else keys for _, rows, keys in attention.used_spans(problem)]
         rows = np.array([i for s in spans for i in range(s.start, s.stop)], dtype=np.int64)
         x = np.take(x, rows, axis=-3 if facts["options"].get("layout", "NHD") == "NHD" else -2)
     return np.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, dim - x.shape[-1])])
@@ -104,7 +104,7 @@ class Quantized:
         self.bits = dims[0] == dims[1] and not used and precision.pv != "exact"
         packed, layout = facts["packed"], facts["options"].get("layout", "NHD")
         whole = max(dims)
-        spans = attention.parts(problem)
+        spans = attention.used_spans(problem)
         lengths: dict[str, Any] = {}
         self._spans: dict[str, list[Span]] = {}
         for name in "qk":
@@ -207,13 +207,13 @@ def check(m: Machine, problem: Problem) -> list[Grade]:
     if not precision.quantized:
         of = limits.exact(problem.dtype, cpu=m.on_cpu)
         results, grades = attention.call(m, problem, arrays)
-        wanted = attention.expected(m, problem, attention.exact_operands(m, problem, views), rules, of, sinks)
+        wanted = attention.expected(m, problem, attention.exact_operands(m, problem, views), rules, of)
         return grades + attention.compare(m, results, wanted, of)
     of = limits.low(problem.dtype, precision.qk, precision.pv, precision.pv_accumulator, cpu=m.on_cpu)
     results, grades = attention.call(m, problem, arrays)
     quantized = Quantized(m, problem, arrays, precision, grouping)
     operands = quantized.operands(attention.full_mask(m, problem, views), sinks, of.qk)
-    wanted = attention.expected(m, problem, operands, rules, of, sinks)
+    wanted = attention.expected(m, problem, operands, rules, of)
     grades += attention.compare(m, results, wanted, of)
     if quantized.bits:
         grades += _on_operands(m, problem, arrays, quantized, results)
@@ -277,10 +277,9 @@ def draw_e4m3(d: Draw) -> dict[str, Any]:
     if d.chance(0.2):
         options["precision"] = "fp8"
     batch, rows, keys = attention.extents(facts)
-    by_block = not any(name.startswith("seqused") for name in arrays)
     for name, n, own in (("q", rows, heads[0]), ("k", keys, heads[1]), ("v", keys, heads[1])):
         if d.chance(0.6):
-            kinds = [(), (1,), (batch, heads[1])] + [(batch, own, -(-n // 128))] * by_block
+            kinds = [(), (1,), (batch, heads[1]), (batch, own, -(-n // 128))]
             arrays[f"descale_{name}"] = {"shape": d.pick(kinds), "dtype": "float32", "kind": "uniform"}
     return facts
 
@@ -321,6 +320,5 @@ def check_e4m3(m: Machine, problem: Problem) -> list[Grade]:
     if "descale_v" in views and len(views["descale_v"].shape) == 3:
         # P is rounded with its factor against the largest product of a row; factors differ by 16 at most.
         of = dataclasses.replace(of, subnormal=16 * of.subnormal)
-    sinks = attention.sinks_of(m, arrays)
-    wanted = attention.expected(m, problem, operands, attention.rules_of(m, problem), of, sinks)
+    wanted = attention.expected(m, problem, operands, attention.rules_of(m, problem), of)
     return grades + attention.compare(m, results, wanted, of)

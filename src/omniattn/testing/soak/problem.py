@@ -104,8 +104,8 @@ def _hidden(kind: str, rng: np.random.Generator, shape: tuple[int, ...]) -> npt.
     return hidden
 
 
-def draw_mask(draw: Any, full: tuple[int, int, int, int], dtype: str, *, no_batch: bool = False) -> dict[str, Any]:
-    """Recipe of a mask that broadcasts to ``full``; no_batch: the same for all sequences."""
+def draw_mask(draw: Any, full: tuple[int, int, int, int], dtype: str) -> dict[str, Any]:
+    """Recipe of a mask that broadcasts to ``full``."""
     kind = draw.weighted(
         {"bool": 2.0, "bool_rows": 1.0, "bool_keys": 2.0, "additive": 2.0, "additive_hiding": 2.0, "additive_keys": 1.5,
          "additive_lowest": 0.3}
@@ -113,8 +113,6 @@ def draw_mask(draw: Any, full: tuple[int, int, int, int], dtype: str, *, no_batc
     shape = tuple(n if draw.chance(p) else 1 for n, p in zip(full, (0.5, 0.5, 0.7, 0.85), strict=True))
     if kind.endswith("keys"):
         shape = (*shape[:2], 1 if draw.chance(0.7) else shape[2], full[3])
-    if no_batch:
-        shape = (1, *shape[1:])
     while len(shape) > 0 and shape[0] == 1 and draw.chance(0.3):
         shape = shape[1:]
     recipe: dict[str, Any] = {"shape": shape, "kind": kind, "view": draw.view(shape, 1)}
