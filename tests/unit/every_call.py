@@ -93,6 +93,7 @@ def exact_calls(of_hopper: bool) -> Iterator[AttentionProblem]:
         if width not in PAIRS or shape in (LONG, MIDDLE, FEW):
             yield call(shape, width, varlen=varlen, **option)
     yield call(MIDDLE, (64, 0), block_mask=BLOCKS)
+    yield call(MIDDLE, (64, 0), varlen=True, used=(True, True))
     if of_hopper:
         yield from (call(TAIL, (64, 0)), call(WIDE, (128, 0), varlen=True))
         for width, option, shape in itertools.product(widths, options[:2], (MIDDLE, FEW)):

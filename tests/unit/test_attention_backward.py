@@ -12,7 +12,7 @@ from omniattn import arrays, reference, runtime
 from omniattn.checks import backward as checks
 from omniattn.checks.backward import ARRAYS, GIVEN, BackwardOptions
 from omniattn.errors import ArgumentError, DeviceError, DtypeError, ShapeError, StrideError, UnsupportedError
-from omniattn.ops.attention_backward import call_of
+from omniattn.ops.attention_backward import arrays_of, call_of
 from omniattn.plan import engine
 from omniattn.plan.engine import PLANS, operand_names
 from omniattn.problems import BackwardProblem
@@ -315,7 +315,7 @@ def problem_of(function: str = "attention_backward", **changes: Any) -> Backward
     packed = "varlen" in function
     x = inputs(np.float16, packed=packed)
     lse = np.zeros((4, 7) if packed else (2, 4, 7), np.float32)
-    objects: dict[str, Any] = dict.fromkeys(ARRAYS) | x | {"o": x["q"], "lse": lse}
+    objects: dict[str, Any] = dict.fromkeys(arrays_of(function)) | x | {"o": x["q"], "lse": lse}
     fields = {**BackwardOptions("NHD", False, None, None, 0.0, False, ("dq", "dk", "dv"))._asdict()}
     mod = changes.pop("score_mod", None)
     for name, value in changes.items():

@@ -123,13 +123,14 @@ def test_places_and_launches() -> None:
         "mask": At("mask"), "bits": found.bits, "key_bias": None, "kinds": found.kinds,
         "mask_stride_b": 0, "mask_stride_h": 300 * 1008, "mask_stride_q": 1008, "mask_stride_k": 1,
         "first_byte": 0, "end_byte": 2 * 300 * 1008 + 299 * 1008 + 1000, "cu_seqlens_q": None, "cu_seqlens_k": None,
-        "mask_kind": 1, "mask_heads": 3, "rows": 300, "cols": 1000, "pack_log2": 0,
+        "seqused_q": None, "seqused_k": None, "mask_kind": 1, "mask_heads": 3, "rows": 300, "cols": 1000, "pack_log2": 0,
         "pack_heads": 1, "m_tiles": 5, "n_tiles": 16,
         "total_q": 300, "total_k": 1000,
     }  # fmt: skip
     assert (pack.grid, pack.threads, pack.overlap) == ((3 * 5 * 4, 1, 1), 128, False)
     assert fields_of_record(listing, MASK_LIST) == {
         "kinds": found.kinds, "lists": found.lists, "cu_seqlens_q": None, "cu_seqlens_k": None,
+        "seqused_q": None, "seqused_k": None,
         "mask_batch": 1, "mask_heads": 3, "m_tiles": 5, "n_tiles": 16,
         "broadcast_rows": 0, "num_m_blocks": 2, "block_m": 192, "lead_rows": 64, "seqlen_q": 300, "seqlen_k": 1000,
         "window_left": 7, "window_right": 0, "pack": 1, "batch": 2, "kinds_of_slots": 0, "zero": 0,

@@ -281,13 +281,10 @@ def test_what_no_split_serves_is_not_split(changes: dict[str, Any]) -> None:
         plan_attention(p, HOPPER, "attn_fwd_sm90_bf16_d128_m128n128_split")
 
 
-@pytest.mark.parametrize("parts", [2, 3])
-def test_parts_of_packed_sequences_do_not_count(parts: int) -> None:
-    """Of ``seqused_k``: all keys may be those of the first part."""
-    whole = problem_of(1, 16, 32768, 32, 8, 128, varlen=True, max_seqlen_q=16, max_seqlen_k=32768)
-    divided = dataclasses.replace(whole, batch=parts, parts=parts)
-    assert candidates(divided, HOPPER) == candidates(whole, HOPPER)
-    assert ranked(divided, HOPPER)[0][1].row.op == "attention_split"
+def test_used_rows_of_packed_sequences_change_no_choice() -> None:
+    """Of ``seqused_k``: all keys may be used."""
+    whole = problem_of(3, 16, 32768, 32, 8, 128, varlen=True, max_seqlen_q=16, max_seqlen_k=32768)
+    assert candidates(dataclasses.replace(whole, used=(True, True)), HOPPER) == candidates(whole, HOPPER)
 
 
 def test_forced_rows() -> None:

@@ -21,7 +21,7 @@ from omniattn.launch.score_mod import PREFIX, row_of
 from omniattn.plan.ahead import OPTIONS, ModCalls, rows_of_calls
 from omniattn.problems import Target
 from omniattn.problems.score_mod import ScoreModProblem
-from omniattn.registry import KernelSpec
+from omniattn.registry import REGISTRY, KernelSpec
 from omniattn.runtime import env
 from omniattn.runtime.arch import Arch
 
@@ -185,6 +185,8 @@ def rows(arguments: argparse.Namespace, target: Arch) -> ModRows:
             left_out[f"gradients, head_dim {calls.head_dim}"] = str(error)
             continue
         specs.update((spec.name, spec) for spec in found)
+    if "packed" in (arguments.calls or CALLS):  # rows that seqused_q and seqused_k leave unused
+        specs.update((spec.name, spec) for spec in REGISTRY if spec.op == "clear_unused")
     return ModRows(tuple(specs.values()), left_out)
 
 
