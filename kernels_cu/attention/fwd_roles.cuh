@@ -14,7 +14,8 @@
 #include "scheduler/persistent_roles.cuh"
 
 // Derived: prefetch_maps(), copy_q(t, stage, bar), copy_k(t, kv_head, n, stage, bar), copy_v(...): copies of kQBytes,
-// k_bytes() and kVBytes to buffer `stage` that complete on `bar`. Issued by one thread.
+// k_bytes(t, n) and v_bytes(t, n) to buffer `stage` that complete on `bar`. Issued by one thread; with Config::kPaged a
+// warp calls copy_k and copy_v.
 template <typename Config, typename Derived>
 class ForwardProducer : public PersistentProducer<Config, Derived> {
     using Base = PersistentProducer<Config, Derived>;
@@ -25,14 +26,12 @@ class ForwardProducer : public PersistentProducer<Config, Derived> {
 
     OA_DEVICE void copy_tile(const TileOf<Config>& t, const Span& keys) {
         int32 kv_head = t.head_idx / (p_.num_q_heads / p_.num_kv_heads);
-        derived().copy_q(t, outer_at_.stage, bars_.outer.announce(outer_at_, Derived::kQBytes));
-        outer_at_.advance();
+        begin_tile(t);
         // n: the tile of K; that of V is n + 1.
 #pragma unroll 1
         for (int32 n = keys.end - 1; n >= keys.first - 1; --n) {
             bool has_k = n >= keys.first, has_v = n < keys.end - 1;
-            uint32 bar =
-                bars_.inner.acquire(inner_at_, (has_k ? derived().k_bytes() : 0) + (has_v ? Derived::kVBytes : 0));
+            uint32 bar = begin_step((has_k ? derived().k_bytes(t, n) : 0) + (has_v ? derived().v_bytes(t, n + 1) : 0));
             if (has_v) derived().copy_v(t, kv_head, n + 1, inner_at_.stage, bar);
             if (has_k) derived().copy_k(t, kv_head, n, inner_at_.stage, bar);
             inner_at_.advance();
@@ -50,21 +49,21 @@ class ForwardProducer : public PersistentProducer<Config, Derived> {
     template <typename Masks, bool kWaits, typename Params, typename Steps>
     OA_DEVICE void copy_listed(const Params& params, const TileOf<Config>& t, const Steps& steps) {
         if (steps.count == 0) {
-            bars_.outer.announce(outer_at_, 0);
+            if (leads()) bars_.outer.announce(outer_at_, 0);
             outer_at_.advance();
             return;
         }
         int32 kv_head = t.head_idx / (p_.num_q_heads / p_.num_kv_heads);
-        derived().copy_q(t, outer_at_.stage, bars_.outer.announce(outer_at_, Derived::kQBytes));
-        outer_at_.advance();
+        begin_tile(t);
         int32 before = 0, entry = steps.entry(0);
 #pragma unroll 1
         for (int32 i = 0; i <= steps.count; ++i) {
             bool has_k = i < steps.count, has_v = i > 0;
             int32 next = i + 1 < steps.count ? steps.entry(i + 1) : 0;  // one ahead: it comes from global memory
-            uint32 mask_bytes = has_k ? Masks::bytes(params.mods, entry) : 0;
-            uint32 bar = bars_.inner.acquire(
-                inner_at_, (has_k ? derived().k_bytes() + mask_bytes : 0) + (has_v ? Derived::kVBytes : 0));
+            // Keys in pages come without masks.
+            uint32 mask_bytes = has_k && !Config::kPaged ? Masks::bytes(params.mods, entry) : 0;
+            uint32 bar = begin_step((has_k ? derived().k_bytes(t, Steps::tile(entry)) + mask_bytes : 0) +
+                                    (has_v ? derived().v_bytes(t, before) : 0));
             if (has_v) derived().copy_v(t, kv_head, before, inner_at_.stage, bar);
             if (has_k) derived().copy_k(t, kv_head, Steps::tile(entry), inner_at_.stage, bar);
             if (kWaits && mask_bytes != 0) wait_for_kernel_ahead();
@@ -77,6 +76,22 @@ class ForwardProducer : public PersistentProducer<Config, Derived> {
 
   private:
     OA_DEVICE Derived& derived() { return static_cast<Derived&>(*this); }
+    // The thread that speaks to the barriers.
+    OA_DEVICE static bool leads() { return !Config::kPaged || (threadIdx.x & 31) == 0; }
+
+    // Copies Q.
+    OA_DEVICE void begin_tile(const TileOf<Config>& t) {
+        if (leads())
+            derived().copy_q(t, outer_at_.stage, bars_.outer.announce(outer_at_, Derived::kQBytes));
+        outer_at_.advance();
+    }
+    // Waits until the stage is free; the barrier on which copies of so many bytes complete.
+    OA_DEVICE uint32 begin_step(uint32 bytes) {
+        bars_.inner.wait_empty(inner_at_);
+        if (leads()) bars_.inner.announce(inner_at_, bytes);
+        if (Config::kPaged) __syncwarp();  // no copy ends before its bytes are expected
+        return bars_.inner.full + 8 * inner_at_.stage;
+    }
 };
 
 // Derived: attend(t, keys, first, warp_row, rows), which takes the steps from `first` to the last, releases their

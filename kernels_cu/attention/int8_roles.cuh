@@ -115,8 +115,9 @@ class Int8Producer : public ForwardProducer<Config, Derived> {
     using Tile = Int8Tile<Config>;
 
   public:
-    static constexpr uint32 kQBytes = Tile::kQBytes, kVBytes = Tile::kKBytes;
-    OA_DEVICE uint32 k_bytes() const {
+    static constexpr uint32 kQBytes = Tile::kQBytes;
+    OA_DEVICE static uint32 v_bytes(const FwdTile&, int32) { return Tile::kKBytes; }
+    OA_DEVICE uint32 k_bytes(const FwdTile&, int32) const {
         return Tile::kKBytes + (Config::kBlockScales ? 0 : 16) +
                (has_columns() ? Config::kDeltaRows * Tile::kDeltaBytes : 0);
     }

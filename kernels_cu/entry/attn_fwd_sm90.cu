@@ -33,9 +33,11 @@
 // memory, bytes: masks, if any | Q [NUM_Q_STAGES][BLOCK_M * PANELS * 128] | K [NUM_STAGES][BLOCK_N * PANELS * 128] | V
 // [same, with V's panels] | barriers. Tiles are panels of 64 columns with the 128-byte swizzle; no product reads
 // columns beyond HEAD_DIM or HEAD_DIM_V.
+#include "attention/fwd_modes.cuh"
 #include "attention/fwd_products.cuh"
 #include "attention/fwd_roles.cuh"
 #include "attention/mask_copies.cuh"
+#include "attention/paged_keys.cuh"
 #include "attention/partial_epilogue.cuh"
 #include "attention/score_mods.cuh"
 #include "attention/tile_score_mods.cuh"
@@ -60,6 +62,7 @@ struct Config {
     static constexpr int kInnerStages = NUM_STAGES;
     static constexpr int kOuterStages = NUM_Q_STAGES;
     static constexpr bool kVarlen = VARLEN;  // packed sequences
+    static constexpr bool kPaged = PAGED;  // of which K and V lie in pages
     static constexpr bool kScoreMods = SCORE_MODS, kSoftcap = SOFTCAP;  // softcap, masks, biases, scale <= 0
     static constexpr bool kLists = MASK_LISTS;  // with kScoreMods: steps may be those of a list
     // Score modifications: a tile's base is found before its first exponentials, of few steps a large part; not where
@@ -77,27 +80,12 @@ struct Config {
     static constexpr int kPassStep = kConsumers == 4 ? kBlockN / 32 : kBlockN / 16;
     static_assert(kHeadDim % 32 == 0 && kHeadDimV % 32 == 0 && kBlockN % 16 == 0, "whole groups of output blocks");
     static_assert(!kScoreMods || kBlockN == 64, "tiles of masks");
+    static_assert(!kPaged || (kVarlen && !kLists && BIAS_BYTES == 0), "pages of packed sequences, without masks");
     static_assert(!kSplitKeys || !kScoreMods || kLists != kVarlen, "lists of dense batches, none of packed sequences");
     static_assert((kCtas == 1 ? 2 : 1) <= kConsumers && kConsumers <= 4, "64 query rows each");
 };
 
-// Arguments by mode, how keys are divided among CTAs, and by what is done to scores: nothing, score modifications, or
-// those and the user's expressions.
-struct WholeKeys {
-    using Plain = AttnFwdSm90Params;
-    using ScoreMods = AttnFwdModsSm90Params;
-    using UserMod = AttnFwdUserModSm90Params;
-};
-struct SplitKeys {
-    using Plain = AttnFwdSplitSm90Params;
-    using ScoreMods = AttnFwdSplitModsSm90Params;
-    using UserMod = AttnFwdSplitUserModSm90Params;
-};
-struct StreamK {
-    using Plain = AttnFwdStreamKSm90Params;
-    using ScoreMods = AttnFwdStreamKModsSm90Params;
-    using UserMod = AttnFwdStreamKModsSm90Params;  // which no row has
-};
+// Arguments by mode, and by what is done to scores.
 using Mode = Select<Config::kSplitKeys, Select<Config::kVarlen, StreamK, SplitKeys>::Type, WholeKeys>::Type;
 using ModsParams = Select<kHasScoreMod, Mode::UserMod, Mode::ScoreMods>::Type;
 using Params = Select<Config::kScoreMods, ModsParams, Mode::Plain>::Type;
@@ -122,8 +110,9 @@ class Producer : public ForwardProducer<Config, Producer> {
     using Base = ForwardProducer<Config, Producer>;
 
   public:
-    static constexpr uint32 kQBytes = ::kQBytes, kVBytes = ::kVBytes;
-    OA_DEVICE static uint32 k_bytes() { return kKBytes; }
+    static constexpr uint32 kQBytes = ::kQBytes;
+    OA_DEVICE uint32 k_bytes(const FwdTile& t, int32 n) const { return bytes_of<Config::kPanels>(t, n); }
+    OA_DEVICE uint32 v_bytes(const FwdTile& t, int32 n) const { return bytes_of<Config::kPanelsV>(t, n); }
 
     OA_DEVICE Producer(const Params& params, SharedStorage& smem, const RoleBarriers<Config>& bars)
         : ForwardProducer(params.fwd, params.tiles, smem.roles, bars), params_(params) {}
@@ -169,12 +158,21 @@ class Producer : public ForwardProducer<Config, Producer> {
         }
     }
     template <int kPanels>
+    OA_DEVICE uint32 bytes_of(const FwdTile& t, int32 n) const {
+        if constexpr (Config::kPaged) return PagedKeys<Config::kBlockN>(p_, t).template bytes<kPanels>(n);
+        return kPanels * kKvPanelBytes;
+    }
+    template <int kPanels>
     OA_DEVICE void copy_keys(const FwdTile& t, int32 kv_head, int32 n, uint32 smem, const TensorMap* map,
                              uint32 bar) const {
+        if constexpr (Config::kPaged) {
+            PagedKeys<Config::kBlockN>(p_, t).template copy<kPanels>(map, n, kv_head, smem, bar);
+        } else {
 #pragma unroll
-        for (int c = 0; c < kPanels; ++c)
-            tma_load_4d(smem + c * kKvPanelBytes, map, bar, c * 64, t.k_begin + n * Config::kBlockN, kv_head,
-                        t.batch_idx);
+            for (int c = 0; c < kPanels; ++c)
+                tma_load_4d(smem + c * kKvPanelBytes, map, bar, c * 64, t.k_begin + n * Config::kBlockN, kv_head,
+                            t.batch_idx);
+        }
     }
 
     const Params& params_;

@@ -68,7 +68,7 @@ struct Config {
     static constexpr int kBlockTiles = kBlockRows / kBlockN;  // of keys, to a scale
     static constexpr int kInnerStages = NUM_STAGES;
     static constexpr int kOuterStages = NUM_Q_STAGES;
-    static constexpr bool kVarlen = VARLEN;
+    static constexpr bool kVarlen = VARLEN, kPaged = false;
     static constexpr bool kDelta = SMOOTH_Q;  // with score modifications: if there is delta_s
     static constexpr bool kLse = WITH_LSE;
     static constexpr bool kFactors = VALUE_FACTORS;  // one for each 128 rows of V; kLse, not kDelta

@@ -18,6 +18,9 @@ struct AttnFwdParams {
     const int32* cu_seqlens_k;
     const int32* seqused_q;     // [batch]: rows of a packed sequence that are used; null: all
     const int32* seqused_k;
+    // K and V in pages of a pool, where not null: key i of sequence b is row i % page_size of page
+    // block_table[b * table_stride + i / page_size]; entries behind a sequence's last key are not read.
+    const int32* block_table;
     const void* mask;
     const void* sinks;
     int64 q_stride_b, q_stride_s, q_stride_h;
@@ -26,9 +29,11 @@ struct AttnFwdParams {
     int64 o_stride_b, o_stride_s, o_stride_h;
     int64 lse_stride_b, lse_stride_h;  // LSE is contiguous along the sequence
     int64 mask_stride_b, mask_stride_h, mask_stride_q, mask_stride_k;
+    int64 table_stride;  // of block_table, between sequences
     int64 tile_offset;  // first tile of this launch: more than 2^31 - 1 tiles take several launches
     int32 batch, num_q_heads, num_kv_heads;
-    int32 seqlen_q, seqlen_k;  // dense: lengths; varlen: rows of the packed tensors
+    int32 seqlen_q, seqlen_k;  // dense: lengths; varlen: rows of the packed tensors; pages: keys of a whole table
+    int32 page_size, page_rows_log2;  // rows of a page, and of a copy of them, which divides pages and tiles
     int32 mask_rows, mask_cols;
     int32 head_dim;  // of v and o; of q and k too, unless head_dim_qk says something else
     int32 window_left, window_right;  // -1: unlimited; causal is window_right = 0

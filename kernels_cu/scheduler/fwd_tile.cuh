@@ -77,7 +77,9 @@ OA_DEVICE SequenceRange sequence_range(const AttnFwdParams& p, int32 b) {
     SequenceRange r;
     r.sequence = b;
     Sequence of_q = used_sequence(p.cu_seqlens_q, p.seqused_q, b, p.seqlen_q);
-    Sequence of_k = used_sequence(p.cu_seqlens_k, p.seqused_k, b, p.seqlen_k);
+    // Keys in pages are counted by seqused_k alone.
+    Sequence of_k = p.block_table != nullptr ? Sequence{0, min_of(max_of(p.seqused_k[b], 0), p.seqlen_k)}
+                                             : used_sequence(p.cu_seqlens_k, p.seqused_k, b, p.seqlen_k);
     r.q_begin = of_q.begin, r.seqlen_q = of_q.len;
     r.k_begin = of_k.begin, r.seqlen_k = of_k.len;
     return r;

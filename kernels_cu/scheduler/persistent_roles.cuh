@@ -9,8 +9,8 @@
 // Config: kConsumers, kOuterStages, kInnerStages, kBlockM, kRotateHeads (tiles of queries have different amounts of
 // work: PersistentTiles), kSplitKeys (keys are split over CTAs: scheduler/split_tiles.cuh), kVarlen (packed sequences;
 // a constant, because the dense loop pays for more code), kMeetAtTiles (packed sequences: warps meet before they read a
-// tile). Of packed sequences the producer walks cu_seqlens, once and ahead of the consumers, which get the tile beside
-// its outer operand.
+// tile), kPaged (packed sequences: all lanes of the producer's warp copy). Of packed sequences the producer walks
+// cu_seqlens, once and ahead of the consumers, which get the tile beside its outer operand.
 #pragma once
 #include "params/attn_fwd.cuh"
 #include "pipeline/ring.cuh"
@@ -62,7 +62,7 @@ struct RoleBarriers {
 
 // Derived: prefetch_maps(); Span, built from (arguments, tile), with is_empty(): the steps of a tile; copy_tile(t,
 // span), which fills the outer operand's buffer, free already, and the inner ones', and advances both rings. One thread
-// issues copies.
+// calls it; with kPaged a warp.
 template <typename Config, typename Derived>
 class PersistentProducer {
   public:
@@ -113,17 +113,18 @@ class PersistentProducer {
     OA_DEVICE void run_varlen(int lane) {
         auto tiles = packed_tiles();
         for (TileOf<Config> t; tiles.next(t);) {
-            if (lane == 0) {
+            if (Config::kPaged || lane == 0) {
                 typename Derived::Span span(p_, t);
                 bars_.outer.wait_empty(outer_at_);
-                smem_.tile[outer_at_.stage] = t;
+                if (lane == 0) smem_.tile[outer_at_.stage] = t;
+                if (Config::kPaged) __syncwarp();
                 if (!span.is_empty()) {
                     // From shared memory: a producer has few registers. (Every copy below clobbers memory, so none of
                     // the tile's fields stays in a register over one.)
                     asm volatile("" ::: "memory");
                     derived().copy_tile(smem_.tile[outer_at_.stage], span);
                 } else {
-                    bars_.outer.announce(outer_at_, 0);
+                    if (lane == 0) bars_.outer.announce(outer_at_, 0);
                     outer_at_.advance();
                 }
             }

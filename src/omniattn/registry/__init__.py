@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import difflib
 
-from .attention import attention_rows, merge_rows, packed_rows, split_rows
+from .attention import attention_rows, merge_rows, packed_rows, paged_rows, split_rows
 from .backward import backward_rows
 from .decode import decode_rows, unlisted_rows
 from .masks import mask_rows
@@ -31,6 +31,7 @@ REGISTRY: tuple[KernelSpec, ...] = tuple(
         *mask_rows(),
         *merge_rows(),
         *packed_rows(),
+        *paged_rows(),
         *split_rows(),
         *quantized_split_rows(),
         *backward_rows(),

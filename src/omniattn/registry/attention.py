@@ -148,6 +148,18 @@ _FWD_SM90_TILES: tuple[_FwdSm90Tile, ...] = (
     _FwdSm90Tile(256, 2, 64),
 )
 
+# Of K and V in pages.
+_FWD_SM90_PAGED_TILES: tuple[_FwdSm90Tile, ...] = (
+    _FwdSm90Tile(64, 3, 64, 4),
+    _FwdSm90Tile(96, 3, 96),
+    _FwdSm90Tile(128, 2, 128, 2),
+    _FwdSm90Tile(128, 3, 64, 3),
+    _FwdSm90Tile(192, 2, 64, 3),
+    _FwdSm90Tile(256, 2, 64),
+    _FwdSm90Tile(64, 1, 64, 3, ctas_per_sm=3),
+    _FwdSm90Tile(128, 1, 64, 3, ctas_per_sm=2),
+)
+
 # Of v with a head_dim of its own; other pairs are padded to the next of these or of the tiles above.
 _FWD_SM90_HEAD_DIM_V_TILES: tuple[_FwdSm90Tile, ...] = (
     _FwdSm90Tile(192, 2, 128, 2, 1, head_dim_v=128),
@@ -238,11 +250,12 @@ _FWD_SM90_PACKED_SPLIT_MODS_TILES: tuple[_FwdSm90Tile, ...] = (
 
 
 def _attn_fwd_sm90(
-    tile: _FwdSm90Tile, dtype: str, varlen: bool, score_mods: bool = False, lists: bool = False, split: bool = False
+    tile: _FwdSm90Tile, dtype: str, varlen: bool, score_mods: bool = False, lists: bool = False, split: bool = False,
+    paged: bool = False,
 ) -> KernelSpec:
     """score_mods: softcap, masks, any scale. lists: masks of packed sequences; large tiles of batches always have them.
 
-    split: keys are split over CTAs.
+    split: keys are split over CTAs. paged: K and V of packed queries lie in pages, without masks.
     """
     short, tag = IO_TYPES[dtype]
     softcap = score_mods and tile.softcap
@@ -269,7 +282,7 @@ def _attn_fwd_sm90(
     own_v = tile.width_v != tile.head_dim
     width = f"d{tile.head_dim}" + (f"v{tile.width_v}" if own_v else "")
     return KernelSpec(
-        name=f"attn_fwd_sm90_{short}_{width}_m{block_m}n{tile.block_n}" + ("_varlen" if varlen else "") + kind,
+        name=f"attn_fwd_sm90_{short}_{width}_m{block_m}n{tile.block_n}" + ("_varlen" if varlen else "") + ("_paged" if paged else "") + kind,
         family="attn_fwd_sm90",
         op="attention_split" if split else "attention",
         source="entry/attn_fwd_sm90.cu",
@@ -283,6 +296,7 @@ def _attn_fwd_sm90(
             ("NUM_STAGES", str(tile.num_stages)),
             ("NUM_Q_STAGES", str(num_q_stages)),
             ("VARLEN", str(int(varlen))),
+            ("PAGED", str(int(paged))),
             ("SCORE_MODS", str(int(score_mods))),
             ("MASK_LISTS", str(int(lists))),
             ("SOFTCAP", str(int(softcap))),
@@ -301,6 +315,7 @@ def _attn_fwd_sm90(
         min_arch=(9, 0),
         arch_specific=True,
         sequences="packed" if varlen else "dense",
+        paged=paged,
         tensor_maps=True,
         softcap="any" if softcap else "never",
         masks=masks,
@@ -398,6 +413,21 @@ def attention_rows() -> Iterator[KernelSpec]:
             tuple(replace(tile, softcap=False) for tile in _FWD_SM90_VARLEN_MODS_TILES),
             _FWD_SM90_VARLEN_MODS_TILES,
             _FWD_SM90_VARLEN_BIAS_TILES,
+        )
+        for tile in tiles
+        for dtype in ("float16", "bfloat16")
+    )
+
+
+def paged_rows() -> Iterator[KernelSpec]:
+    """Rows of exact attention over K and V in pages."""
+    yield from (
+        _attn_fwd_sm90(tile, dtype, varlen=True, score_mods=score_mods, split=split, paged=True)
+        for tiles, score_mods, split in (
+            (_FWD_SM90_PAGED_TILES, False, False),
+            (_FWD_SM90_VARLEN_MODS_TILES, True, False),
+            (_FWD_SM90_PACKED_SPLIT_TILES, False, True),
+            (_FWD_SM90_PACKED_SPLIT_MODS_TILES, True, True),
         )
         for tile in tiles
         for dtype in ("float16", "bfloat16")

@@ -58,6 +58,8 @@ class KernelSpec:
         CTAs that the kernel's registers and shared memory leave room for on one SM.
     sequences : str
         ``"dense"`` (batches), ``"packed"``, or ``"any"``.
+    paged : bool
+        It takes K and V in pages of a pool, and no others.
     tensor_maps : bool
         It reads its arrays by tensor maps, which describe no negative and no huge strides.
     softcap : str
@@ -126,6 +128,7 @@ class KernelSpec:
     arch_specific: bool = False
     prebuild: tuple[str, ...] = ()
     sequences: Sequences = "any"
+    paged: bool = False
     tensor_maps: bool = False
     softcap: Use = "never"
     masks: Masks = "none"

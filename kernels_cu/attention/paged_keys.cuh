@@ -1,0 +1,44 @@
+// Copies of tiles of K and V from pages of a pool (PagedAttention, Kwon et al. 2023), by the lanes of a producer warp.
+//
+// A tile is copied in chunks of 2^page_rows_log2 rows, each within a page: lane i has the chunks i, i + 32, .. of a
+// tile. The swizzle of a tile follows from shared addresses, so that chunks make up the tile that one copy would. Chunks
+// without a key of the sequence are not copied: their rows are masked in K and cleared in V, as rows of others are.
+#pragma once
+#include "params/attn_fwd.cuh"
+#include "ptx/tma.cuh"
+#include "ptx/types.cuh"
+#include "scheduler/fwd_tile.cuh"
+
+template <int kBlockN>
+class PagedKeys {
+  public:
+    OA_DEVICE PagedKeys(const AttnFwdParams& p, const FwdTile& t)
+        : table_(p.block_table + t.sequence * p.table_stride),
+          seqlen_k_(t.seqlen_k),
+          page_size_(p.page_size),
+          rows_log2_(p.page_rows_log2) {}
+
+    // Of the chunks of tile n that are copied.
+    template <int kPanels>
+    OA_DEVICE uint32 bytes(int32 n) const {
+        const int32 mask = (1 << rows_log2_) - 1;
+        return uint32((min_of(seqlen_k_ - n * kBlockN, kBlockN) + mask) & ~mask) * (kPanels * 128);
+    }
+
+    // Tile n to `smem`, completing on `bar`; by all lanes of a warp. map: {column, row of a page, kv head, page}.
+    template <int kPanels>
+    OA_DEVICE void copy(const TensorMap* map, int32 n, int32 kv_head, uint32 smem, uint32 bar) const {
+        const int32 end = min_of(seqlen_k_ - n * kBlockN, kBlockN);
+        for (int32 row = int32(threadIdx.x & 31) << rows_log2_; row < end; row += 32 << rows_log2_) {
+            const uint32 key = uint32(n * kBlockN + row), place = key / uint32(page_size_);
+            const int32 page = __ldg(table_ + place), first = int32(key - place * uint32(page_size_));
+#pragma unroll
+            for (int c = 0; c < kPanels; ++c)
+                tma_load_4d(smem + c * (kBlockN * 128) + row * 128, map, bar, c * 64, first, kv_head, page);
+        }
+    }
+
+  private:
+    const int32* table_;
+    int32 seqlen_k_, page_size_, rows_log2_;
+};
