@@ -1,9 +1,10 @@
-// Arguments of attn_fwd_sm90 by mode, how keys are divided among CTAs, and by what is done to scores: nothing, score
-// modifications, or those and the user's expressions.
+// Arguments of the forward kernels by mode, how keys are divided among CTAs, and by what is done to scores: nothing,
+// score modifications, or those and the user's expressions.
 #pragma once
 #include "params/attn_fwd.cuh"
 #include "params/score_mod.cuh"
 
+// Of attn_fwd_sm90.
 struct WholeKeys {
     using Plain = AttnFwdSm90Params;
     using ScoreMods = AttnFwdModsSm90Params;
@@ -19,3 +20,15 @@ struct StreamK {
     using ScoreMods = AttnFwdStreamKModsSm90Params;
     using UserMod = AttnFwdStreamKModsSm90Params;  // which no row has
 };
+
+// Of attn_fwd_sm80: its arguments without partial results, those that all calls have, and the user's arrays.
+OA_DEVICE const AttnFwdParams& call_of(const AttnFwdParams& params) { return params; }
+OA_DEVICE const AttnFwdModsSm80Params& call_of(const AttnFwdModsSm80Params& params) { return params; }
+OA_DEVICE const AttnFwdModsSm80Params& call_of(const AttnFwdUserModSm80Params& params) { return params.call; }
+OA_DEVICE const AttnFwdParams& forward_of(const AttnFwdParams& call) { return call; }
+OA_DEVICE const AttnFwdParams& forward_of(const AttnFwdModsSm80Params& call) { return call.fwd; }
+template <typename P>
+OA_DEVICE const ScoreModArrays* arrays_of(const P&) {
+    return nullptr;
+}
+OA_DEVICE const ScoreModArrays* arrays_of(const AttnFwdUserModSm80Params& params) { return &params.arrays; }

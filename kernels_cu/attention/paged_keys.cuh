@@ -8,15 +8,13 @@
 #include "ptx/tma.cuh"
 #include "ptx/types.cuh"
 #include "scheduler/fwd_tile.cuh"
+#include "scheduler/page_table.cuh"
 
 template <int kBlockN>
 class PagedKeys {
   public:
     OA_DEVICE PagedKeys(const AttnFwdParams& p, const FwdTile& t)
-        : table_(p.block_table + t.sequence * p.table_stride),
-          seqlen_k_(t.seqlen_k),
-          page_size_(p.page_size),
-          rows_log2_(p.page_rows_log2) {}
+        : pages_(p, t), seqlen_k_(t.seqlen_k), rows_log2_(p.page_rows_log2) {}
 
     // Of the chunks of tile n that are copied.
     template <int kPanels>
@@ -30,15 +28,14 @@ class PagedKeys {
     OA_DEVICE void copy(const TensorMap* map, int32 n, int32 kv_head, uint32 smem, uint32 bar) const {
         const int32 end = min_of(seqlen_k_ - n * kBlockN, kBlockN);
         for (int32 row = int32(threadIdx.x & 31) << rows_log2_; row < end; row += 32 << rows_log2_) {
-            const uint32 key = uint32(n * kBlockN + row), place = key / uint32(page_size_);
-            const int32 page = __ldg(table_ + place), first = int32(key - place * uint32(page_size_));
+            const PageRow from = pages_.at(n * kBlockN + row);
 #pragma unroll
             for (int c = 0; c < kPanels; ++c)
-                tma_load_4d(smem + c * (kBlockN * 128) + row * 128, map, bar, c * 64, first, kv_head, page);
+                tma_load_4d(smem + c * (kBlockN * 128) + row * 128, map, bar, c * 64, from.row, kv_head, from.page);
         }
     }
 
   private:
-    const int32* table_;
-    int32 seqlen_k_, page_size_, rows_log2_;
+    PageTable pages_;
+    int32 seqlen_k_, rows_log2_;
 };

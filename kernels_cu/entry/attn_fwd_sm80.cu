@@ -21,6 +21,7 @@
 //   QK(i)  softmax(i)  PV(i)                               wait V(i) | bar | copy K(i-1) | softmax(i) PV(i)
 //
 // Shared memory, bytes: Q, later O [BLOCK_M * HEAD_DIM * 2] | K [NUM_STAGES][BLOCK_N * HEAD_DIM * 2] | V [same].
+#include "attention/fwd_modes.cuh"
 #include "attention/mask.cuh"
 #include "attention/partial_epilogue.cuh"
 #include "attention/score_mods_mma.cuh"
@@ -35,6 +36,7 @@
 #include "ptx/ldmatrix.cuh"
 #include "ptx/math.cuh"
 #include "ptx/mma_sync.cuh"
+#include "scheduler/page_table.cuh"
 #include "scheduler/fwd_tile.cuh"
 #include "tile/panel.cuh"
 
@@ -53,6 +55,7 @@ struct Config {
     static constexpr int kDTiles = kHeadDim / 8;
     static constexpr bool kQInRegisters = Q_IN_REGISTERS;
     static constexpr bool kSplitKeys = SPLIT_KEYS;
+    static constexpr bool kPaged = PAGED;  // packed sequences whose K and V lie in pages
     static constexpr bool kSearch = kBlockM < 32 && !kScoreMods;  // of the packed sequence; with scores it is walked to
     static_assert(kBlockM == kMTiles * kWarps * 16 && kBlockN % 16 == 0 && kHeadDim % 32 == 0, "whole MMA tiles");
     static_assert(kStages == 1 || kStages == 2, "single or double buffer");
@@ -70,16 +73,6 @@ OA_DEVICE const auto& without_partial(const P& params) {
     else
         return params;
 }
-OA_DEVICE const AttnFwdParams& call_of(const AttnFwdParams& params) { return params; }
-OA_DEVICE const AttnFwdModsSm80Params& call_of(const AttnFwdModsSm80Params& params) { return params; }
-OA_DEVICE const AttnFwdModsSm80Params& call_of(const AttnFwdUserModSm80Params& params) { return params.call; }
-OA_DEVICE const AttnFwdParams& forward_of(const AttnFwdParams& call) { return call; }
-OA_DEVICE const AttnFwdParams& forward_of(const AttnFwdModsSm80Params& call) { return call.fwd; }
-template <typename P>
-OA_DEVICE const ScoreModArrays* arrays_of(const P&) {
-    return nullptr;
-}
-OA_DEVICE const ScoreModArrays* arrays_of(const AttnFwdUserModSm80Params& params) { return &params.arrays; }
 
 using Tile = SyncTileOf<Config>;
 template <typename T, typename P>
@@ -384,21 +377,30 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, MIN_CTAS) attn_fw
     int32 kv_head = t.head_idx / (p.num_q_heads / p.num_kv_heads);
     const uint16* gq = p.q + t.batch_idx * p.q_stride_b + head_of(t, 0) * p.q_stride_h +
                        (int64(t.q_begin) + query_of(t, t.m0)) * p.q_stride_s;
-    const uint16* gk = p.k + t.batch_idx * p.k_stride_b + kv_head * p.k_stride_h + int64(t.k_begin) * p.k_stride_s;
-    const uint16* gv = p.v + t.batch_idx * p.v_stride_b + kv_head * p.v_stride_h + int64(t.k_begin) * p.v_stride_s;
+    const int32 kv_batch = Config::kPaged ? 0 : t.batch_idx;
+    const uint16* gk = p.k + kv_batch * p.k_stride_b + kv_head * p.k_stride_h + int64(t.k_begin) * p.k_stride_s;
+    const uint16* gv = p.v + kv_batch * p.v_stride_b + kv_head * p.v_stride_h + int64(t.k_begin) * p.v_stride_s;
     uint32 smem_q = smem_addr_of(smem.q), smem_k = smem_addr_of(smem.k), smem_v = smem_addr_of(smem.v);
 
     const KvCopy kv_copy(p.head_dim, tid);
+    auto copy_keys = [&](const KvCopy& columns, uint32 to, const uint16* from, int64 stride_b, int64 stride_s,
+                         int32 n) {
+        const int64 row = int64(n) * Config::kBlockN;
+        const int32 count = int32(min_of<int64>(t.seqlen_k - row, Config::kBlockN));
+        if constexpr (Config::kPaged) {
+            const PageTable pages(p, t);
+            auto at = [&](int i) { return from + pages.offset(int32(row) + i, stride_b, stride_s); };
+            columns.issue_rows(to, at, count, tid);
+        } else {
+            columns.issue(to, from + row * stride_s, stride_s, count, tid);
+        }
+    };
     auto copy_k = [&](int32 n, int stage) {
-        int64 row = int64(n) * Config::kBlockN;
         const KvCopy& columns = Config::kOwnHeadDimV ? KvCopy(p.head_dim_qk, tid) : kv_copy;
-        columns.issue(smem_k + stage * KvTile::kBytes, gk + row * p.k_stride_s, p.k_stride_s,
-                      int32(min_of<int64>(t.seqlen_k - row, Config::kBlockN)), tid);
+        copy_keys(columns, smem_k + stage * KvTile::kBytes, gk, p.k_stride_b, p.k_stride_s, n);
     };
     auto copy_v = [&](int32 n, int stage) {
-        int64 row = int64(n) * Config::kBlockN;
-        kv_copy.issue(smem_v + stage * KvTile::kBytes, gv + row * p.v_stride_s, p.v_stride_s,
-                      int32(min_of<int64>(t.seqlen_k - row, Config::kBlockN)), tid);
+        copy_keys(kv_copy, smem_v + stage * KvTile::kBytes, gv, p.v_stride_b, p.v_stride_s, n);
     };
 
     Output o;

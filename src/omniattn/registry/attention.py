@@ -49,6 +49,14 @@ _FWD_SM80_MODS_TILES: tuple[_FwdTile, ...] = (
     _FwdTile(256, 64, 64, 4, 1, False, 2, suffix="_n64", min_arch=(9, 0)),
 )
 
+# Of K and V in pages: tiles that serve all GPUs. With scores, 128 rows of 128 channels would spill registers.
+_FWD_SM80_PAGED_TILES = tuple(tile for tile in _FWD_SM80_TILES if tile.min_arch == (8, 0))
+_FWD_SM80_PAGED_MODS_TILES = tuple(
+    replace(tile, block_m=64) if tile.head_dim == 128 else tile
+    for tile in _FWD_SM80_MODS_TILES
+    if tile.min_arch == (8, 0)
+)
+
 # Of short sequences, several CTAs an SM (docs/performance/short.md).
 _FWD_SM80_SMALL_MODS_TILES: tuple[_FwdTile, ...] = tuple(
     _FwdTile(
@@ -74,9 +82,14 @@ _FWD_SM80_SPLIT_TILES: tuple[_FwdTile, ...] = (
 
 
 def _attn_fwd_sm80(
-    tile: _FwdTile, dtype: str, score_mods: bool, own_head_dim_v: bool = False, split: bool = False
+    tile: _FwdTile,
+    dtype: str,
+    score_mods: bool,
+    own_head_dim_v: bool = False,
+    split: bool = False,
+    paged: bool = False,
 ) -> KernelSpec:
-    """own_head_dim_v: v has a head_dim of its own; split: keys are split over CTAs."""
+    """own_head_dim_v: v has a head_dim of its own; split: keys are split over CTAs; paged: K and V lie in pages."""
     short, tag = IO_TYPES[dtype]
     smem_bytes = 2 * tile.head_dim * (tile.block_m + 2 * tile.num_stages * tile.block_n)
     if score_mods:
@@ -84,6 +97,7 @@ def _attn_fwd_sm80(
     return KernelSpec(
         name=f"attn_fwd_sm80_{short}_d{tile.head_dim}{tile.suffix}"
         + "_v" * own_head_dim_v
+        + "_paged" * paged
         + "_split" * split
         + "_mods" * score_mods,
         family="attn_fwd_sm80",
@@ -102,6 +116,7 @@ def _attn_fwd_sm80(
             ("SCORE_MODS", str(int(score_mods))),
             ("OWN_HEAD_DIM_V", str(int(own_head_dim_v))),
             ("SPLIT_KEYS", str(int(split))),
+            ("PAGED", str(int(paged))),
             ("SMEM_BYTES", str(smem_bytes)),
         ),
         dtype=dtype,
@@ -112,6 +127,8 @@ def _attn_fwd_sm80(
         smem_bytes=smem_bytes,
         ctas_per_sm=tile.min_ctas,
         min_arch=tile.min_arch,
+        sequences="packed" if paged else "any",
+        paged=paged,
         softcap="any" if score_mods else "never",
         masks="any" if score_mods else "none",
         score_mod=score_mods,
@@ -250,7 +267,12 @@ _FWD_SM90_PACKED_SPLIT_MODS_TILES: tuple[_FwdSm90Tile, ...] = (
 
 
 def _attn_fwd_sm90(
-    tile: _FwdSm90Tile, dtype: str, varlen: bool, score_mods: bool = False, lists: bool = False, split: bool = False,
+    tile: _FwdSm90Tile,
+    dtype: str,
+    varlen: bool,
+    score_mods: bool = False,
+    lists: bool = False,
+    split: bool = False,
     paged: bool = False,
 ) -> KernelSpec:
     """score_mods: softcap, masks, any scale. lists: masks of packed sequences; large tiles of batches always have them.
@@ -282,7 +304,10 @@ def _attn_fwd_sm90(
     own_v = tile.width_v != tile.head_dim
     width = f"d{tile.head_dim}" + (f"v{tile.width_v}" if own_v else "")
     return KernelSpec(
-        name=f"attn_fwd_sm90_{short}_{width}_m{block_m}n{tile.block_n}" + ("_varlen" if varlen else "") + ("_paged" if paged else "") + kind,
+        name=f"attn_fwd_sm90_{short}_{width}_m{block_m}n{tile.block_n}"
+        + ("_varlen" if varlen else "")
+        + ("_paged" if paged else "")
+        + kind,
         family="attn_fwd_sm90",
         op="attention_split" if split else "attention",
         source="entry/attn_fwd_sm90.cu",
@@ -421,6 +446,12 @@ def attention_rows() -> Iterator[KernelSpec]:
 
 def paged_rows() -> Iterator[KernelSpec]:
     """Rows of exact attention over K and V in pages."""
+    yield from (
+        _attn_fwd_sm80(tile, dtype, score_mods, paged=True)
+        for score_mods, tiles in ((False, _FWD_SM80_PAGED_TILES), (True, _FWD_SM80_PAGED_MODS_TILES))
+        for tile in tiles
+        for dtype in ("float16", "bfloat16")
+    )
     yield from (
         _attn_fwd_sm90(tile, dtype, varlen=True, score_mods=score_mods, split=split, paged=True)
         for tiles, score_mods, split in (

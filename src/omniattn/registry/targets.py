@@ -56,7 +56,7 @@ def _reach(spec: KernelSpec) -> tuple[object, ...]:
     kind = (spec.qk, spec.pv, spec.pv_accumulator, spec.specialization, spec.cache)
     backward = spec.op.startswith("attention_backward")
     tile = spec.name if spec.arch_specific else None if backward else spec.block_m
-    scores = (spec.softcap, spec.masks, spec.dmask)
+    scores = (spec.softcap, spec.masks, spec.dmask, spec.paged)
     values = (spec.other_head_dim_v, spec.value_factors, spec.smooth_q, spec.rotated, spec.fragments)
     return spec.op, spec.dtype, spec.head_dim, spec.head_dim_v, scores, values, kind, tile
 
