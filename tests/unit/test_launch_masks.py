@@ -124,7 +124,8 @@ def test_places_and_launches() -> None:
         "mask_stride_b": 0, "mask_stride_h": 300 * 1008, "mask_stride_q": 1008, "mask_stride_k": 1,
         "first_byte": 0, "end_byte": 2 * 300 * 1008 + 299 * 1008 + 1000, "cu_seqlens_q": None, "cu_seqlens_k": None,
         "seqused_q": None, "seqused_k": None,
-        "mask_kind": 1, "mask_heads": 3, "rows": 300, "cols": 1000, "pack_log2": 0, "pack_heads": 1, "m_tiles": 5, "n_tiles": 16,
+        "mask_kind": 1, "mask_heads": 3, "rows": 300, "cols": 1000, "pack_log2": 0, "pack_heads": 1,
+        "m_tiles": 5, "n_tiles": 16,
         "total_q": 300, "total_k": 1000,
     }  # fmt: skip
     assert (pack.grid, pack.threads, pack.overlap) == ((3 * 5 * 4, 1, 1), 128, False)

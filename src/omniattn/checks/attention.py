@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 from .. import arguments, arrays, runtime
 from ..arrays import Tensor
-from ..errors import ArgumentError, DtypeError, ShapeError
+from ..errors import ArgumentError, DtypeError, ShapeError, StrideError, UnsupportedError
 from ..plan.engine import Call
-from ..problems import EXACT, FP8_ARRAYS, AttentionProblem, AttentionStrides, Descale, Descales, Precision
+from ..problems import EXACT, FP8_ARRAYS, AttentionProblem, AttentionStrides, Descale, Descales, Pages, Precision
 from ..problems.memory import ITEMSIZE
 from ..problems.quantize import BLOCK_ROWS, Strides3
 from . import values
@@ -19,7 +19,7 @@ ARRAYS = ("q", "k", "v", "out", "cu_seqlens_q", "cu_seqlens_k", "mask", "sinks")
 #: How many rows of packed sequences are used.
 USED = ("seqused_q", "seqused_k")
 #: Those of calls of packed sequences.
-PACKED_ARRAYS = (*ARRAYS, *USED)
+PACKED_ARRAYS = (*ARRAYS, *USED, "block_table")
 #: Of calls on e4m3, behind `ARRAYS`.
 DESCALES = ("descale_q", "descale_k", "descale_v")
 #: Those that kernels access 16 bytes at a time.
@@ -78,17 +78,22 @@ def check_attention(call: Call, tensors: dict[str, Tensor]) -> AttentionProblem:
     precision = values.check_precision(options.precision, function)
     q, k, v = tensors["q"], tensors["k"], tensors["v"]
     layout = options.layout
-    values.check_qkv(q, k, v, 3 if varlen else 4, layout, function, with_e4m3=not function.endswith("_backward"))
+    paged = "block_table" in tensors
+    values.check_qkv(
+        q, k, v, 3 if varlen else 4, layout, function, with_e4m3=not function.endswith("_backward"), paged=paged
+    )
     dtype = values.check_out_dtype(options.out_dtype, q.dtype, function)
     arrays.require_same_device(tensors.values())
     scale = check_scale(options, q.shape[-1], function)
     seq, head = (-3, -2) if layout == "NHD" else (-2, -3)
     heads_q, heads_kv = q.shape[head], k.shape[head]
     rows_q, rows_k = q.shape[seq], k.shape[seq]
-    batch, longest_q, longest_k = q.shape[0], 0, 0
+    batch, longest_q, longest_k, pages = q.shape[0], 0, 0, None
     if varlen:
         batch = _check_starts(tensors, function)
         values.check_seqused(tensors, batch, function)
+        pages = _check_pages(tensors, batch, k, seq, function) if paged else None
+        rows_k = rows_k if pages is None else pages.capacity
         longest_q, longest_k = _check_longest(options, rows_q, rows_k, "mask" in tensors, function)
     most = values.MAX_PACKED_SEQUENCES if varlen else arguments.MAX_EXTENT
     if batch > most:
@@ -103,15 +108,19 @@ def check_attention(call: Call, tensors: dict[str, Tensor]) -> AttentionProblem:
         values.check_strides(t, function)
     o_shape = (*q.shape[:-1], v.shape[-1])
     o_strides = check_out(tensors, o_shape, dtype, function)
+    if pages is not None:
+        _check_paged_call(q, options, function)
     precision, note = _precision_of(precision, longest_k if varlen else rows_k, q.dtype, options, function)
     descales = check_descales(tensors, (batch, heads_q, heads_kv), extent, function) if q.dtype == values.E4M3 else None
     if descales is None and (given := [name for name in DESCALES if name in tensors]):
         raise ArgumentError(given[0], f"None, because q is {q.dtype} and not in e4m3", "an array", function=function)
 
     def three(shape: tuple[int, ...], strides: tuple[int, ...]) -> Strides3:
-        return canonical_strides(shape, strides, layout, varlen)
+        return canonical_strides(shape, strides, layout, len(shape) == 3)
 
     window = values.hiding_window(common.window, rows_q, rows_k)
+    if pages is not None:  # of all sequences, as other packed keys are counted
+        rows_k = batch * min(longest_k, rows_k)
     on_gpu = q.device == "cuda"
     # Quantized operands are the library's own.
     own = precision.quantized and descales is None
@@ -124,7 +133,7 @@ def check_attention(call: Call, tensors: dict[str, Tensor]) -> AttentionProblem:
             three(q.shape, q.strides), three(k.shape, k.strides), three(v.shape, v.strides),
             three(o_shape, o_strides), (0 if varlen else heads_q * rows_q, rows_q), mask_strides,
         ), own_head_dim_v=v.shape[-1] if v.shape[-1] != q.shape[-1] else 0, descales=descales, note=note,
-        used=("seqused_q" in tensors, "seqused_k" in tensors),
+        used=("seqused_q" in tensors, "seqused_k" in tensors), pages=pages,
         keys_map=maps and mask in ("float32", "io") and _keys_have_map(tensors["mask"], mask_strides),
     )  # fmt: skip
 
@@ -228,16 +237,52 @@ def check_out(tensors: dict[str, Tensor], shape: tuple[int, ...], dtype: str, fu
 
 def _check_starts(tensors: dict[str, Tensor], function: str) -> int:
     """Number of packed sequences."""
-    for name in ("cu_seqlens_q", "cu_seqlens_k"):
+    paged = "block_table" in tensors
+    if paged and "cu_seqlens_k" in tensors:
+        raise ArgumentError("cu_seqlens_k", "None, because block_table says where keys lie", "one", function=function)
+    for name in ("cu_seqlens_q",) if paged else ("cu_seqlens_q", "cu_seqlens_k"):
         if name not in tensors:
             raise ArgumentError(name, "an int32 array of shape (batch + 1,)", "None", function=function)
         values.check_cu_seqlens(tensors[name], name, function)
     batch = tensors["cu_seqlens_q"].shape[0] - 1
+    if paged:
+        return int(batch)
     of_k = tensors["cu_seqlens_k"]
     if of_k.shape[0] != batch + 1:
         expected = f"shape ({batch + 1},), like cu_seqlens_q"
         raise ShapeError("cu_seqlens_k", expected, f"{tuple(of_k.shape)}", function=function)
     return int(batch)
+
+
+def _check_pages(tensors: dict[str, Tensor], batch: int, k: Tensor, seq: int, function: str) -> Pages:
+    """Where K and V lie in pages."""
+    if "seqused_k" not in tensors:
+        expected = "an int32 array of shape (batch,): how many keys each sequence has in its pages"
+        raise ArgumentError("seqused_k", expected, "None", function=function)
+    table = tensors["block_table"]
+    if table.dtype != "int32":
+        raise DtypeError("block_table", "int32", table.dtype, function=function)
+    if len(table.shape) != 2 or table.shape[0] != batch:
+        raise ShapeError("block_table", f"shape ({batch}, max_blocks)", f"{tuple(table.shape)}", function=function)
+    if table.shape[0] > 0 and table.shape[1] > 1 and table.strides[1] != 1:
+        raise StrideError("block_table", "rows of stride 1", f"stride {table.strides[1]}", function=function)
+    size, count = k.shape[seq], table.shape[1]
+    if size == 0:
+        raise ShapeError("k", "pages of at least one key", "0", function=function)
+    if size * count > arguments.MAX_ROWS:
+        expected = f"at most {arguments.MAX_ROWS // size} pages of {size} keys"
+        raise ShapeError("block_table", expected, f"{count}", function=function)
+    return Pages(size, k.shape[0], count, table.strides[0] if batch > 1 else 0)
+
+
+def _check_paged_call(q: Tensor, options: AttentionOptions, function: str) -> None:
+    """Raise for what kernels over pages do not have."""
+    name = options.precision if isinstance(options.precision, str) else type(options.precision).__name__
+    if q.dtype == values.E4M3 or name != "exact":
+        raise UnsupportedError(
+            f"{function}(): block_table with {'e4m3 arrays' if q.dtype == values.E4M3 else f'precision={name!r}'}",
+            instead="16-bit arrays with precision='exact', or a PagedKVCache of that format",
+        )
 
 
 def _check_longest(

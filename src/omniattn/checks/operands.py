@@ -59,7 +59,7 @@ def check_kinds(function: str, q: Any, k: Any, v: Any, *sequences: Any) -> None:
                 argument, f"a {kind.__name__}, from {source}, because one of q, k, v is quantized",
                 type(value).__name__, function=function,
             )  # fmt: skip
-    for value, argument in zip(sequences, (*STARTS, *USED), strict=False):
+    for value, argument in zip(sequences, (*STARTS, *USED, "block_table"), strict=False):
         if value is not None:
             raise ArgumentError(
                 argument,

@@ -90,15 +90,27 @@ def check_out_dtype(out_dtype: Any, q_dtype: str, function: str) -> str:
 
 
 def check_qkv(
-    q: Tensor, k: Tensor, v: Tensor, ndim: int, layout: str, function: str, *, with_e4m3: bool = False
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    ndim: int,
+    layout: str,
+    function: str,
+    *,
+    with_e4m3: bool = False,
+    paged: bool = False,
 ) -> None:
-    """Dtypes, ranks, head_dim and heads of q, k, v, in the caller's layout. v may have a head_dim of its own."""
+    """Dtypes, ranks, head_dim and heads of q, k, v, in the caller's layout. v may have a head_dim of its own.
+
+    paged: k and v are pages, whose first dimension is their number.
+    """
     dims = {
         (4, "NHD"): "(batch, seq, heads, head_dim)",
         (4, "HND"): "(batch, heads, seq, head_dim)",
         (3, "NHD"): "(rows, heads, head_dim)",
         (3, "HND"): "(heads, rows, head_dim)",
-    }[ndim, layout]
+    }
+    pages = "(blocks, tokens, heads, head_dim)" if layout == "NHD" else "(blocks, heads, tokens, head_dim)"
     allowed = (CPU_DTYPES if q.device == "cpu" else GPU_DTYPES) + ((E4M3,) if with_e4m3 else ())
     for t in (q, k, v):
         if t.dtype == "float8_e5m2" and with_e4m3:
@@ -107,8 +119,10 @@ def check_qkv(
     if q.dtype not in allowed:
         raise DtypeError("q", f"{' or '.join(allowed)} on {q.device}", q.dtype, function=function)
     for t in (q, k, v):
-        if len(t.shape) != ndim:
-            raise ShapeError(t.argument, f"{ndim} dimensions {dims}", f"shape {tuple(t.shape)}", function=function)
+        of_pages = paged and t is not q
+        rank, names = (4, pages) if of_pages else (ndim, dims[ndim, layout])
+        if len(t.shape) != rank:
+            raise ShapeError(t.argument, f"{rank} dimensions {names}", f"shape {tuple(t.shape)}", function=function)
         if t.dtype != q.dtype:
             raise DtypeError(t.argument, f"{q.dtype}, like q", t.dtype, function=function)
     seq, head = (-3, -2) if layout == "NHD" else (-2, -3)

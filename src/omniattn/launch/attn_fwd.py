@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..problems import AttentionProblem, Target
+from ..problems import AttentionProblem, Pages, Target
 from ..registry import KernelSpec
 from ..runtime.record import LaunchRecord
 from .host_struct import At, member, strides
@@ -26,6 +26,11 @@ def num_m_blocks(problem: AttentionProblem, block_m: int) -> int:
     return blocks
 
 
+def page_rows(pages: Pages, block_n: int) -> int:
+    """Rows of a copy from a page: the largest power of two that divides pages and tiles."""
+    return min(pages.page_size & -pages.page_size, block_n & -block_n)
+
+
 def forward_values(
     problem: AttentionProblem,
     blocks: int,
@@ -34,20 +39,23 @@ def forward_values(
     tile_offset: int = 0,
     operands: tuple[At, At, At] = (At("q"), At("k"), At("v")),
     starts: tuple[At, At] = (At("cu_seqlens_q"), At("cu_seqlens_k")),
+    block_n: int = 1,
 ) -> dict[str, object]:
     """The fields of AttnFwdParams.
 
-    ``operands`` are q, k, v as the kernel reads them, ``starts`` the cu_seqlens that it reads.
+    ``operands`` are q, k, v as the kernel reads them, ``starts`` the cu_seqlens that it reads. block_n: keys of a tile,
+    which kernels with tensor maps copy from pages.
     """
-    s = problem.strides
+    s, pages = problem.strides, problem.pages
     assert s is not None, "a problem without strides describes a call, it cannot be launched"
     return {
         **dict(zip("qkv", operands, strict=True)),
         "o": At("o"),
         "lse": At("lse") if problem.lse else None,
         "cu_seqlens_q": starts[0] if problem.varlen else None,
-        "cu_seqlens_k": starts[1] if problem.varlen else None,
+        "cu_seqlens_k": starts[1] if problem.varlen and pages is None else None,
         **used_rows(problem.used),
+        "block_table": None if pages is None else At("block_table"),
         "mask": At("mask") if problem.mask != "none" else None,
         "sinks": At("sinks") if problem.sinks != "none" else None,
         **strides("q", s.q),
@@ -57,12 +65,15 @@ def forward_values(
         "lse_stride_b": s.lse[0],
         "lse_stride_h": s.lse[1],
         **dict(zip((f"mask_stride_{x}" for x in "bhqk"), s.mask, strict=True)),
+        "table_stride": 0 if pages is None else pages.table_stride,
         "tile_offset": tile_offset,
         "batch": problem.batch,
         "num_q_heads": problem.num_q_heads,
         "num_kv_heads": problem.num_kv_heads,
         "seqlen_q": problem.seqlen_q,
-        "seqlen_k": problem.seqlen_k,
+        "seqlen_k": problem.seqlen_k if pages is None else pages.capacity,
+        "page_size": 0 if pages is None else pages.page_size,
+        "page_rows_log2": 0 if pages is None else (page_rows(pages, block_n) - 1).bit_length(),
         "mask_rows": mask_extent[0],
         "mask_cols": mask_extent[1],
         "head_dim": problem.head_dim_v,

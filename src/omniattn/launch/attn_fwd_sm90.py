@@ -10,7 +10,7 @@ from ..problems.split import PackGQA
 from ..registry import KernelSpec
 from ..runtime.record import LaunchRecord, TensorMap
 from . import tile_order
-from .attn_fwd import forward_values, num_m_blocks
+from .attn_fwd import forward_values, num_m_blocks, page_rows
 from .host_struct import member
 from .masks import MaskPlaces
 from .score_mod import array_values
@@ -92,6 +92,18 @@ def operand_map(
     return mapped(name, 0, dtype, (head_dim, seqlen, heads, batch), strides_bytes, (PANEL, rows, 1, 1))
 
 
+def key_value_maps(spec: KernelSpec, problem: AttentionProblem) -> tuple[TensorMap, TensorMap]:
+    """Of k and v: of batches, of packed sequences, or of pools of pages, whose copies lie within a page."""
+    p, s, pages = problem, problem.strides, problem.pages
+    assert s is not None
+    lead = (1 if p.varlen else p.batch, p.seqlen_k) if pages is None else (pages.num_pages, pages.page_size)
+    rows = spec.block_n if pages is None else page_rows(pages, spec.block_n)
+    return (
+        operand_map("k", p.dtype, (*lead, p.num_kv_heads, p.head_dim), s.k, rows),
+        operand_map("v", p.dtype, (*lead, p.num_kv_heads, p.head_dim_v), s.v, rows),
+    )
+
+
 def packed_gqa_map(problem: AttentionProblem, pack_gqa: PackGQA, rows: int) -> TensorMap:
     """Of q, of which heads share the rows of a tile: (head_dim, heads, seq, heads / shared, batch).
 
@@ -131,11 +143,9 @@ def build(
     k = v = q
     # Without keys nothing is copied, but a map of zero rows cannot be made: the rows of q stand in.
     if problem.seqlen_k:
-        kv_shape = (batch, problem.seqlen_k, problem.num_kv_heads)
-        k = operand_map("k", problem.dtype, (*kv_shape, problem.head_dim), s.k, spec.block_n)
-        v = operand_map("v", problem.dtype, (*kv_shape, problem.head_dim_v), s.v, spec.block_n)
+        k, v = key_value_maps(spec, problem)
     values = {"map_q": q, "map_k": k, "map_v": v, **tile_values(tiles)}
-    values |= member("fwd", forward_values(problem, blocks, mask_extent=problem.mask_extent))
+    values |= member("fwd", forward_values(problem, blocks, mask_extent=problem.mask_extent, block_n=spec.block_n))
     layout = ATTN_FWD_SM90
     if spec.score_mods:
         layout = ATTN_FWD_MODS_SM90

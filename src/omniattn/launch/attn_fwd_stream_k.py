@@ -11,7 +11,7 @@ from ..registry import KernelSpec
 from ..runtime.record import LaunchRecord
 from . import tile_order
 from .attn_fwd import SINKS_KINDS, forward_values
-from .attn_fwd_sm90 import operand_map, packed_gqa_map
+from .attn_fwd_sm90 import key_value_maps, packed_gqa_map
 from .attn_int8 import OperandPlaces
 from .attn_int8_sm90 import flush_keys, key_maps, packed_operands_map
 from .host_struct import At, HostStruct, member
@@ -96,13 +96,12 @@ def _on_16_bits(
     spec: KernelSpec, p: AttentionProblem, told: AttentionProblem, pack_gqa: PackGQA, partial: dict[str, object]
 ) -> tuple[HostStruct, dict[str, object]]:
     """Arguments of attention, but for its tiles; told: the problem of packed heads."""
-    s, kv_shape = p.strides, (1, p.seqlen_k, p.num_kv_heads)
-    assert s is not None
+    k, v = key_value_maps(spec, p)
     values = {
         "map_q": packed_gqa_map(p, pack_gqa, spec.block_m),
-        "map_k": operand_map("k", p.dtype, (*kv_shape, p.head_dim), s.k, spec.block_n),
-        "map_v": operand_map("v", p.dtype, (*kv_shape, p.head_dim_v), s.v, spec.block_n),
-        **member("fwd", forward_values(told, 0)),
+        "map_k": k,
+        "map_v": v,
+        **member("fwd", forward_values(told, 0, block_n=spec.block_n)),
         **{name: place for name, place in partial.items() if name != "partial_lse"},
     }
     if not spec.score_mods:

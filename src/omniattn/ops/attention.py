@@ -300,6 +300,7 @@ def attention_varlen(
     max_seqlen_k: int | None = None,
     seqused_q: Any = None,
     seqused_k: Any = None,
+    block_table: Any = None,
     layout: str = "NHD",
     causal: bool = False,
     window: tuple[int, int] | None = None,
@@ -342,6 +343,12 @@ def attention_varlen(
         How many of a sequence's first rows are used; all of them unless given. Causal and window align at the end of
         the used rows, low precision quantizes these alone, and whatever the others hold, NaN too, changes no result.
         Values outside a sequence raise on the CPU and are clamped to it on a GPU. Not with quantized operands.
+    block_table : array, (batch, max_blocks), int32, on q's device, optional
+        K and V lie in pages of a pool: k is (blocks, tokens, num_kv_heads, head_dim) for "NHD" or (blocks,
+        num_kv_heads, tokens, head_dim) for "HND", v the same with head_dim_v, any strides, any number of tokens; key i
+        of sequence b is token i % tokens of page block_table[b, i // tokens]. seqused_k says how many keys each
+        sequence has, cu_seqlens_k is None. Entries behind a sequence's last key may be anything, and so may what its
+        pages hold behind that key. 16-bit arrays (on the CPU any), precision "exact", no gradients.
     mask : array, optional
         Broadcastable to (batch, num_q_heads, max_seqlen_q, max_seqlen_k), indexed from the start of each sequence.
         There is no block_mask of packed sequences: a `ScoreMod` with ``mask=`` hides keys there.
@@ -377,9 +384,10 @@ def attention_varlen(
         return _compiled(
             "attention_varlen", q, k, v, score_mod, options=AttentionOptions(*said), cu_seqlens_q=cu_seqlens_q,
             cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, seqused_q=seqused_q,
-            seqused_k=seqused_k, mask=mask, sinks=sinks, out=out, stream=stream, descales=descales,
+            seqused_k=seqused_k, block_table=block_table, mask=mask, sinks=sinks, out=out, stream=stream,
+            descales=descales,
         )  # fmt: skip
-    objects = (q, k, v, out, cu_seqlens_q, cu_seqlens_k, mask, sinks, seqused_q, seqused_k)
+    objects = (q, k, v, out, cu_seqlens_q, cu_seqlens_k, mask, sinks, seqused_q, seqused_k, block_table)
     if plain:
         results = repeated(_ATTENTION_VARLEN, objects, said, stream)
         if results is not None:

@@ -51,13 +51,17 @@ def attention(call: Call, problem: AttentionProblem, tensors: Tensors) -> list[A
 
 def _used(problem: AttentionProblem, tensors: Tensors) -> UsedRows | None:
     """The used rows of packed sequences; None where all are."""
-    if problem.used == (False, False):
+    if problem.used == (False, False) and problem.pages is None:
         return None
     from ..reference.used import UsedRows
 
-    names = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k")
+    names = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "block_table")
     given = (arrays.to_numpy(tensors[name]) if name in tensors else None for name in names)
-    return UsedRows(*given, rows=(problem.seqlen_q, problem.seqlen_k), nhd=problem.layout == "NHD")
+    pages = problem.pages
+    return UsedRows(
+        *given, rows=(problem.seqlen_q, problem.seqlen_k), nhd=problem.layout == "NHD",
+        pages=None if pages is None else (pages.num_pages, pages.page_size),
+    )  # fmt: skip
 
 
 def _attend(
@@ -106,7 +110,8 @@ def _options(
         "sinks": arrays.to_numpy(tensors["sinks"]) if "sinks" in tensors else None,
     }
     if problem.varlen:
-        starts = {name: arrays.to_numpy(tensors[name]) for name in ("cu_seqlens_q", "cu_seqlens_k")}
+        names = [name for name in ("cu_seqlens_q", "cu_seqlens_k") if name in tensors]
+        starts: dict[str, Any] = {name: arrays.to_numpy(tensors[name]) for name in names}
         options |= starts if used is None else used.starts
         options |= {"max_seqlen_q": max_q, "max_seqlen_k": max_k}
     return options

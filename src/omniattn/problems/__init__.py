@@ -1,7 +1,7 @@
 """What a call is, without arrays: its facts, and shapes and dtypes of what it makes."""
 
 from .append import AppendProblem, CopyProblem
-from .attention import UNLIMITED, AttentionProblem, AttentionStrides, Descale, Descales
+from .attention import UNLIMITED, AttentionProblem, AttentionStrides, Descale, Descales, Pages
 from .backward import GRADIENTS, BackwardProblem, BackwardStrides
 from .decode import DecodeProblem
 from .merge import MergeProblem
@@ -33,6 +33,7 @@ __all__ = [
     "Int8",
     "MergeProblem",
     "Output",
+    "Pages",
     "Precision",
     "QuantizeCall",
     "QuantizeProblem",

@@ -52,6 +52,31 @@ class Descales:
     v: Descale = Descale()
 
 
+@dataclass(frozen=True)
+class Pages:
+    """K and V of packed queries in pages of a pool, which a table names for each sequence.
+
+    Attributes
+    ----------
+    page_size, num_pages : int
+        Keys of a page, and pages of the pool.
+    max_pages : int
+        Entries of a sequence in the table.
+    table_stride : int
+        Elements from one sequence to the next.
+    """
+
+    page_size: int
+    num_pages: int
+    max_pages: int
+    table_stride: int
+
+    @property
+    def capacity(self) -> int:
+        """Keys that a sequence can have."""
+        return self.max_pages * self.page_size
+
+
 def is_plain_scale(scale: float) -> bool:
     """Whether kernels may multiply the -inf of hidden keys by ``scale`` and log2(e) in fp32."""
     return 2.0**-126 <= scale <= 2.0**127
@@ -108,6 +133,9 @@ class AttentionProblem:
         Such a mask is read as one of queries and keys.
     used : (bool, bool)
         Whether the call says how many rows of each packed sequence are used, of queries and of keys.
+    pages : Pages, optional
+        Where K and V lie in pages. ``seqlen_k`` is a bound of all sequences' keys then, and strides of k and v are
+        those of (page, key, head).
     strides : AttentionStrides, optional
         None where nobody launches.
     """
@@ -144,6 +172,7 @@ class AttentionProblem:
     keys_map: bool = False
     keys_as_tiles: bool = False
     used: tuple[bool, bool] = (False, False)
+    pages: Pages | None = None
 
     @property
     def input_dtype(self) -> str:

@@ -90,7 +90,7 @@ def of_equal_lengths(problem: AttentionProblem) -> AttentionProblem:
     if not p.varlen or p.batch == 0:
         return p
     rows, keys = -(-p.seqlen_q // p.batch), -(-p.seqlen_k // p.batch)
-    return replace(p, varlen=False, used=(False, False), seqlen_q=rows, seqlen_k=keys)
+    return replace(p, varlen=False, used=(False, False), pages=None, seqlen_q=rows, seqlen_k=keys)
 
 
 def tiles_of_group(problem: AttentionProblem, block_m: int, pack_gqa: PackGQA) -> int:

@@ -64,7 +64,7 @@ def _can_join(signature: Signature, mapped: set[str]) -> bool:
     # sequence; gradients that are sums over the batch would mix.
     if mapped - {*leading, *_BROADCAST} or signature.subject is not None:
         return False
-    if any(name.startswith(("cu_seqlens", "seqused", PREFIX)) for name in signature.names):
+    if any(name.startswith(("cu_seqlens", "seqused", "block_table", PREFIX)) for name in signature.names):
         return False
     return not {"dsinks", "dmask"} & set(getattr(signature.options, "wanted", ()))
 

@@ -240,6 +240,11 @@ def _check(call: Call) -> None:
             f"{function}(): argument {first!r} requires a gradient, which block_mask does not have",
             instead="the blocks in mask, or a ScoreMod with mask= and grad=",
         )
+    if given.get("block_table") is not None:
+        raise UnsupportedError(
+            f"{function}(): argument {first!r} requires a gradient, which block_table does not have",
+            instead="k and v as packed sequences, or tensor.detach()",
+        )
     mod = call.subject
     if mod is not None and mod.grad is None and mod.reference_grad is None:
         raise UnsupportedError(

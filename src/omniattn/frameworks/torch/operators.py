@@ -21,18 +21,19 @@ _OPTIONS = (
 )
 _QKV = "Tensor q, Tensor k, Tensor v"
 _PACKED = (
-    "Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor? seqused_q, Tensor? seqused_k, SymInt max_seqlen_q, "
+    "Tensor cu_seqlens_q, Tensor{} cu_seqlens_k, Tensor? seqused_q, Tensor? seqused_k, {}SymInt max_seqlen_q, "
     "SymInt max_seqlen_k"
 )
+_OF_FORWARD, _OF_BACKWARD = _PACKED.format("?", "Tensor? block_table, "), _PACKED.format("", "")
 _FORWARD = "str precision, bool return_lse"
 _GRADIENTS = "Tensor do, {}, Tensor o, Tensor lse, Tensor? dlse"
 
 _SCHEMAS = {
     "attention": f"({_QKV}, Tensor? block_mask, {_ARRAYS}, {_OPTIONS}, {_FORWARD}, SymInt[]? block_size) "
     "-> (Tensor, Tensor)",
-    "attention_varlen": f"({_QKV}, {_PACKED}, {_ARRAYS}, {_OPTIONS}, {_FORWARD}) -> (Tensor, Tensor)",
+    "attention_varlen": f"({_QKV}, {_OF_FORWARD}, {_ARRAYS}, {_OPTIONS}, {_FORWARD}) -> (Tensor, Tensor)",
     "attention_backward": f"({_GRADIENTS.format(_QKV)}, {_ARRAYS}, {_OPTIONS}, str[] wanted) -> Tensor[]",
-    "attention_varlen_backward": f"({_GRADIENTS.format(_QKV)}, {_PACKED}, {_ARRAYS}, {_OPTIONS}, str[] wanted) "
+    "attention_varlen_backward": f"({_GRADIENTS.format(_QKV)}, {_OF_BACKWARD}, {_ARRAYS}, {_OPTIONS}, str[] wanted) "
     "-> Tensor[]",
     "merge_states": "(Tensor o_a, Tensor lse_a, Tensor o_b, Tensor lse_b) -> (Tensor, Tensor)",
 }  # fmt: skip
@@ -95,14 +96,14 @@ def _attention(
 
 
 def _attention_varlen(
-    q: Any, k: Any, v: Any, starts_q: Any, starts_k: Any, used_q: Any, used_k: Any, max_q: int, max_k: int, mask: Any,
-    sinks: Any, arrays: Any, *more: Any,
+    q: Any, k: Any, v: Any, starts_q: Any, starts_k: Any, used_q: Any, used_k: Any, table: Any, max_q: int, max_k: int,
+    mask: Any, sinks: Any, arrays: Any, *more: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     *score, precision, return_lse = more
     results = FUNCTIONS["attention_varlen"](
-        q, k, v, cu_seqlens_q=starts_q, cu_seqlens_k=starts_k, seqused_q=used_q, seqused_k=used_k, max_seqlen_q=max_q,
-        max_seqlen_k=max_k, mask=mask, sinks=sinks, precision=precision_of(precision), return_lse=return_lse,
-        **_options(score, arrays),
+        q, k, v, cu_seqlens_q=starts_q, cu_seqlens_k=starts_k, seqused_q=used_q, seqused_k=used_k, block_table=table,
+        max_seqlen_q=max_q, max_seqlen_k=max_k, mask=mask, sinks=sinks, precision=precision_of(precision),
+        return_lse=return_lse, **_options(score, arrays),
     )  # fmt: skip
     return _both(results, return_lse, q)
 
@@ -169,10 +170,11 @@ def _attention_shapes(q: Any, k: Any, v: Any, block_mask: Any, mask: Any, sinks:
 
 
 def _varlen_shapes(
-    q: Any, k: Any, v: Any, starts_q: Any, starts_k: Any, used_q: Any, used_k: Any, max_q: Any, max_k: Any, mask: Any,
-    sinks: Any, arrays: Any, *more: Any,
+    q: Any, k: Any, v: Any, starts_q: Any, starts_k: Any, used_q: Any, used_k: Any, table: Any, max_q: Any, max_k: Any,
+    mask: Any, sinks: Any, arrays: Any, *more: Any,
 ) -> Any:  # fmt: skip
-    _check_ranks("attention_varlen", more[0], 3, q=q, k=k, v=v)
+    _check_ranks("attention_varlen", more[0], 3, q=q)
+    _check_ranks("attention_varlen", more[0], 3 if table is None else 4, k=k, v=v)
     layout, return_lse = more[0], more[-1]
     return _empty(q, (*q.shape[:-1], v.shape[-1])), _lse_of(q, layout, True, return_lse)
 

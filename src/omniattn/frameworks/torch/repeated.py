@@ -16,8 +16,8 @@ from ...plan.engine import PLANS, Call, Plan, kept
 from ...runtime.env import forced_kernels
 
 #: Places among a forward's arrays: q, k, v, out, cu_seqlens_q, cu_seqlens_k, mask, sinks, of packed calls seqused_q and
-#: seqused_k.
-_NUM_ARRAYS, _OUT, _MASK = (8, 10), 3, 6
+#: seqused_k and block_table, which has no gradient.
+_NUM_ARRAYS, _OUT, _MASK, _USED = (8, 11), 3, 6, slice(8, 10)
 
 
 def key_of(call: Call) -> tuple[Any, list[int]]:
@@ -128,14 +128,14 @@ class Repeated:
 
 def saved_of(objects: tuple[Any, ...], o: Any, lse: Any) -> tuple[Any, ...]:
     """What the backward needs of a forward."""
-    q, k, v, _, starts_q, starts_k, _, sinks, *used = objects
-    return q, k, v, o, lse, starts_q, starts_k, sinks, *used
+    q, k, v, _, starts_q, starts_k, _, sinks = objects[:8]
+    return q, k, v, o, lse, starts_q, starts_k, sinks, *objects[_USED]
 
 
 def objects_of(saved: tuple[Any, ...]) -> list[Any]:
     """Arrays of the forward."""
     q, k, v, _, _, starts_q, starts_k, sinks, *used = saved
-    return [q, k, v, None, starts_q, starts_k, None, sinks, *used]
+    return [q, k, v, None, starts_q, starts_k, None, sinks, *used, *([None] if used else [])]
 
 
 #: By `key_of`.

@@ -41,6 +41,7 @@ def trace(
     cu_seqlens_k: Any = None,
     seqused_q: Any = None,
     seqused_k: Any = None,
+    block_table: Any = None,
     max_seqlen_q: Any = None,
     max_seqlen_k: Any = None,
     mask: Any = None,
@@ -79,8 +80,9 @@ def trace(
             fail("argument", name, "None in a traced or compiled call", "one", function=function)
     options, max_seqlen_q, max_seqlen_k, block_size = plain((options, max_seqlen_q, max_seqlen_k, block_size))
     if any(x is not None for x in descales) or (isinstance(q, torch.Tensor) and q.dtype is torch.float8_e4m3fn):
-        if block_mask is not None or score_mod is not None:
-            fail("argument", "q", "a 16-bit array, with score_mod or block_mask", "e4m3", function=function)
+        if not (block_mask is score_mod is block_table is None):
+            expected = "a 16-bit array, with score_mod, block_mask or block_table"
+            fail("argument", "q", expected, "e4m3", function=function)
         sequences = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k)
         return e4m3.trace(function, (q, k, v), sequences, mask, sinks, descales, options)
     if quantizers.is_quantized(q, k, v):
@@ -92,7 +94,7 @@ def trace(
             q,
             k,
             v,
-            (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k),
+            (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, block_table),
             (max_seqlen_q, max_seqlen_k),
             mask,
             sinks,
@@ -106,7 +108,8 @@ def trace(
             )  # fmt: skip
     e4m3.check_out_dtype(function, options.out_dtype, str(q.dtype).removeprefix("torch."))
     if function == "attention_varlen":
-        for name, x in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+        needed = (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k))
+        for name, x in needed if block_table is None else needed[:1]:
             if not isinstance(x, torch.Tensor):
                 fail("argument", name, "an int32 tensor of shape (batch + 1,)", type(x).__name__, function=function)
         for name, x in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
@@ -115,6 +118,8 @@ def trace(
     with_lse, padded = options.return_lse, None
     if _needs_gradient(q, k, v, mask, sinks):
         with_lse = True
+        if block_table is not None:
+            transforms.refuse_pages(function)
         padded = one_head_dim(q, k, v, options.softmax_scale)
         if padded is not None:
             q, k, v = padded[:3]
@@ -126,7 +131,7 @@ def trace(
         size = None if block_size is None else [block_size] * 2 if isinstance(block_size, int) else list(block_size)
         o, lse = transforms.call(function, (q, k, v, block_mask, mask, sinks, list(arrays), *score, *forward, size))
     else:
-        packed = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k)
+        packed = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, block_table, max_seqlen_q, max_seqlen_k)
         o, lse = transforms.call(function, (q, k, v, *packed, mask, sinks, list(arrays), *score, *forward))
     if padded is not None:
         o = o[..., : padded.head_dim_v]
@@ -174,7 +179,7 @@ def run_call(call: Call) -> list[Any]:
     o = trace(
         function, given["q"], given["k"], given["v"], cu_seqlens_q=given["cu_seqlens_q"],
         cu_seqlens_k=given["cu_seqlens_k"], seqused_q=given.get("seqused_q"), seqused_k=given.get("seqused_k"),
-        max_seqlen_q=call.options.max_seqlen_q,
+        block_table=given.get("block_table"), max_seqlen_q=call.options.max_seqlen_q,
         max_seqlen_k=call.options.max_seqlen_k, mask=given["mask"], sinks=given["sinks"],
         block_mask=given.get("block_mask"), block_size=call.facts[1] if "block_mask" in given else None,
         score_mod=parts, arrays=arrays, options=call.options, out=given["out"], stream=call.stream,

@@ -32,6 +32,7 @@ def _remember(function: str, ctx: Any, inputs: Sequence[Any], output: tuple[Any,
     ctx.save_for_backward(*output, *(given.get(name) for name in _TENSORS), *given["arrays"])
     ctx.options = Score(*(given[name] for name in Score._fields))
     ctx.has_blocks = given.get("block_mask") is not None
+    ctx.has_pages = given.get("block_table") is not None
     ctx.longest = tuple(given[name] for name in ("max_seqlen_q", "max_seqlen_k") if name in given)
 
 
@@ -44,6 +45,8 @@ def _gradients(function: str, ctx: Any, do: Any, dlse: Any, needed: dict[str, An
     if wanted and not (do is None and dlse is None):
         if ctx.has_blocks:
             refuse_block_mask(function)
+        if ctx.has_pages:
+            refuse_pages(function)
         options = ctx.options
         always = torch.are_deterministic_algorithms_enabled()
         if always and not torch.is_deterministic_algorithms_warn_only_enabled():
@@ -67,6 +70,14 @@ def refuse_block_mask(function: str) -> None:
     fail(
         "unsupported", f"{function}(): an argument requires a gradient, which block_mask does not have",
         instead="the blocks in mask, or a ScoreMod with mask= and grad=",
+    )  # fmt: skip
+
+
+def refuse_pages(function: str) -> None:
+    """Raise, because nothing is differentiated by pools of pages."""
+    fail(
+        "unsupported", f"{function}(): an argument requires a gradient, which block_table does not have",
+        instead="k and v as packed sequences, or tensor.detach()",
     )  # fmt: skip
 
 
