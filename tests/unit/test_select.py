@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from omniattn.errors import ArgumentError, UnsupportedError
-from omniattn.problems import UNLIMITED, Descale, Descales, Fp8, Int4, Int8, Precision, Target
+from omniattn.problems import UNLIMITED, Descale, Descales, Fp8, Int4, Int8, Pages, Precision, Target
 from omniattn.problems import AttentionProblem as Problem
 from omniattn.registry import REGISTRY, KernelSpec
 from omniattn.select import candidates, choices, rows_of
@@ -92,7 +92,7 @@ def test_every_row_may_be_taken_somewhere(spec: KernelSpec) -> None:
     mask, softcap = "none", 0.0
     if spec.score_mods and spec.softcap == "any" and spec.bias_bytes == 0:
         softcap = 1.0
-        if spec.sequences == "packed" and spec.masks != "none":
+        if spec.sequences == "packed" and spec.masks != "none" and not spec.paged:
             mask = "bool"
     elif spec.score_mods:
         mask = {0: "bool", 2: "io", 4: "float32"}[spec.bias_bytes]
@@ -104,6 +104,7 @@ def test_every_row_may_be_taken_somewhere(spec: KernelSpec) -> None:
         mask_map=True,
         softcap=softcap,
         varlen=spec.sequences == "packed",
+        pages=Pages(16, 100, 50, 50) if spec.paged else None,
     )
     assert any(spec in rows_of(problem, target) for target in TARGETS)
 

@@ -22,6 +22,7 @@ from omniattn.testing.expected import Exact, Expected, LowPrecision, Quantized, 
 from omniattn.testing.frameworks import Framework
 from omniattn.testing.inputs import make_qkv
 from omniattn.testing.naive import same_dtype_naive
+from omniattn.testing.pages import in_pages
 
 #: Added to the tolerance of the baseline: fp32 sums and a base-2 exponential of a few units in the last place.
 LSE_ATOL = 1e-3
@@ -131,6 +132,8 @@ class CallCase:
         As in `build`.
     lse : bool
         Whether the call asks for the LSE; not a part of the numbers.
+    paged : bool
+        Whether keys of packed sequences lie in pages.
     """
 
     op: str
@@ -140,6 +143,7 @@ class CallCase:
     flavour: tuple[str, str, str] | None = None
     lse: bool = field(default=True, compare=False)
     head_dim_v: int = 0
+    paged: bool = False
 
     @property
     def case(self) -> Case:
@@ -153,7 +157,10 @@ class CallCase:
 
     def prepare(self) -> Problem:
         """Inputs, and what must come out."""
-        return build(self.case, self.op, self.dtype, self.head_dim, self.flavour, self.head_dim_v)
+        made = build(self.case, self.op, self.dtype, self.head_dim, self.flavour, self.head_dim_v)
+        if not (self.paged and self.case.packed):
+            return made
+        return in_pages(made, _PAGE_SIZES[self.index % len(_PAGE_SIZES)], self.index)
 
     def check(self, framework: Framework, prepared: Problem) -> tuple[float, str]:
         """Call the public function and compare."""
@@ -166,6 +173,10 @@ class CallCase:
         return max(grade.ratio for grade in grades), "; ".join(str(grade) for grade in grades if not grade.ok)
 
 
+#: Copies of 16, of 8, of 1 and of 64 rows.
+_PAGE_SIZES = (16, 24, 3, 256)
+
+
 def own_head_dim_v(spec: KernelSpec) -> int:
     """The head_dim of v in a row's problems, before ``below`` is taken off; 0: that of q."""
     return spec.own_head_dim_v or (spec.head_dim - 16 if spec.other_head_dim_v else 0)
@@ -175,7 +186,7 @@ def call_cases(spec: KernelSpec) -> tuple[CallCase, ...]:
     """The cases of a row whose operation has a public function with arrays."""
     op, flavour, lse = operation_of(spec), flavour_of(spec), spec.lse
     head_dim_v = own_head_dim_v(spec)
-    facts = (spec.dtype, spec.head_dim, flavour, lse, head_dim_v)
+    facts = (spec.dtype, spec.head_dim, flavour, lse, head_dim_v, spec.paged)
     return tuple(CallCase(op, index, *facts) for index in range(len(cases_for(op))))
 
 

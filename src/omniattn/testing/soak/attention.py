@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 import omniattn
 from omniattn.testing.expected import Grade
 from omniattn.testing.soak import formulas, limits, mods
@@ -115,6 +117,23 @@ def extents(facts: dict[str, Any]) -> tuple[int, int, int]:
     return of_q[0], of_q[seq], of_k[seq]
 
 
+def draw_pages(d: Draw, facts: dict[str, Any]) -> None:
+    """Keys in pages of a pool, in no order; entries that no key needs lie far outside of it."""
+    arrays, lengths = facts["arrays"], facts["keys"]
+    size = facts["page_size"] = d.pick((1, 2, 3, 8, 16, 48, 64, 256))
+    counts = [-(-n // size) for n in lengths]
+    pool = list(range(sum(counts) + d.integer(0, 3)))
+    order = [pool.pop(d.integer(0, len(pool) - 1)) for _ in range(sum(counts))]
+    facts["pages"] = len(order) + len(pool)
+    width = max([0, *counts]) + d.integer(0, 2)
+    table = [
+        [order[sum(counts[:b]) + i] if i < counts[b] else 1 << 30 for i in range(width)] for b in range(len(counts))
+    ]
+    del arrays["cu_seqlens_k"]
+    arrays["seqused_k"] = {"shape": (len(lengths),), "dtype": "int32", "values": lengths}
+    arrays["block_table"] = {"shape": (len(counts), width), "dtype": "int32", "values": table}
+
+
 def draw(d: Draw, *, packed: bool) -> dict[str, Any]:
     """Facts of a problem."""
     facts = draw_qkv(d, packed=packed)
@@ -130,6 +149,8 @@ def draw(d: Draw, *, packed: bool) -> dict[str, Any]:
         facts["out"] = {**view, **_guards(out_shape)} if not view.get("before") else view
     elif d.chance(0.1) and dims[0] == dims[1] and not arrays["q"]["view"].get("expand"):
         facts["out"] = "q"
+    if packed and "seqused_k" not in arrays and d.chance(0.25):
+        draw_pages(d, facts)
     batch, rows, keys = extents(facts)
     if d.chance(0.05) and min(rows, keys) > 0:
         facts["score_mod"] = d.pick(MODS)
@@ -152,6 +173,27 @@ def _guards(shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
 def place(m: Machine, problem: Problem) -> dict[str, Placed]:
     """All arrays of a problem."""
     return {name: problem.place(m, name) for name in problem.facts["arrays"]}
+
+
+def place_pages(m: Machine, problem: Problem, arrays: dict[str, Placed]) -> dict[str, Placed]:
+    """The arrays with k and v as pools of pages, where a problem has them. What no key owns is NaN."""
+    facts = problem.facts
+    if "page_size" not in facts:
+        return arrays
+    size, recipes = facts["page_size"], facts["arrays"]
+    nhd = facts["options"].get("layout", "NHD") == "NHD"
+    table = np.array(recipes["block_table"]["values"], np.int64).reshape(recipes["block_table"]["shape"])
+    made = {}
+    for name in "kv":
+        x = m.host(arrays[name].array)
+        x = x if nhd else x.swapaxes(0, 1)
+        pool = np.full((facts["pages"], size, *x.shape[1:]), np.nan, x.dtype)
+        for b, length in enumerate(facts["keys"]):
+            keys, begin = np.arange(length), sum(facts["keys"][:b])
+            pool[table[b, keys // size], keys % size] = x[begin : begin + length]
+        pool = pool if nhd else np.ascontiguousarray(pool.swapaxes(1, 2))
+        made[name] = m.place(pool, problem.dtype, {}, pool.shape)
+    return arrays | made
 
 
 def rules_of(m: Machine, problem: Problem, mod: Mod | None = None) -> Rules:
@@ -302,5 +344,5 @@ def check(m: Machine, problem: Problem) -> list[Grade]:
     operands = exact_operands(m, problem, {name: x.array for name, x in arrays.items()})
     # q is read before the call, which may write it.
     wanted = expected(m, problem, operands, rules_of(m, problem, mod), of)
-    results, grades = call(m, problem, arrays, more)
+    results, grades = call(m, problem, place_pages(m, problem, arrays), more)
     return grades + compare(m, results, wanted, of)
