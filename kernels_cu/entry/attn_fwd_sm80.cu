@@ -212,7 +212,7 @@ OA_DEVICE void split_epilogue(Output& o, OnlineSoftmax<Config::kMTiles>& softmax
                               const AttnFwdParams& p, const Tile& t, int warp_idx, int lane) {
     softmax.reduce_denominator();
     // Of packed sequences all rows are those of one batch.
-    int64 head = (p.cu_seqlens_q == nullptr ? int64(t.batch_idx) * p.num_q_heads : 0) + t.head_idx;
+    int64 head = (is_packed(p) ? 0 : int64(t.batch_idx) * p.num_q_heads) + t.head_idx;
     int64 first = (head * gridDim.y + blockIdx.y) * p.seqlen_q + t.q_begin;
 #pragma unroll
     for (int i = 0; i < Config::kMTiles; ++i)

@@ -18,9 +18,10 @@ struct AttnFwdParams {
     const int32* cu_seqlens_k;
     const int32* seqused_q;     // [batch]: rows of a packed sequence that are used; null: all
     const int32* seqused_k;
-    // K and V in pages of a pool, where not null: key i of sequence b is row i % page_size of page
-    // block_table[b * table_stride + i / page_size]; entries behind a sequence's last key are not read.
-    const int32* block_table;
+    // With page_size > 0 K and V are pages of a pool: key i of sequence b is row i % page_size of page
+    // block_table[c * table_stride + i / page_size], c = batch_index[b]; entries behind the last key are not read.
+    const int32* block_table;  // null: page c alone
+    const int32* batch_index;  // null: c = b
     const void* mask;
     const void* sinks;
     int64 q_stride_b, q_stride_s, q_stride_h;
@@ -34,6 +35,8 @@ struct AttnFwdParams {
     int32 batch, num_q_heads, num_kv_heads;
     int32 seqlen_q, seqlen_k;  // dense: lengths; varlen: rows of the packed tensors; pages: keys of a whole table
     int32 page_size, page_rows_log2;  // rows of a page, and of a copy of them, which divides pages and tiles
+    int32 num_pages;  // of the pool
+    int32 queries_per_sequence;  // of packed sequences without cu_seqlens_q; else 0
     int32 mask_rows, mask_cols;
     int32 head_dim;  // of v and o; of q and k too, unless head_dim_qk says something else
     int32 window_left, window_right;  // -1: unlimited; causal is window_right = 0

@@ -67,22 +67,34 @@ OA_DEVICE FwdTile dense_tile(const AttnFwdParams& p, int64 tile_idx) {
     return tile_of(p, batch_idx, int32(head - int64(batch_idx) * p.num_q_heads), m * kBlockM);
 }
 
+OA_DEVICE bool is_packed(const AttnFwdParams& p) { return p.cu_seqlens_q != nullptr || p.queries_per_sequence > 0; }
+
 // Used rows of one sequence in the packed tensors. Clamped to them: lengths come from device memory and cannot be
 // checked without a synchronization.
 struct SequenceRange {
     int32 q_begin, seqlen_q, k_begin, seqlen_k;
     int32 sequence;
 };
+OA_DEVICE Sequence used_queries(const AttnFwdParams& p, int32 b) {
+    if (p.cu_seqlens_q != nullptr) return used_sequence(p.cu_seqlens_q, p.seqused_q, b, p.seqlen_q);
+    const int32 n = p.queries_per_sequence;
+    return {b * n, p.seqused_q == nullptr ? n : min_of(max_of(p.seqused_q[b], 0), n)};
+}
 OA_DEVICE SequenceRange sequence_range(const AttnFwdParams& p, int32 b) {
     SequenceRange r;
     r.sequence = b;
-    Sequence of_q = used_sequence(p.cu_seqlens_q, p.seqused_q, b, p.seqlen_q);
+    Sequence of_q = used_queries(p, b);
     // Keys in pages are counted by seqused_k alone.
-    Sequence of_k = p.block_table != nullptr ? Sequence{0, min_of(max_of(p.seqused_k[b], 0), p.seqlen_k)}
-                                             : used_sequence(p.cu_seqlens_k, p.seqused_k, b, p.seqlen_k);
+    Sequence of_k = p.page_size > 0 ? Sequence{0, min_of(max_of(p.seqused_k[b], 0), p.seqlen_k)}
+                                    : used_sequence(p.cu_seqlens_k, p.seqused_k, b, p.seqlen_k);
     r.q_begin = of_q.begin, r.seqlen_q = of_q.len;
     r.k_begin = of_k.begin, r.seqlen_k = of_k.len;
     return r;
+}
+
+// Where packed sequence b begins, or the one before it ends, within the tensor.
+OA_DEVICE int32 query_edge(const AttnFwdParams& p, int32 b) {
+    return p.cu_seqlens_q == nullptr ? b * p.queries_per_sequence : min_of(max_of(p.cu_seqlens_q[b], 0), p.seqlen_q);
 }
 
 // Sum over the lanes up to this one.
@@ -100,8 +112,8 @@ OA_DEVICE int32 inclusive_sum(int32 x, int lane) {
 template <int kBlockM>
 OA_DEVICE void unowned_tile(const AttnFwdParams& p, int32 block, FwdTile& t) {
     int32 total_q = p.seqlen_q;
-    int32 first = p.batch > 0 ? min_of(max_of(p.cu_seqlens_q[0], 0), total_q) : total_q;
-    int32 last = p.batch > 0 ? min_of(max_of(p.cu_seqlens_q[p.batch], first), total_q) : total_q;
+    int32 first = p.batch > 0 ? query_edge(p, 0) : total_q;
+    int32 last = p.batch > 0 ? max_of(query_edge(p, p.batch), first) : total_q;
     int32 head_blocks = (first + kBlockM - 1) / kBlockM;
     t.batch_idx = 0;
     t.sequence = 0;
@@ -187,7 +199,7 @@ OA_DEVICE FwdTile searched_tile(const AttnFwdParams& p, int32 head_idx, int32 bl
 template <int kBlockM, bool kSearch = false>
 OA_DEVICE FwdTile fwd_tile(const AttnFwdParams& p) {
     int64 tile_idx = p.tile_offset + blockIdx.x;
-    if (p.cu_seqlens_q == nullptr) return dense_tile<kBlockM>(p, tile_idx);
+    if (!is_packed(p)) return dense_tile<kBlockM>(p, tile_idx);
     if constexpr (kSearch) {
         int32 head_idx = int32(tile_idx / p.num_m_blocks);
         return searched_tile<kBlockM>(p, head_idx, int32(tile_idx - int64(head_idx) * p.num_m_blocks));

@@ -11,20 +11,27 @@ struct PageRow {
 class PageTable {
   public:
     OA_DEVICE PageTable(const AttnFwdParams& p, const FwdTile& t)
-        : table_(p.block_table + t.sequence * p.table_stride), page_size_(p.page_size) {}
+        : own_(p.batch_index == nullptr ? t.sequence : __ldg(p.batch_index + t.sequence)),
+          table_(p.block_table == nullptr ? nullptr : p.block_table + own_ * p.table_stride),
+          page_size_(p.page_size),
+          last_page_(p.num_pages - 1) {}
 
     // Of a key that the sequence has: others have no entry that could be read.
     OA_DEVICE PageRow at(int32 key) const {
+        if (table_ == nullptr) return {own_, key};
         const uint32 place = uint32(key) / page_size_;
         return {__ldg(table_ + place), int32(key - place * page_size_)};
     }
-    // Elements from the pool's beginning; strides of pages and of rows in them.
+    // Elements from the pool's beginning; strides of pages and of rows in them. An entry that is no page of the pool is
+    // taken for its nearest one: nothing else may be read. (Tensor maps give zeros.)
     OA_DEVICE int64 offset(int32 key, int64 stride_page, int64 stride_row) const {
         const PageRow found = at(key);
-        return found.page * stride_page + found.row * stride_row;
+        return min_of(max_of(found.page, 0), last_page_) * stride_page + found.row * stride_row;
     }
 
   private:
+    int32 own_;  // its row of the table, or its page where there is no table
     const int32* table_;
     uint32 page_size_;
+    int32 last_page_;
 };

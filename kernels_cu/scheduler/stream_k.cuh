@@ -116,7 +116,7 @@ class StreamKTiles {
     OA_DEVICE int32 num_sequences() const { return p_.batch + 2; }
     OA_DEVICE SequenceRange range_of(int32 i) const {
         if (0 < i && i <= p_.batch) return sequence_range(p_, i - 1);
-        const int32 edge = min_of(max_of(p_.cu_seqlens_q[i == 0 ? 0 : p_.batch], 0), p_.seqlen_q);
+        const int32 edge = query_edge(p_, i == 0 ? 0 : p_.batch);
         return {i == 0 ? 0 : edge, i == 0 ? edge : p_.seqlen_q - edge, 0, kNoSequence, max_of(i - 1, 0)};
     }
     OA_DEVICE Work work_of(int32 i) const {

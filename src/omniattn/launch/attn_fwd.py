@@ -28,6 +28,8 @@ def num_m_blocks(problem: AttentionProblem, block_m: int) -> int:
 
 def page_rows(pages: Pages, block_n: int) -> int:
     """Rows of a copy from a page: the largest power of two that divides pages and tiles."""
+    if not pages.has_table:  # no other page follows: rows behind it are zeros
+        return block_n & -block_n
     return min(pages.page_size & -pages.page_size, block_n & -block_n)
 
 
@@ -52,10 +54,11 @@ def forward_values(
         **dict(zip("qkv", operands, strict=True)),
         "o": At("o"),
         "lse": At("lse") if problem.lse else None,
-        "cu_seqlens_q": starts[0] if problem.varlen else None,
+        "cu_seqlens_q": starts[0] if problem.varlen and not problem.queries_per_sequence else None,
         "cu_seqlens_k": starts[1] if problem.varlen and pages is None else None,
         **used_rows(problem.used),
-        "block_table": None if pages is None else At("block_table"),
+        "block_table": None if pages is None or not pages.has_table else At("block_table"),
+        "batch_index": At("batch_index") if pages is not None and pages.has_index else None,
         "mask": At("mask") if problem.mask != "none" else None,
         "sinks": At("sinks") if problem.sinks != "none" else None,
         **strides("q", s.q),
@@ -73,6 +76,8 @@ def forward_values(
         "seqlen_q": problem.seqlen_q,
         "seqlen_k": problem.seqlen_k if pages is None else pages.capacity,
         "page_size": 0 if pages is None else pages.page_size,
+        "num_pages": 0 if pages is None else pages.num_pages,
+        "queries_per_sequence": problem.queries_per_sequence,
         "page_rows_log2": 0 if pages is None else (page_rows(pages, block_n) - 1).bit_length(),
         "mask_rows": mask_extent[0],
         "mask_cols": mask_extent[1],

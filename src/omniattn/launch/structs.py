@@ -14,12 +14,14 @@ MAX_MOD_DIMS = 4
 # params/attn_fwd.cuh
 
 ATTN_FWD = HostStruct(
-    "AttnFwdParams", ("P", "q k v o lse cu_seqlens_q cu_seqlens_k seqused_q seqused_k block_table mask sinks"),
+    "AttnFwdParams",
+    ("P", "q k v o lse cu_seqlens_q cu_seqlens_k seqused_q seqused_k block_table batch_index mask sinks"),
     ("q", "q_stride_b q_stride_s q_stride_h k_stride_b k_stride_s k_stride_h v_stride_b v_stride_s v_stride_h"
      " o_stride_b o_stride_s o_stride_h lse_stride_b lse_stride_h mask_stride_b mask_stride_h mask_stride_q"
      " mask_stride_k table_stride tile_offset"),
-    ("i", "batch num_q_heads num_kv_heads seqlen_q seqlen_k page_size page_rows_log2 mask_rows mask_cols"
-     " head_dim window_left window_right num_m_blocks mask_kind sinks_kind"),
+    ("i", "batch num_q_heads num_kv_heads seqlen_q seqlen_k page_size page_rows_log2 num_pages"
+     " queries_per_sequence mask_rows mask_cols head_dim window_left window_right num_m_blocks mask_kind"
+     " sinks_kind"),
     ("f", "softmax_scale softcap"), ("i", "head_dim_qk"),
 )
 

@@ -64,12 +64,18 @@ class Pages:
         Entries of a sequence in the table.
     table_stride : int
         Elements from one sequence to the next.
+    has_table : bool
+        False: a sequence has one page, of its number.
+    has_index : bool
+        Each sequence names its row of the table, or its page.
     """
 
     page_size: int
     num_pages: int
     max_pages: int
     table_stride: int
+    has_table: bool = True
+    has_index: bool = False
 
     @property
     def capacity(self) -> int:
@@ -133,6 +139,8 @@ class AttentionProblem:
         Such a mask is read as one of queries and keys.
     used : (bool, bool)
         Whether the call says how many rows of each packed sequence are used, of queries and of keys.
+    queries_per_sequence : int
+        Of packed sequences over pages that all have so many, without cu_seqlens; else 0.
     pages : Pages, optional
         Where K and V lie in pages. ``seqlen_k`` is a bound of all sequences' keys then, and strides of k and v are
         those of (page, key, head).
@@ -173,6 +181,7 @@ class AttentionProblem:
     keys_as_tiles: bool = False
     used: tuple[bool, bool] = (False, False)
     pages: Pages | None = None
+    queries_per_sequence: int = 0
 
     @property
     def input_dtype(self) -> str:
