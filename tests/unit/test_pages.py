@@ -18,6 +18,7 @@ from omniattn.problems import Pages
 from omniattn.registry import REGISTRY
 from omniattn.runtime.device import DeviceInfo
 from omniattn.testing import normal
+from omniattn.testing.pages import pools
 
 from .launch_fakes import fields_of_record
 
@@ -32,25 +33,13 @@ class Paged:
     """A call over pages, and the same over packed keys. What no token owns is NaN, entries behind are wild."""
 
     def __init__(self, pairs: list[tuple[int, int]], page: int, layout: str = "NHD", seed: int = 0) -> None:
-        rng = np.random.default_rng(seed)
         self.layout = layout
         queries, keys = [p[0] for p in pairs], [p[1] for p in pairs]
-        pages_of = [-(-n // page) for n in keys]
-        count = sum(pages_of) + 3
-        places = rng.permutation(count)[: sum(pages_of)]
-        pools = [np.full((count, page, HEADS_KV, DIM), np.nan, np.float32) for _ in "kv"]
         self.packed = [normal((sum(keys), HEADS_KV, DIM), s, "float32") for s in (2, 3)]
-        table = rng.integers(-(2**31), 2**31 - 1, (len(pairs), max(pages_of, default=0) + 2)).astype(np.int32)
-        at = row = 0
-        for b, (n, used) in enumerate(zip(keys, pages_of, strict=True)):
-            table[b, :used] = places[at : at + used]
-            for i in range(n):
-                for pool, x in zip(pools, self.packed, strict=True):
-                    pool[table[b, i // page], i % page] = x[row + i]
-            at, row = at + used, row + n
+        made, table = pools(self.packed, keys, page, seed)
         q = normal((sum(queries), HEADS, DIM), 1, "float32")
         self.q = q if layout == "NHD" else np.ascontiguousarray(q.swapaxes(0, 1))
-        self.k, self.v = (x if layout == "NHD" else np.ascontiguousarray(x.swapaxes(1, 2)) for x in pools)
+        self.k, self.v = (x if layout == "NHD" else np.ascontiguousarray(x.swapaxes(1, 2)) for x in made)
         self.longest = {"max_seqlen_q": max(queries, default=0), "max_seqlen_k": max(keys, default=0)}
         self.given = {
             "cu_seqlens_q": starts(queries), "seqused_k": np.array(keys, np.int32), "block_table": table,

@@ -1,8 +1,9 @@
-"""Problems of packed sequences with their keys in pages of a pool."""
+"""Keys and values of packed sequences in pages of a pool."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,28 +13,37 @@ from omniattn.testing.expected import Values
 if TYPE_CHECKING:
     from omniattn.testing.cases import Problem
 
+#: A page that no pool has: entries of tables that no key needs.
+NOWHERE = 1 << 30
+
+
+def pools(
+    packed: Sequence[Values], lengths: Sequence[int], page_size: int, seed: int = 0
+) -> tuple[list[Values], Values]:
+    """Arrays, (rows, heads, dim), as pools, (blocks, page_size, heads, dim), and the table of their sequences.
+
+    Pages lie in no order, with some that nobody owns. What no key owns is NaN, and table entries behind a sequence's
+    last page are `NOWHERE`.
+    """
+    counts = [-(-n // page_size) for n in lengths]
+    places = np.random.default_rng(seed).permutation(sum(counts) + 3)
+    table: Values = np.full((len(lengths), max(counts, default=0) + 2), NOWHERE, np.int32)
+    made: list[Values] = [np.full((len(places), page_size, *x.shape[1:]), np.nan, x.dtype) for x in packed]
+    taken = row = 0
+    for b, (count, length) in enumerate(zip(counts, lengths, strict=True)):
+        table[b, :count] = places[taken : taken + count]
+        keys = np.arange(length)
+        for pool, x in zip(made, packed, strict=True):
+            pool[table[b, keys // page_size], keys % page_size] = x[row : row + length]
+        taken, row = taken + count, row + length
+    return made, table
+
 
 def in_pages(problem: Problem, page_size: int, seed: int = 0) -> Problem:
-    """The same problem over pages.
-
-    Pages lie in the pool in no order, with some that nobody owns. NaN is what no key owns, and table entries behind a
-    sequence's last page are far outside of the pool.
-    """
+    """A problem of packed sequences over pages."""
     q, k, v = problem.positional
-    starts = problem.arrays["cu_seqlens_k"][0]
-    lengths = np.diff(starts)
-    pages = -(-lengths // page_size)
-    rng = np.random.default_rng(seed)
-    places = rng.permutation(int(pages.sum()) + 3)
-    table: Values = np.full((len(lengths), int(pages.max(initial=0)) + 2), 1 << 30, np.int32)
-    pools = [np.full((len(places), page_size, *x.shape[1:]), np.nan, x.dtype) for x in (k, v)]
-    taken = 0
-    for b, (count, length) in enumerate(zip(pages, lengths, strict=True)):
-        table[b, :count] = places[taken : taken + count]
-        taken += count
-        keys = np.arange(length)
-        for pool, x in zip(pools, (k, v), strict=True):
-            pool[table[b, keys // page_size], keys % page_size] = x[starts[b] : starts[b + 1]]
+    lengths = np.diff(problem.arrays["cu_seqlens_k"][0])
+    made, table = pools((k, v), lengths.tolist(), page_size, seed)
     arrays: dict[str, tuple[Any, str]] = {name: x for name, x in problem.arrays.items() if name != "cu_seqlens_k"}
     arrays |= {"seqused_k": (lengths.astype(np.int32), "int32"), "block_table": (table, "int32")}
-    return dataclasses.replace(problem, positional=(q, *pools), arrays=arrays)
+    return dataclasses.replace(problem, positional=(q, *made), arrays=arrays)
