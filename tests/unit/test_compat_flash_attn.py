@@ -339,11 +339,10 @@ def test_more_errors_of_fa2() -> None:
     q, k, v = randoms((5, 4, 8), (5, 2, 8), (5, 2, 8))
     call = (q, k, v, starts([5]), starts([5]), 5, 5)
     table = torch.zeros(1, 1, dtype=torch.int32)
-    with pytest.raises(UnsupportedError, match=r"block_table=a tensor.*flash_attn_with_kvcache"):
+    with pytest.raises(UnsupportedError, match="leftpad_k"):
+        fa2._flash_attn_varlen_forward(*call, 0.0, 1.0, False, leftpad_k=table)
+    with pytest.raises(ShapeError, match=r"'k': expected 4 dimensions \(blocks, tokens, heads, head_dim\)"):
         fa2.flash_attn_varlen_func(*call, block_table=table)
-    for name in ("block_table", "leftpad_k"):
-        with pytest.raises(UnsupportedError, match=name):
-            fa2._flash_attn_varlen_forward(*call, 0.0, 1.0, False, **{name: table})
     with pytest.raises(UnsupportedError, match="return_softmax=True"):
         fa2._flash_attn_varlen_forward(*call, 0.0, 1.0, False, return_softmax=True)
     with pytest.raises(ShapeError, match="cu_seqlens_k"):
@@ -409,3 +408,27 @@ def test_more_errors_of_fa3() -> None:
         fa3.flash_attn_qkvpacked_func(torch.zeros(1, 5, 8, 8))
     with pytest.raises(ArgumentError, match="num_heads_q"):
         fa3.flash_attn_qkvpacked_func(torch.zeros(1, 5, 3, 4, 8), num_heads_q=4)
+
+
+@pytest.mark.parametrize("slopes", [False, True])
+@pytest.mark.parametrize("by_used", [False, True])
+def test_keys_in_blocks(slopes: bool, by_used: bool) -> None:
+    q, k, v = randoms((6, 4, 8), (9, 2, 8), (9, 2, 8))
+    lengths = [4, 5]
+    table = torch.tensor([[2, 0, 99], [3, 1, 4]], dtype=torch.int32)
+    pools = [torch.full((5, 2, 2, 8), math.nan, dtype=k.dtype) for _ in "kv"]
+    for pool, x in zip(pools, (k, v), strict=True):
+        for b, (begin, count) in enumerate(zip((0, 4), lengths, strict=True)):
+            for i in range(count):
+                pool[table[b, i // 2], i % 2] = x[begin + i]
+    options = {"alibi_slopes": torch.linspace(0.1, 0.5, 4)} if slopes else {}
+    sizes = (starts([2, 4]), starts(lengths), 4, 5)
+    expected = fa2.flash_attn_varlen_func(q, k, v, *sizes, causal=True, **options)
+    if by_used:
+        used = torch.tensor(lengths, dtype=torch.int32)
+        made, *_ = fa2._flash_attn_varlen_forward(
+            q, *pools, *sizes, 0.0, 8**-0.5, True, block_table=table, seqused_k=used, **options
+        )
+    else:
+        made = fa2.flash_attn_varlen_func(q, *pools, *sizes, causal=True, block_table=table, **options)
+    torch.testing.assert_close(made, expected, rtol=0, atol=1e-6)

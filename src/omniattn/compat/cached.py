@@ -121,6 +121,8 @@ def _attend(
         lengths = lengths + k.shape[1]
     if mod is None and _lies_as_decode_reads_it(cache, q, options):
         return _decode(cache, q, lengths, options)
+    if _lies_in_pages(cache, q):
+        return _over_pages(cache, q, lengths, mod, options)
     return _gathered(cache, q, lengths, mod, options)
 
 
@@ -375,6 +377,34 @@ def _on_memory(k: torch.Tensor, v: torch.Tensor) -> PagedKVCache:
 def _template(heads: int, dim: int, dtype: str, device: torch.device) -> PagedKVCache:
     """One token's cache: everything about a cache but its memory."""
     return PagedKVCache(1, 1, heads, dim, like=torch.empty(0, device=device), k_dtype=dtype)
+
+
+# Any number of queries, on the caller's memory
+
+
+def _lies_in_pages(cache: _Cache, q: torch.Tensor) -> bool:
+    """Whether `attention_varlen` can read the cache where it lies: no padding before it, rows of 16-byte chunks."""
+    if cache.first is not None or q.shape[-1] % 8 or 0 in (q.shape[0], q.shape[1], cache.capacity):
+        return False
+    return q.device.type == "cpu" or all(
+        x.data_ptr() % 16 == 0
+        and all(n == 1 or step % 8 == 0 for n, step in zip(x.shape[:-1], x.stride()[:-1], strict=True))
+        for x in (cache.k, cache.v)
+    )
+
+
+def _over_pages(
+    cache: _Cache, q: torch.Tensor, lengths: torch.Tensor, mod: Any, options: dict[str, Any]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    batch, queries, heads, dim = q.shape
+    out, lse = attention_varlen(
+        common.contiguous_rows(q.reshape(batch * queries, heads, dim)), cache.k, cache.v,
+        cu_seqlens_q=torch.arange(batch + 1, dtype=torch.int32, device=q.device) * queries,
+        seqused_k=lengths.contiguous(), block_table=cache.table.contiguous(), max_seqlen_q=queries,
+        max_seqlen_k=cache.capacity, score_mod=mod, return_lse=True, **options,
+    )  # fmt: skip
+    lse = lse.reshape(heads, batch, queries).transpose(0, 1).contiguous()
+    return out.reshape(batch, queries, heads, dim), lse
 
 
 # Everything else: the keys of the cache as packed sequences

@@ -139,8 +139,9 @@ def attend(
     """`attention`, or with ``packed`` `attention_varlen`, with FlashAttention's arguments; LSE as ours."""
     check_tensors(function, q=q, k=k, v=v)
     dims = "(batch, seqlen, heads, head_dim)" if packed is None else "(total, heads, head_dim)"
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        check_rank(x, name, dims, function)
+    of_keys = "(blocks, tokens, heads, head_dim)" if packed is not None and "block_table" in packed else dims
+    for name, x, names in (("q", q, dims), ("k", k, of_keys), ("v", v, of_keys)):
+        check_rank(x, name, names, function)
     options = options_of(function, q, softmax_scale, causal, window_size, softcap, deterministic)
     if alibi_slopes is not None:
         options["score_mod"] = alibi_of(function, q, k, alibi_slopes, packed)
@@ -172,11 +173,12 @@ def alibi_of(function: str, q: torch.Tensor, k: torch.Tensor, slopes: Any, packe
     """ALiBi of q and k as they are given."""
     if packed is not None:
         cu_q, cu_k = packed["cu_seqlens_q"], packed["cu_seqlens_k"]
-        check_tensors(function, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k)
-        if cu_q.shape != cu_k.shape:
+        paged = "block_table" in packed
+        check_tensors(function, cu_seqlens_q=cu_q, **({} if paged else {"cu_seqlens_k": cu_k}))
+        if not paged and cu_q.shape != cu_k.shape:
             expected = f"shape {tuple(cu_q.shape)}, like cu_seqlens_q"
             raise ShapeError("cu_seqlens_k", expected, f"{tuple(cu_k.shape)}", function=function)
-        lengths = (cu_q.diff(), cu_k.diff())
+        lengths = (cu_q.diff(), packed["seqused_k"] if paged else cu_k.diff())
         used = {name: packed[name] for name in ("seqused_q", "seqused_k") if name in packed}
         check_tensors(function, **used)
         for name, x in used.items():
@@ -225,24 +227,21 @@ def parts(x: Any, name: str, count: int, dims: str, function: str) -> tuple[torc
 
 def packed_of(
     cu_seqlens_q: Any, cu_seqlens_k: Any, max_seqlen_q: Any, max_seqlen_k: Any, seqused_q: Any = None,
-    seqused_k: Any = None,
+    seqused_k: Any = None, block_table: Any = None, function: str = "",
 ) -> dict[str, Any]:  # fmt: skip
-    """What `attention_varlen` calls them."""
+    """What `attention_varlen` calls them. Of keys in blocks cu_seqlens_k counts those of each sequence."""
+    if block_table is not None:
+        check_tensors(function, block_table=block_table)
+        if seqused_k is None:
+            check_tensors(function, cu_seqlens_k=cu_seqlens_k)
+            seqused_k = cu_seqlens_k.diff()
+        cu_seqlens_k = None
     made = {
         "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "max_seqlen_q": max_seqlen_q,
         "max_seqlen_k": max_seqlen_k,
     }  # fmt: skip
-    used = {"seqused_q": seqused_q, "seqused_k": seqused_k}
+    used = {"seqused_q": seqused_q, "seqused_k": seqused_k, "block_table": block_table}
     return made | {name: x for name, x in used.items() if x is not None}
-
-
-def refuse_blocks(function: str, **given: Any) -> None:
-    """Keys of packed sequences lie one behind the other."""
-    refuse(
-        function, "omniattn.attention_varlen takes keys that lie one behind the other",
-        "flash_attn_with_kvcache, or keys gathered into packed sequences",
-        **{name: (x, None) for name, x in given.items()},
-    )  # fmt: skip
 
 
 def func(

@@ -165,8 +165,9 @@ def flash_attn_varlen_func(
         Row at which each sequence begins, and the end of the last one.
     max_seqlen_q, max_seqlen_k : int
         At least the longest sequence.
-    block_table
-        None: K and V in blocks are served by `flash_attn_with_kvcache`.
+    block_table : tensor, (batch, max_blocks), int32, optional
+        K and V lie in blocks, (blocks, tokens, nheads_k, headdim), and cu_seqlens_k counts the keys of each sequence.
+        Any number of tokens. No gradients then.
     dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
         As in `flash_attn_func`, for each sequence.
 
@@ -183,8 +184,9 @@ def flash_attn_varlen_func(
         As `omniattn.attention_varlen`.
     """
     function = "flash_attn_varlen_func"
-    common.refuse_blocks(function, block_table=block_table)
-    packed = common.packed_of(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    packed = common.packed_of(
+        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table=block_table, function=function
+    )
     return common.func(
         function, q, k, v, packed, dropout_p, return_attn_probs, softmax_scale=softmax_scale, causal=causal,
         window_size=window_size, softcap=softcap, alibi_slopes=alibi_slopes, deterministic=deterministic,
@@ -370,8 +372,14 @@ def _flash_attn_varlen_forward(
     """
     function = "_flash_attn_varlen_forward"
     arguments.check_int(num_splits, "num_splits", function)
-    common.refuse_blocks(function, block_table=block_table, leftpad_k=leftpad_k)
-    packed = common.packed_of(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k=seqused_k)
+    common.refuse(
+        function, "a sequence's keys begin where it does", "keys without padding before them",
+        leftpad_k=(leftpad_k, None),
+    )  # fmt: skip
+    packed = common.packed_of(
+        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k=seqused_k, block_table=block_table,
+        function=function,
+    )  # fmt: skip
     return common.forward(
         function, q, k, v, packed, dropout_p, return_softmax, softmax_scale=softmax_scale, causal=causal,
         window_size=(window_size_left, window_size_right), softcap=softcap, alibi_slopes=alibi_slopes,
