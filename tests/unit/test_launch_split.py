@@ -286,7 +286,8 @@ def test_parts_of_packed_sequences_do_not_count(parts: int) -> None:
     """Of ``seqused_k``: all keys may be those of the first part."""
     whole = problem_of(1, 16, 32768, 32, 8, 128, varlen=True, max_seqlen_q=16, max_seqlen_k=32768)
     divided = dataclasses.replace(whole, batch=parts, parts=parts)
-    assert candidates(divided, HOPPER) == candidates(whole, HOPPER)
+    # But for the list of tiles of a persistent kernel, which is a bound.
+    assert [way.text for way in candidates(divided, HOPPER)] == [way.text for way in candidates(whole, HOPPER)]
     assert ranked(divided, HOPPER)[0][1].row.op == "attention_split"
 
 

@@ -22,7 +22,10 @@ class Coefficients:
     quantize : float
         Bytes a microsecond of the kernels that quantize operands.
     uneven : float
-        What the busiest CTA has more than the mean, of tiles of different lengths, as a fraction.
+        What the busiest CTA has more than the mean, as a fraction, where tiles of different lengths are in no list.
+    apart : float
+        How much longer steps take, as a fraction, for each byte of K and V that is under way at one time because heads
+        are interleaved.
     walk : float
         To look at the lengths of packed sequences.
     item : float
@@ -53,6 +56,7 @@ class Coefficients:
     partial: float
     quantize: float
     uneven: float
+    apart: float
     walk: float
     item: float
     store: float

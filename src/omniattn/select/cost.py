@@ -51,10 +51,12 @@ def pass_us(one: Pass, c: Coefficients) -> float:
         return 0.0
     item = c.item if one.kind == "wgmma" else c.sync_item
     item += c.store * one.stored + (c.stream if one.is_stream else 0.0)
-    step, uneven = step_us(one, c), 1.0 + (c.uneven if one.is_uneven else 0.0)
+    step, uneven = step_us(one, c), 1.0 + (c.uneven if one.is_uneven else c.apart * one.apart)
     # Nothing is read while a CTA begins and ends, nor behind its last step.
     first = min(one.items, 1.0) * item + min(one.steps, 1.0) * step
     work = max(one.items - 1.0, 0.0) * item + max(one.steps - 1.0, 0.0) * step * uneven
+    if one.short:
+        work -= one.short * (step - step_us(one._replace(groups=one.short_groups), c))
     l2 = one.reread * (c.parts if one.in_parts else 1.0) / c.l2
     return first + _longest(work, one.read / c.memory, l2) + (c.walk if one.walks else 0.0)
 

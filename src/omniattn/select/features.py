@@ -8,13 +8,15 @@ from typing import Any, NamedTuple
 from ..problems import UNLIMITED, AttentionProblem, Target
 from ..problems.memory import ITEMSIZE
 from ..problems.split import SplitKV, StreamK, TailSplit, Whole, is_final
+from ..problems.tile_order import busiest_cta
 from ..registry import KernelSpec
 from .candidate import Candidate, MaskInput
+from .orders import MAX_ROUNDS, WARPGROUP_ROWS, head_tiles, heads_apart, heads_of, row_bytes, seen_bytes, short_share
 
 #: Bytes of a sector of memory: tensor maps bring rows that end within one at a fraction of the rate.
 SECTOR = 32
-#: Query rows of a warpgroup's product, and of a warp's.
-_WGMMA_ROWS, _MMA_ROWS = 64, 16
+#: Query rows of a warp's product on mma.sync.
+_MMA_ROWS = 16
 #: Tiles of a head that are counted one by one; of more the mean is as good.
 _COUNTED = 8
 #: Lengths that stand for those of packed sequences; what the longest one is of the mean, at most.
@@ -39,7 +41,11 @@ class Pass(NamedTuple):
     items, steps : float
         Of the busiest CTA: tiles of queries, and tiles of keys.
     is_uneven : bool
-        Tiles differ, so that no CTA is as busy as the mean.
+        Tiles differ, and which CTA gets which nobody knows.
+    short, short_groups : float, int
+        Of the steps, those of tiles that have fewer warpgroups with rows, and how many these have.
+    apart : float
+        Bytes of K and V that are under way at one time because heads are interleaved.
     is_stream : bool
         CTAs begin in the middle of tiles, and keep partial results of them.
     groups : int
@@ -70,6 +76,9 @@ class Pass(NamedTuple):
     items: float
     steps: float
     is_uneven: bool
+    short: float
+    short_groups: int
+    apart: float
     is_stream: bool
     groups: int
     warps: int
@@ -168,6 +177,8 @@ def features(candidate: Candidate, problem: AttentionProblem, target: Target, ke
             stored=stored * row.ctas_per_sm,
         )  # fmt: skip
         merged = _partial_bytes(p, ctas * min(row.block_m, max(p.max_seqlen_q, 1) * pack))
+    elif isinstance(schedule, Whole) and schedule.ctas and not p.varlen:
+        one = _in_order(found, row, schedule, target)
     else:
         splits = schedule.splits if isinstance(schedule, SplitKV) else 1
         one = _launch(found, row, target, found.tiles, splits, stored, 1.0)
@@ -201,6 +212,28 @@ def _launch(
         whole = whole._replace(read=whole.read * share, reread=whole.reread * share)
     return whole._replace(
         items=own, steps=steps, resident=resident, is_uneven=is_uneven, stored=stored * resident
+    )  # fmt: skip
+
+
+def _in_order(found: _Tiles, row: KernelSpec, order: Whole, target: Target) -> Pass:
+    """A launch of persistent CTAs that take all tiles in a known order: what the busiest one has."""
+    p, tiles, items, short, groups, apart = found.problem, order.tiles, 0.0, 0.0, 0, 0.0
+    assert tiles is not None
+    resident = max(1, min(-(-tiles.num_items // target.sm_count), row.ctas_per_sm))
+    if p.window_left == p.window_right == UNLIMITED:
+        items, short, groups = short_share(row, p, order)
+        steps, short = items * found.longest, short * found.longest
+    else:
+        of, heads, places = head_tiles(row, p), heads_of(p), target.sm_count * row.ctas_per_sm
+        if tiles.num_items > MAX_ROUNDS * order.ctas:
+            items, steps = found.tiles / order.ctas, found.steps / order.ctas
+        else:
+            work, count = busiest_cta(tiles, heads, of.lengths, order.ctas)
+            items, steps = float(count), float(work - count)
+        far = heads_apart(tiles, len(of.lengths), places, p.window_left != UNLIMITED)
+        apart = far * seen_bytes(of, row_bytes(p)) if far else 0.0
+    return found.whole._replace(
+        items=items, steps=steps, resident=resident, short=short, short_groups=groups, apart=apart
     )  # fmt: skip
 
 
@@ -261,8 +294,11 @@ def _tiles(candidate: Candidate, p: AttentionProblem, target: Target) -> _Tiles:
         items=0.0,
         steps=0.0,
         is_uneven=False,
+        short=0.0,
+        short_groups=0,
+        apart=0.0,
         is_stream=False,
-        groups=-(-rows // (_WGMMA_ROWS if of_hopper else _MMA_ROWS)),
+        groups=-(-rows // (WARPGROUP_ROWS if of_hopper else _MMA_ROWS)),
         warps=row.num_warps,
         keys=row.block_n,
         channels=(row.head_dim + row.head_dim_v) / 2,

@@ -108,4 +108,5 @@ def expected(rates: Rates, of: tuple[Rates, Coefficients] | None = None) -> Coef
         partial=found.partial * memory,
         quantize=found.quantize * memory,
         l2=found.l2 * l2,
+        apart=found.apart / memory,
     )
