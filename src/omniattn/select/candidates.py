@@ -39,8 +39,8 @@ from .fit import fit, fitting_rows
 from .orders import other_orders, usual_order
 from .partial import tail_row
 
-#: Rounds of CTAs that a split makes: more of them were never faster by half a percent; and that of a tail's tiles.
-_ROUNDS, _TAIL_ROUNDS = (0.5, 0.75, 1, 2), (1, 2)
+#: Rounds of CTAs that a split makes, that of a tail's tiles whole ones: more were never faster by half a percent.
+_ROUNDS = 0.5, 0.75, 1, 2
 #: Rounds of CTAs from which on whole tiles keep the GPU busy: no split of them was the fastest way.
 _FULL = 1.5
 #: Splits of a tail's tiles, at most.
@@ -151,7 +151,7 @@ def _tails(row: KernelSpec, p: AttentionProblem, target: Target) -> Iterator[Tai
         return
     steps = -(-p.seqlen_k // row.block_n)
     most = min(_TAIL_SPLITS, steps)
-    for splits in sorted({min(n * target.sm_count // rest, most) for n in _TAIL_ROUNDS}):
+    for splits in sorted({min(int(n) * target.sm_count // rest, most) for n in _ROUNDS if n >= 1}):
         if splits > 1:
             yield TailSplit(splits, rounds * target.sm_count, rest)
 

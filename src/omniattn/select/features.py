@@ -8,15 +8,12 @@ from typing import Any, NamedTuple
 from ..problems import UNLIMITED, AttentionProblem, Target
 from ..problems.memory import ITEMSIZE
 from ..problems.split import SplitKV, StreamK, TailSplit, Whole, is_final
+from ..problems.target import SECTOR, WARP_ROWS, WARPGROUP_ROWS
 from ..problems.tile_order import busiest_cta
 from ..registry import KernelSpec
 from .candidate import Candidate, MaskInput
-from .orders import MAX_ROUNDS, WARPGROUP_ROWS, head_tiles, heads_apart, heads_of, row_bytes, seen_bytes, short_share
+from .orders import MAX_ROUNDS, head_tiles, heads_apart, heads_of, row_bytes, seen_bytes, short_share
 
-#: Bytes of a sector of memory: tensor maps bring rows that end within one at a fraction of the rate.
-SECTOR = 32
-#: Query rows of a warp's product on mma.sync.
-_MMA_ROWS = 16
 #: Tiles of a head that are counted one by one; of more the mean is as good.
 _COUNTED = 8
 #: Lengths that stand for those of packed sequences; what the longest one is of the mean, at most.
@@ -61,7 +58,7 @@ class Pass(NamedTuple):
     read : float
         Bytes that have to come from memory or go there.
     reread : float
-        Bytes of K and V for all tiles, from L2.
+        Bytes of Q, and of K and V for all tiles, from L2.
     in_parts : bool
         Rows of these bytes end within a sector.
     walks : bool
@@ -237,12 +234,16 @@ def _in_order(found: _Tiles, row: KernelSpec, order: Whole, target: Target) -> P
     )  # fmt: skip
 
 
-def _quantized_bytes(p: AttentionProblem) -> float:
-    """16-bit operands read, 8-bit ones written; of operands that come quantized nothing."""
+def _quantized_bytes(row: KernelSpec, p: AttentionProblem) -> float:
+    """16-bit operands, read, and written as the kernel takes them; of e4m3 arrays V alone; of quantized ones none."""
     if not p.precision.quantized or p.operands is not None:
         return 0.0
-    rows = (1 if p.varlen else p.batch) * (p.seqlen_q * p.num_q_heads + 2 * p.seqlen_k * p.num_kv_heads)
-    return 3.0 * p.head_dim * rows
+    batch = 1 if p.varlen else p.batch
+    of_qk = p.head_dim * (p.seqlen_q * p.num_q_heads + p.seqlen_k * p.num_kv_heads)
+    of_v, written = p.head_dim_v * p.seqlen_k * p.num_kv_heads, 1 if row.pv == "fp8" else 2
+    if p.descales is not None:
+        return float(batch * of_v * (1 + written))
+    return float(batch * (of_qk * (2 + 1) + of_v * (2 + written)))
 
 
 def _partial_bytes(p: AttentionProblem, rows: float) -> float:
@@ -281,6 +282,7 @@ def _tiles(candidate: Candidate, p: AttentionProblem, target: Target) -> _Tiles:
     itemsize = 1 if row.quantized else ITEMSIZE[p.dtype]
     columns = p.head_dim + p.head_dim_v
     queries = (1 if p.varlen else p.batch) * p.seqlen_q
+    of_q = p.head_dim * queries * p.num_q_heads
     of_bias = row.bias_bytes * rows * row.block_n if row.bias_bytes else 0
     scores = "as they are"
     if row.score_mods:
@@ -298,17 +300,17 @@ def _tiles(candidate: Candidate, p: AttentionProblem, target: Target) -> _Tiles:
         short_groups=0,
         apart=0.0,
         is_stream=False,
-        groups=-(-rows // (WARPGROUP_ROWS if of_hopper else _MMA_ROWS)),
+        groups=-(-rows // (WARPGROUP_ROWS if of_hopper else WARP_ROWS)),
         warps=row.num_warps,
         keys=row.block_n,
         channels=(row.head_dim + row.head_dim_v) / 2,
         stored=0.0,
         read=itemsize * columns * seen + 2.0 * columns * queries * p.num_q_heads,
-        reread=steps * (row.block_n * itemsize * columns + of_bias),
+        reread=steps * (row.block_n * itemsize * columns + of_bias) + itemsize * float(of_q),
         in_parts=of_hopper and not row.quantized and p.head_dim * itemsize % SECTOR != 0,
         walks=p.varlen,
     )
-    return _Tiles(p, _quantized_bytes(p), tiles, steps, longest, is_even, queries, whole)
+    return _Tiles(p, _quantized_bytes(row, p), tiles, steps, longest, is_even, queries, whole)
 
 
 def _seen(p: AttentionProblem, queries: int, keys: int) -> int:

@@ -11,6 +11,7 @@ from functools import lru_cache
 from ..problems import UNLIMITED, AttentionProblem, BackwardProblem, Target
 from ..problems.memory import ITEMSIZE
 from ..problems.split import WHOLE, Whole
+from ..problems.target import WARPGROUP_ROWS
 from ..problems.tile_order import (
     HeadTiles,
     TileList,
@@ -25,8 +26,6 @@ from ..problems.tile_order import (
 from ..registry import KernelSpec
 from .model import coefficients_of
 
-#: Query rows of a warpgroup.
-WARPGROUP_ROWS = 64
 #: What an order has to gain over the usual one, as a fraction of the busiest CTA's work: no smaller gain was measured
 #: to pay (docs/performance/tail.md).
 _GAIN = 0.02
