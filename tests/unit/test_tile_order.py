@@ -61,6 +61,11 @@ def walk(tiles: TileList, heads: int, blocks: int, num_ctas: int, cta: int) -> I
         yield head, m
 
 
+def rotated(head: int, m: int, blocks: int) -> int:
+    """PersistentTiles with kRotate, of a list head by head."""
+    return (m + ((head * 0x9E3779B9 & 0xFFFFFFFF) >> 16)) % blocks
+
+
 def walk_all(tiles: TileList, heads: int, blocks: int, num_ctas: int) -> list[list[tuple[int, int]]]:
     """Of every CTA of the launch, whose grid is never larger than the list."""
     grid = min(tiles.num_items, num_ctas)
@@ -130,6 +135,9 @@ def test_makespan_is_that_of_the_walk(heads: int, blocks: int) -> None:
                 work = [sum(lengths[m] for _, m in cta) for cta in ctas]
                 most = max(zip(work, map(len, ctas), strict=True))
                 assert busiest_cta(tiles, heads, lengths, num_ctas) == most, (tiles, num_ctas)
+                if tiles.num_pairs == tiles.num_tail_heads == 0:
+                    turned = [sum(lengths[rotated(head, m, blocks)] for head, m in cta) for cta in ctas]
+                    assert busiest(tiles, heads, lengths, num_ctas, is_rotated=True) == max(turned)
                 assert max(work) >= orders._least_work(heads, lengths, num_ctas) - 1e-9
 
 

@@ -174,7 +174,7 @@ def test_fit_finds_what_made_the_times() -> None:
 
 
 def test_gains_are_of_calls_that_were_not_fitted() -> None:
-    results = simulated(CASES, other_gpu(5))
+    results = simulated(CASES, other_gpu(7))
     found = fitted(CandidateReport({"date": "2026-11-26"}, tuple(results)), results, USUAL)
     of_all = found.gains["all"]
     assert of_all.calls == len(results)

@@ -120,13 +120,15 @@ def _lengths(of: HeadTiles) -> tuple[int, ...]:
     return tuple(found[::-1] if of.longest_first else found)
 
 
-def busiest(tiles: TileList, heads: int, lengths: tuple[int, ...], num_ctas: int) -> int:
+def busiest(tiles: TileList, heads: int, lengths: tuple[int, ...], num_ctas: int, is_rotated: bool = False) -> int:
     """Work of the busiest CTA; arguments as those of `busiest_cta`."""
-    return busiest_cta(tiles, heads, lengths, num_ctas)[0]
+    return busiest_cta(tiles, heads, lengths, num_ctas, is_rotated)[0]
 
 
 @lru_cache(4096)
-def busiest_cta(tiles: TileList, heads: int, lengths: tuple[int, ...], num_ctas: int) -> tuple[int, int]:
+def busiest_cta(
+    tiles: TileList, heads: int, lengths: tuple[int, ...], num_ctas: int, is_rotated: bool = False
+) -> tuple[int, int]:
     """Work of the busiest of ``num_ctas`` CTAs, and its tiles: the list is walked as the kernels walk it.
 
     Parameters
@@ -137,6 +139,8 @@ def busiest_cta(tiles: TileList, heads: int, lengths: tuple[int, ...], num_ctas:
     lengths : tuple of int
         Work of each tile of a head, in any unit.
     num_ctas : int
+    is_rotated : bool
+        Head by head each head begins at another tile, as kernels with score modifications have it.
     """
     import numpy as np  # not at import: importing the package loads no library
 
@@ -147,7 +151,11 @@ def busiest_cta(tiles: TileList, heads: int, lengths: tuple[int, ...], num_ctas:
     table = np.zeros((rounds, num_ctas), dtype=np.int64)
     items = table.reshape(-1)
     if tiles.num_pairs == 0 and tiles.num_tail_heads == 0:
-        items[: tiles.num_items].reshape(heads, blocks)[:] = work
+        of_heads = items[: tiles.num_items].reshape(heads, blocks)
+        of_heads[:] = work
+        if is_rotated:
+            begin = (np.arange(heads, dtype=np.uint32) * np.uint32(0x9E3779B9)) >> 16
+            of_heads[:] = work[(np.arange(blocks) - begin.astype(np.int64)[:, None]) % blocks]
     else:
         pair = work[: (blocks + 1) // 2].copy()
         pair[: blocks // 2] += work[: (blocks - 1) // 2 : -1]

@@ -225,7 +225,7 @@ def _in_order(found: _Tiles, row: KernelSpec, order: Whole, target: Target) -> P
         if tiles.num_items > MAX_ROUNDS * order.ctas:
             items, steps = found.tiles / order.ctas, found.steps / order.ctas
         else:
-            work, count = busiest_cta(tiles, heads, of.lengths, order.ctas)
+            work, count = busiest_cta(tiles, heads, of.lengths, order.ctas, row.score_mods)
             items, steps = float(count), float(work - count)
         far = heads_apart(tiles, len(of.lengths), places, p.window_left != UNLIMITED)
         apart = far * seen_bytes(of, row_bytes(p)) if far else 0.0

@@ -83,7 +83,7 @@ def evenness(row: KernelSpec, problem: AttentionProblem, target: Target) -> floa
     if p.window_left != UNLIMITED and (row.ctas_per_sm > 1 or tiles.num_tail_heads > 0):
         return 1.0
     lengths = head_tiles(row, p).lengths
-    return _least_work(heads, lengths, places) / busiest(tiles, heads, lengths, places)
+    return _least_work(heads, lengths, places) / busiest(tiles, heads, lengths, places, row.score_mods)
 
 
 def other_orders(row: KernelSpec, problem: AttentionProblem, target: Target) -> Iterator[Whole]:
@@ -103,7 +103,8 @@ def other_orders(row: KernelSpec, problem: AttentionProblem, target: Target) -> 
     lengths = of.lengths
     if p.window_left != UNLIMITED:
         interleaved = interleave(heads, len(lengths))
-        if busiest(interleaved, heads, lengths, places) < (1 - _GAIN) * busiest(tiles, heads, lengths, places):
+        most = busiest(tiles, heads, lengths, places, row.score_mods)
+        if busiest(interleaved, heads, lengths, places) < (1 - _GAIN) * most:
             yield _shared_by(places, interleaved)
         return
     # Of an even number of tiles all pairs are alike.
