@@ -26,7 +26,7 @@ from omniattn.problems.tile_order import (
 from omniattn.registry import REGISTRY, KernelSpec
 from omniattn.select import candidates, features, orders
 from omniattn.select.model import coefficients_of
-from omniattn.select.orders import evenness, head_tiles, other_orders, usual_order
+from omniattn.select.orders import best_balance, head_tiles, other_orders, usual_order
 
 SMS = 132
 HOPPER = Target((9, 0), 227 << 10, SMS)
@@ -208,7 +208,7 @@ def test_windows_may_interleave_heads_where_rounds_are_uneven(heads: int, blocks
             assert not others
             continue
         assert bool(others) == (took < 0.98 * least)
-        assert took >= evenness(row, problem, HOPPER) * least - 1e-9
+        assert took >= best_balance(row, problem, HOPPER) * least - 1e-9
 
 
 def test_a_window_of_a_few_heads() -> None:

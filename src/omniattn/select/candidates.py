@@ -47,7 +47,7 @@ _FULL = 1.5
 _TAIL_SPLITS = 11
 #: Tiles that heads which share them have to save, as a fraction.
 _SAVED = 0.05
-#: Tiles of a sequence's queries, in the mean, up to which CTAs with even shares read keys that others have just read.
+#: Tiles of a sequence's queries, in the mean, up to which CTAs of Stream-K read keys that others have just read.
 _MOST_TILES = 4
 #: Keys of the narrowest tiles and of usual ones, and what part of the keys that usual ones load they may: with as many
 #: they are slower (docs/performance/selection.md).

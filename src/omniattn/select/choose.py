@@ -17,7 +17,7 @@ from .cost import cost_us
 from .features import Kept, features
 from .fit import fit
 from .model import coefficients_of, scaled_from
-from .orders import evenness, other_orders
+from .orders import best_balance, other_orders
 from .partial import merge_op
 
 #: Operations that merge.
@@ -97,7 +97,7 @@ def ranked(problem: AttentionProblem, target: Target, row: KernelSpec | None = N
         if not isinstance(way.schedule, Whole) or way.schedule.tiles is None:
             continue
         told = way.told(problem)
-        if us * evenness(way.row, told, target) < found[0][0]:
+        if us * best_balance(way.row, told, target) < found[0][0]:
             found += (priced(replace(way, schedule=order)) for order in other_orders(way.row, told, target))
             found.sort(key=_us)
     return found

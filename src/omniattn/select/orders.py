@@ -64,7 +64,7 @@ def usual_order(row: KernelSpec, problem: AttentionProblem, target: Target) -> W
     return _shared_by(places, head_by_head(heads, blocks))
 
 
-def evenness(row: KernelSpec, problem: AttentionProblem, target: Target) -> float:
+def best_balance(row: KernelSpec, problem: AttentionProblem, target: Target) -> float:
     """What other orders leave the busiest CTA at least, as a fraction of what it has in the usual one.
 
     Arguments as those of `usual_order`.
@@ -88,7 +88,7 @@ def evenness(row: KernelSpec, problem: AttentionProblem, target: Target) -> floa
 
 def other_orders(row: KernelSpec, problem: AttentionProblem, target: Target) -> Iterator[Whole]:
     """Others, two at most, that leave the busiest CTA less to do; arguments as those of `usual_order`."""
-    if evenness(row, problem, target) >= 1 - _GAIN:
+    if best_balance(row, problem, target) >= 1 - _GAIN:
         return
     p, usual = problem, usual_order(row, problem, target)
     tiles, heads, places = usual.tiles, heads_of(p), target.sm_count * row.ctas_per_sm
