@@ -12,7 +12,7 @@ from ..problems.target import SECTOR, WARP_ROWS, WARPGROUP_ROWS
 from ..problems.tile_order import busiest_cta
 from ..registry import KernelSpec
 from .candidate import Candidate, MaskInput
-from .orders import MAX_ROUNDS, head_tiles, heads_apart, heads_of, row_bytes, seen_bytes, short_share
+from .orders import MAX_ROUNDS, head_tiles, heads_apart, heads_of, row_bytes, seen_bytes, tiles_of_busiest
 
 #: Tiles of a head that are counted one by one; of more the mean is as good.
 _COUNTED = 8
@@ -218,7 +218,7 @@ def _in_order(found: _Tiles, row: KernelSpec, order: Whole, target: Target) -> P
     assert tiles is not None
     resident = max(1, min(-(-tiles.num_items // target.sm_count), row.ctas_per_sm))
     if p.window_left == p.window_right == UNLIMITED:
-        items, short, groups = short_share(row, p, order)
+        items, short, groups = tiles_of_busiest(row, p, order)
         steps, short = items * found.longest, short * found.longest
     else:
         of, heads, places = head_tiles(row, p), heads_of(p), target.sm_count * row.ctas_per_sm

@@ -55,13 +55,13 @@ def usual_order(row: KernelSpec, problem: AttentionProblem, target: Target) -> W
     p, places = problem, target.sm_count * row.ctas_per_sm
     heads, blocks = heads_of(p), num_m_blocks(p, row.block_m)
     if p.varlen or heads * blocks == 0 or p.window_right == UNLIMITED == p.window_left:
-        return _shared_by(places, head_by_head(heads, blocks))
+        return _listed(places, head_by_head(heads, blocks))
     if p.window_left == UNLIMITED:
-        return _shared_by(places, in_pairs(heads, blocks, 0, lead_rows_of(row, p)))
+        return _listed(places, in_pairs(heads, blocks, 0, lead_rows_of(row, p)))
     if row.score_mods and row.ctas_per_sm == 1 and p.mask == "none" and not p.finds_tiles:
         # Head by head these kernels begin each at another tile: without a mask that is no better than chance.
-        return _shared_by(places, interleave(heads, blocks))
-    return _shared_by(places, head_by_head(heads, blocks))
+        return _listed(places, interleave(heads, blocks))
+    return _listed(places, head_by_head(heads, blocks))
 
 
 def best_balance(row: KernelSpec, problem: AttentionProblem, target: Target) -> float:
@@ -97,7 +97,7 @@ def other_orders(row: KernelSpec, problem: AttentionProblem, target: Target) -> 
         blocks, last = tiles.num_items // heads, _last_rows(row, p)
         total = heads * ((blocks - 1) * row.block_m + last)
         fewer = _fewer_ctas(lambda n: _most_rows(heads, blocks, last, row.block_m, n), total, tiles, places)
-        yield from (_shared_by(places, tiles, n) for n in fewer)
+        yield from (_listed(places, tiles, n) for n in fewer)
         return
     of = head_tiles(row, p)
     lengths = of.lengths
@@ -105,18 +105,18 @@ def other_orders(row: KernelSpec, problem: AttentionProblem, target: Target) -> 
         interleaved = interleave(heads, len(lengths))
         most = busiest(tiles, heads, lengths, places, row.score_mods)
         if busiest(interleaved, heads, lengths, places) < (1 - _GAIN) * most:
-            yield _shared_by(places, interleaved)
+            yield _listed(places, interleaved)
         return
     # Of an even number of tiles all pairs are alike.
     if row.ctas_per_sm == 1 and len(lengths) % 2:
         total = heads * sum(lengths)
         fewer = _fewer_ctas(lambda n: busiest(tiles, heads, lengths, n), total, tiles, places)
-        yield from (_shared_by(places, tiles, n) for n in fewer)
+        yield from (_listed(places, tiles, n) for n in fewer)
     if tail := _tail(of, heads, places, seen_bytes(of, row_bytes(p)), coefficients_of(target).apart):
-        yield _shared_by(places, in_pairs(heads, len(lengths), tail, of.lead_rows))
+        yield _listed(places, in_pairs(heads, len(lengths), tail, of.lead_rows))
 
 
-def _shared_by(places: int, tiles: TileList, ctas: int | None = None) -> Whole:
+def _listed(places: int, tiles: TileList, ctas: int | None = None) -> Whole:
     """A list and its CTAs: all that the GPU has places for, or ``ctas``."""
     count = places if ctas is None else ctas
     return Whole(tiles, min(tiles.num_items, count), places - count)
@@ -177,7 +177,7 @@ def heads_apart(tiles: TileList, blocks: int, places: int, is_window: bool) -> i
     return max(tiles.num_tail_heads - -(-places // per_head), 0)
 
 
-def short_share(row: KernelSpec, problem: AttentionProblem, order: Whole) -> tuple[float, float, int]:
+def tiles_of_busiest(row: KernelSpec, problem: AttentionProblem, order: Whole) -> tuple[float, float, int]:
     """Of full attention: tiles of the busiest CTA, how many are a head's last one, and the warpgroups that these have.
 
     The two are 0 where all tiles are alike, or far too many for it to matter.
