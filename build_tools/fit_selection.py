@@ -22,7 +22,9 @@ from omniattn.bench.document import write
 from omniattn.bench.shape_plan import problem_of
 from omniattn.bench.timing import Timing
 from omniattn.problems import Target
+from omniattn.problems.target import Coefficients
 from omniattn.select import candidates
+from omniattn.select.cost import cost_us
 from omniattn.select.features import Kept, features
 from omniattn.select.model import Rates, expected
 from omniattn.tune.fit import judge
@@ -70,6 +72,19 @@ def read(path: Path) -> tuple[list[CandidateResult], str]:
     return results, device
 
 
+def unmeasured(results: Sequence[CandidateResult], target: Target, coefficients: Coefficients) -> list[str]:
+    """Calls whose fastest way by the model has no time: what it chooses there nobody has measured."""
+    found = []
+    for result in results:
+        problem = problem_of(result.case)
+        kept: Kept = {}
+        ways = {way.text: features(way, problem, target, kept) for way in candidates(problem, target)}
+        chosen = min(ways, key=lambda text: cost_us(ways[text], coefficients))
+        if all(way.way != chosen for _, way in result.timed):
+            found.append(f"{result.case.long_name}: {chosen}")
+    return found
+
+
 def report(found: TuneResult, device: str) -> list[str]:
     """What a reader has to know of a fit."""
     lines = [f"{device}: {len(found.report.results)} calls, median error of a time {100 * found.error:.1f} %"]
@@ -101,6 +116,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rates = Rates(target.cc, target.sm_count, clock, memory)
     found = fitted(CandidateReport({}, tuple(usable)), usable, expected(rates))
     print("\n".join(report(found, device)))
+    lines = unmeasured(usable, target, found.coefficients)
+    print(f"chosen ways without a time: {len(lines)}", *lines, sep="\n  ")
     data = {
         "device": device, "source": f"{options.file.name}, {len(usable)} calls", "cc": list(target.cc),
         "sm_count": target.sm_count, "clock_mhz": clock, "memory_gb_s": memory,
@@ -115,6 +132,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         quality = judge([measured(result) for result in with_a_choice(there)], scaled)
         worst, call = quality.worst
         print(f"{name}, not fitted: mean regret {100 * quality.mean:.1f} %, worst {100 * worst:.0f} % ({call})")
+        lines = unmeasured(with_a_choice(there), of_other[0], scaled)
+        print(f"chosen ways without a time: {len(lines)}", *lines, sep="\n  ")
     if options.write:
         write(data, FOLDER / "sm_{}{}.json".format(*target.cc))
     return 0

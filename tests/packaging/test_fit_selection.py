@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from build_tools import fit_selection
 from omniattn.bench.candidates import CandidateReport
 from omniattn.bench.document import write
 from omniattn.plan.tuning import parse
-from tests.unit.test_tune import CASES, other_gpu, simulated
+from tests.unit.test_tune import CASES, USUAL, other_gpu, simulated
 
 
 def result_file(path: Path, device: str, seed: int) -> Path:
@@ -30,10 +31,21 @@ def test_fits_judges_and_writes(
     said = capsys.readouterr().out
     assert f"NVIDIA H100 80GB HBM3: {len(CASES)} calls" in said
     assert "NVIDIA H200, not fitted: mean regret" in said
+    assert said.count("chosen ways without a time: ") == 2
     data = json.loads((tmp_path / "sm_90.json").read_text())
     gpu, coefficients = parse({**data, "format": 1}, "sm_90.json")
     assert gpu == ("NVIDIA H100 80GB HBM3", (9, 0), 132)
     assert coefficients.launch == pytest.approx(other_gpu(6).launch, rel=0.1)
+
+
+def test_chosen_ways_without_a_time_are_counted() -> None:
+    """Of a call whose fastest way was not measured a regret says nothing."""
+    target, case = fit_selection.GPUS["NVIDIA H200"][0], CASES[0]
+    (result,) = simulated((case,), USUAL, 0.0)
+    assert fit_selection.unmeasured([result], target, USUAL) == []
+    without = dataclasses.replace(result, ways=tuple(way for way in result.ways if not way.chosen))
+    chosen = next(way.way for way in result.ways if way.chosen)
+    assert fit_selection.unmeasured([without], target, USUAL) == [f"{case.long_name}: {chosen}"]
 
 
 def test_other_files_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,11 +8,11 @@ from omniattn.bench.shape_plan import problem_of
 from omniattn.plan.engine import Launches
 from omniattn.plan.stages import launches_of
 from omniattn.problems import AttentionProblem, Target
-from omniattn.problems.split import WHOLE
+from omniattn.problems.split import Whole
 from omniattn.registry import KernelSpec
 from omniattn.select import Candidate, choices, ranked
 
-__all__ = ["GPUS", "fastest", "planned", "problem_of", "row_of", "unsplit"]
+__all__ = ["GPUS", "fastest", "is_whole", "planned", "problem_of", "row_of", "unsplit"]
 
 #: Shared memory that a CTA may have, and SMs, of one GPU of each compute capability.
 GPUS: dict[str, Target] = {
@@ -39,6 +39,11 @@ def planned(problem: AttentionProblem, target: Target, of: Callable[[Candidate],
     return launches_of(fastest(problem, target, of), problem, target, None)
 
 
+def is_whole(way: Candidate) -> bool:
+    """Whether every CTA has all keys of its tile."""
+    return isinstance(way.schedule, Whole)
+
+
 def unsplit(problem: AttentionProblem, target: Target) -> Launches:
     """What is launched where every CTA has all keys of its tile."""
-    return planned(problem, target, lambda way: way.schedule == WHOLE)
+    return planned(problem, target, is_whole)

@@ -18,7 +18,7 @@ from omniattn.registry import REGISTRY
 from omniattn.select import candidates, choices, select_backward
 from tests.numerics import naive64
 from tests.unit.launch_fakes import fields_of_record
-from tests.unit.shape_plans import row_of
+from tests.unit.shape_plans import row_of, unsplit
 
 TARGETS = {
     "sm_80": Target((8, 0), 163 << 10),
@@ -133,7 +133,7 @@ def test_low_precision_quantizes_q_and_k_apart_from_v(
     head_dim: int, head_dim_v: int, target: str, varlen: bool
 ) -> None:
     p = problem(head_dim, head_dim_v, precision=Int8().precision, varlen=varlen)
-    launches = plan_attention(p, TARGETS[target], None)
+    launches = unsplit(p, TARGETS[target])
     spec = launches.selection.spec
     whole = p.quantization(
         grouping=spec.grouping, pv=spec.pv, pv_accumulator=spec.pv_accumulator, unpacked=spec.qk == "int8"

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from omniattn.launch.attn_fwd import forward_values, num_m_blocks
+from omniattn.launch.attn_fwd import forward_values
 from omniattn.launch.host_struct import At
 from omniattn.launch.structs import ATTN_INT8_SM80
 from omniattn.plan.attention import plan_attention
@@ -19,6 +19,7 @@ from omniattn.plan.engine import Launches
 from omniattn.problems import AttentionProblem, Int4, Int8, Target
 from omniattn.problems.precision import value_levels
 from omniattn.problems.quantize import operand_strides
+from omniattn.problems.tile_order import num_m_blocks
 from omniattn.reference.e4m3 import decode_e4m3, encode_e4m3
 from omniattn.registry import REGISTRY, KernelSpec
 from omniattn.runtime.record import LaunchRecord

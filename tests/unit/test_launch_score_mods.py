@@ -22,13 +22,13 @@ from omniattn.launch.structs import (
 from omniattn.plan.attention import plan_attention
 from omniattn.problems import UNLIMITED, AttentionProblem, AttentionStrides, Int8, Target
 from omniattn.problems.score_mod import ScoreModProblem
-from omniattn.problems.split import WHOLE
 from omniattn.reference.mask_tiles import FIRST_GROUP
 from omniattn.registry import by_name
 from omniattn.registry.masks import MAX_TILES
 from omniattn.select import candidates, choices
+from omniattn.select.orders import usual_order
 from tests.unit.launch_fakes import fields_of_record
-from tests.unit.shape_plans import planned
+from tests.unit.shape_plans import is_whole, planned
 
 HOPPER = Target((9, 0), 227 << 10, 132)
 BATCH, HEADS, ROWS, KEYS, DIM = 2, 3, 400, 520, 128
@@ -184,12 +184,12 @@ def test_which_int8_kernel_takes_what(one: AttentionProblem, name: str) -> None:
 
 def test_an_int8_mask_has_memory_of_its_own() -> None:
     one = problem_with("bool", FULL, precision=INT8)
-    launches = planned(one, HOPPER, lambda way: way.schedule == WHOLE)
+    launches = planned(one, HOPPER, is_whole)
     assert [record.spec.op for record in launches.records] == [
         "mask_pack", "mask_list", *["quantize"] * (len(launches.records) - 3), "attention",
     ]  # fmt: skip
     assert {other.spec.op for other in launches.others} == {"quantize", "mask_pack", "mask_list"}
-    without = planned(problem(precision=INT8), HOPPER, lambda way: way.schedule == WHOLE)
+    without = planned(problem(precision=INT8), HOPPER, is_whole)
     spec = launches.selection.spec
     blocks = -(-ROWS // spec.block_m)
     first = launches.workspace_bytes - masks.workspace_bytes(one, blocks)
@@ -208,8 +208,9 @@ def test_smoothed_queries_begin_at_row_0() -> None:
     spec = by_name("attn_int8_sm90_bf16_d128_masks")
     for smooth_q in (False, True):
         one = problem_with("bool", FULL, precision=Int8(smooth_q=smooth_q).precision, window_right=0)
-        lead = attn_fwd_sm90.tiles_of(one, spec, -(-ROWS // spec.block_m), 132).lead_rows
-        assert lead == (0 if smooth_q else 128)
+        tiles = usual_order(spec, one, HOPPER).tiles
+        assert tiles is not None
+        assert tiles.lead_rows == (0 if smooth_q else 128)
 
 
 def test_a_forced_kernel_says_why_it_does_not_fit() -> None:
@@ -279,7 +280,7 @@ def test_tiles_of_mask_expressions_of_packed_sequences() -> None:
     # A packed mask decides about tiles, and mma.sync finds none.
     both = plan_attention(dataclasses.replace(one, mask="bool", strides=problem(FULL).strides), HOPPER, row)
     assert [r.spec.op for r in both.records] == ["mask_pack", "mask_list", "attention"]
-    ampere = planned(one, AMPERE, lambda way: way.schedule == WHOLE)
+    ampere = planned(one, AMPERE, is_whole)
     assert [r.spec.op for r in ampere.records] == ["attention"]
 
 
@@ -313,7 +314,8 @@ def test_mma_sync_reads_masks_that_are_not_packed(one: AttentionProblem, packed:
 
 def test_tiles_of_a_bias_are_a_tensor_map() -> None:
     spec = by_name("attn_fwd_sm90_bf16_d128_m192n64_bias32")
-    (record,) = attn_fwd_sm90.build(spec, problem_with("float32", (0, ROWS * KEYS, KEYS, 1)), HOPPER)
+    biased = problem_with("float32", (0, ROWS * KEYS, KEYS, 1))
+    (record,) = attn_fwd_sm90.build(spec, biased, usual_order(spec, biased, HOPPER))
     bias = next(x for x in record.tensor_maps if x.operand == "mask")
     assert bias.dims == (KEYS, ROWS, HEADS, 1)
     assert bias.strides_bytes == (4 * KEYS, 4 * ROWS * KEYS, 16)
@@ -322,7 +324,7 @@ def test_tiles_of_a_bias_are_a_tensor_map() -> None:
     # Of packed sequences as far as the longest one reaches.
     spec = by_name("attn_fwd_sm90_bf16_d128_m192n64_varlen_bias32")
     one = problem_with("float32", FULL, seqlen_q=9 * ROWS, seqlen_k=9 * KEYS, **PACKED)
-    (record,) = attn_fwd_sm90.build(spec, one, HOPPER)
+    (record,) = attn_fwd_sm90.build(spec, one, usual_order(spec, one, HOPPER))
     bias = next(x for x in record.tensor_maps if x.operand == "mask")
     assert bias.dims == (KEYS, ROWS, HEADS, BATCH)
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from omniattn.launch import attn_int8, attn_int8_sm90
-from omniattn.launch.attn_fwd import forward_values, num_m_blocks
+from omniattn.launch.attn_fwd import forward_values
 from omniattn.launch.attn_fwd_sm90 import mapped
 from omniattn.launch.host_struct import At
 from omniattn.launch.quantize import scratch, starts_in
@@ -20,6 +20,7 @@ from omniattn.plan.attention import plan_attention
 from omniattn.plan.engine import Launches
 from omniattn.problems import UNLIMITED, AttentionProblem, AttentionStrides, Int4, Int8, Target
 from omniattn.problems.quantize import QuantizeProblem, carve
+from omniattn.problems.tile_order import num_m_blocks
 from omniattn.registry import REGISTRY, KernelSpec
 from omniattn.runtime import record as record_module
 from omniattn.runtime.record import LaunchRecord, Program, TensorMap

@@ -10,13 +10,15 @@ import pytest
 
 import omniattn as oa
 from omniattn.launch.structs import ATTN_COMBINE, ATTN_FWD_SM90, ATTN_FWD_SPLIT_SM90, ATTN_INT8_SPLIT_SM90
-from omniattn.launch.tile_order import even_share
 from omniattn.plan.attention import plan_attention
 from omniattn.problems import AttentionProblem
-from omniattn.problems.split import WHOLE, TailSplit
+from omniattn.problems.split import TailSplit
+from omniattn.problems.tile_order import head_by_head, most_rows
+from omniattn.registry import by_name
 from omniattn.select import Candidate, candidates, choices
+from omniattn.select.orders import other_orders
 from tests.unit.launch_fakes import fields_of_record
-from tests.unit.shape_plans import planned
+from tests.unit.shape_plans import fastest, is_whole, planned
 from tests.unit.test_launch_split import AMPERE, HOPPER, items_of, problem_of
 
 #: Calls with a tail: (batch, heads, kv heads, queries, keys, head_dim).
@@ -140,14 +142,13 @@ def test_a_forced_kernel_has_all_tiles() -> None:
 
 
 @pytest.mark.parametrize("heads", [132, 256, 512])
-@pytest.mark.parametrize("last", [0.6, 0.75])
-def test_an_even_share_of_short_tiles(heads: int, last: float) -> None:
+@pytest.mark.parametrize("rows", [64, 128])
+def test_ctas_with_the_most_rows(heads: int, rows: int) -> None:
     """Of six tiles a head every CTA of 132 takes the same ones; 131 take them in turn."""
-    ctas, time = even_share(heads, 6, last, 132)
 
-    def walked(count: int) -> float:
+    def walked(count: int) -> int:
         """As PersistentItems walks: a head's last tile first, every second round backwards."""
-        times, spans = [last, 1.0, 1.0, 1.0, 1.0, 1.0] * heads, []
+        times, spans = [rows, 192, 192, 192, 192, 192] * heads, []
         for cta in range(count):
             places = (cta, count - 1 - cta)
             rounds = range(-(-len(times) // count))
@@ -155,14 +156,28 @@ def test_an_even_share_of_short_tiles(heads: int, last: float) -> None:
             spans.append(sum(times[item] for item in items if item < len(times)))
         return max(spans)
 
-    assert 129 <= ctas <= 132
-    assert time == pytest.approx(walked(ctas))
-    assert ctas == 132 or time < 0.98 * walked(132)
-    assert even_share(heads, 6, 1.0, 132) == (132, float(-(-6 * heads // 132)))
+    for ctas in (129, 130, 131, 132):
+        tiles, short = most_rows(heads, 6, rows, 192, ctas)
+        assert 192 * tiles - (192 - rows) * short == walked(ctas)
+    problem = long((heads, 1, 1, 5 * 192 + rows, 1000, 128))
+    orders = list(other_orders(by_name("attn_fwd_sm90_bf16_d128_m192n64"), problem, HOPPER))
+    assert orders == ([orders[0]] if orders else [])
+    for order in orders:
+        assert order.tiles == head_by_head(heads, 6)
+        assert (order.ctas, order.spare) in ((131, 1), (130, 2), (129, 3))
+        assert walked(order.ctas) == min(walked(n) for n in (129, 130, 131)) < 0.98 * walked(132)
+    assert bool(orders) == (min(walked(n) for n in (129, 130, 131)) < 0.98 * walked(132))
+
+
+def test_tiles_that_are_alike_take_all_ctas() -> None:
+    row = by_name("attn_fwd_sm90_bf16_d128_m192n64")
+    for queries in (192, 100, 6 * 192, 6 * 192 - 20):
+        assert not list(other_orders(row, long((256, 1, 1, queries, 1000, 128)), HOPPER))
 
 
 def test_short_sequences_are_shared_evenly() -> None:
     p = long((16, 16, 16, 1024, 1024, 128), precision=oa.Int8().precision)
-    launches = planned(p, HOPPER, lambda way: way.schedule == WHOLE)
+    launches = planned(p, HOPPER, is_whole)
     assert next(r for r in launches.records if r.spec.op == "attention").grid == (131, 1, 1)
+    assert fastest(p, HOPPER, is_whole).text.endswith(", 131 CTAs")
     assert np.prod(plan_attention(long((1, 4, 4, 192, 4096, 128)), HOPPER, None).records[0].grid) <= 132

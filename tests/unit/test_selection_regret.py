@@ -25,17 +25,17 @@ FILES = ("candidates-h100.json", "candidates-h200.json")
 #: By class of calls (`tune.run.class_of`): the mean of (time of what is chosen / time of the fastest way - 1), and the
 #: largest one of a call.
 BOUNDS = {
-    "8 bits": (0.015, 0.12),
-    "few queries": (0.04, 0.20),
-    "long sequences": (0.005, 0.06),
-    "masks and softcap": (0.015, 0.20),
+    "8 bits": (0.005, 0.05),
+    "few queries": (0.04, 0.18),
+    "long sequences": (0.004, 0.04),
+    "masks and softcap": (0.015, 0.18),
     "packed sequences": (0.01, 0.10),
-    "short sequences": (0.015, 0.30),
+    "short sequences": (0.008, 0.10),
     "windows": (0.02, 0.12),
-    "all": (0.015, 0.30),
+    "all": (0.0125, 0.18),
 }
 #: The same of all calls, were there only the kernels of every GPU: how good choices are where a GPU has no others.
-OF_EVERY_GPU = (0.015, 0.5)
+OF_EVERY_GPU = (0.0125, 0.4)
 #: Of all calls, those whose chosen way was not measured, at most.
 UNMEASURED = 0.05
 

@@ -120,9 +120,12 @@ def test_unmeasured_gpus_scale_by_their_rates() -> None:
     slow = expected(Rates((8, 9), 58, 2040.0, 300.0))
     assert slow.memory == pytest.approx(USUAL.memory * 300.0 / 3352.0)
     assert slow.launch == USUAL.launch
-    assert slow.sync_exp < USUAL.sync_exp
+    assert slow.exp < USUAL.exp
+    assert expected(Rates((8, 9), 58)).sync_product == pytest.approx(USUAL.sync_product * 2458 / 1024)
     assert expected(Rates((9, 0), 132, 1980.0, 3352.0)) == USUAL
     assert expected(Rates((7, 7), 10)).product == USUAL.product
+    for newer, known in (((8, 7), (8, 6)), ((10, 3), (10, 0)), ((12, 1), (12, 0))):
+        assert expected(Rates(newer, 10)) == expected(Rates(known, 10))
     # With an eleventh of the bandwidth, fewer CTAs are enough to read K and V.
     few = call((4, 1, 8192, 32, 8), (128, 0))
     tuned = (dataclasses.replace(GPUS["A100"], tuning=Tuning(c, "a GPU", "0" * 64)) for c in (USUAL, slow))
@@ -171,7 +174,7 @@ def test_fit_finds_what_made_the_times() -> None:
 
 
 def test_gains_are_of_calls_that_were_not_fitted() -> None:
-    results = simulated(CASES, other_gpu(5))
+    results = simulated(CASES, other_gpu(7))
     found = fitted(CandidateReport({"date": "2026-11-26"}, tuple(results)), results, USUAL)
     of_all = found.gains["all"]
     assert of_all.calls == len(results)
@@ -208,7 +211,7 @@ def write(path: Path, data: Any) -> Path:
 
 
 def test_a_file_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    slow = dataclasses.asdict(USUAL) | {"launch_more": 1e6}
+    slow = dataclasses.asdict(USUAL) | {"merge": 1e6}
     monkeypatch.setenv(tuning.VARIABLE, str(write(tmp_path / "t.json", content(coefficients=slow))))
     target = tuning.target_of(DEVICE)
     assert target.tuning is not None

@@ -185,7 +185,8 @@ def _run_case(torch: Any, clock: Clock, case: ShapeCase, iters: int) -> Candidat
     except UnsupportedError as error:
         return CandidateResult(case, (), str(error).partition(":")[0])
     chosen = choices(described.problem, described.target)[0].candidate
-    found = dict.fromkeys((chosen, *candidates(described.problem, described.target)))
+    # The chosen way comes first: the others are compared with it.
+    found = sorted(candidates(described.problem, described.target), key=lambda way: way != chosen)
     attempts: dict[Candidate, Attempt] = {}
     first: Attempt | None = None
     for way in found:

@@ -8,9 +8,10 @@ from ..errors import UnsupportedError
 from ..problems import UNLIMITED, AttentionProblem
 from ..problems.backward import ROW_PADDING, BackwardProblem
 from ..problems.memory import WORKSPACE_ALIGNMENT
+from ..problems.tile_order import num_m_blocks, num_n_blocks
 from ..registry import KernelSpec
 from ..runtime.record import LaunchRecord
-from .attn_fwd import forward_values, num_m_blocks, tile_launches
+from .attn_fwd import forward_values, tile_launches
 from .host_struct import At, member, strides
 from .numbers import MAX_GRID_X
 from .score_mod import array_values
@@ -90,15 +91,6 @@ def places(problem: BackwardProblem, dq_columns: int, n_blocks: int = 0) -> Back
         begin += -(-4 * count // WORKSPACE_ALIGNMENT) * WORKSPACE_ALIGNMENT
     dq_accum, sink_partials = at[2] if dq_columns else None, at[3] if sums else None
     return BackwardPlaces(at[0], at[1], dq_accum, sink_partials, at[4] if blocks else None, begin)
-
-
-def num_n_blocks(problem: AttentionProblem, block_n: int) -> int:
-    """Tiles of keys of each head: of one sequence, or for packed ones a bound that holds for any lengths."""
-    blocks = -(-problem.seqlen_k // block_n)
-    if problem.varlen and blocks:
-        # One partly filled tile a sequence, and one each before and behind all sequences.
-        blocks += problem.batch + 2
-    return blocks
 
 
 def backward_values(

@@ -1,55 +1,17 @@
-"""Launches of ``attn_bwd_sm90``, and of ``attn_bwd_dkdv_sm90`` and ``attn_bwd_dq_sm90``: maps, grid, order of tiles."""
+"""Launches of ``attn_bwd_sm90``, and of ``attn_bwd_dkdv_sm90`` and ``attn_bwd_dq_sm90``: maps, grid, list of tiles."""
 
 from __future__ import annotations
 
-from ..problems import UNLIMITED, AttentionProblem, Target
+from ..problems import Target
 from ..problems.backward import BackwardProblem
-from ..problems.memory import ITEMSIZE
+from ..problems.tile_order import TileList, num_m_blocks, num_n_blocks
 from ..registry import KernelSpec
 from ..runtime.record import LaunchRecord, TensorMap
-from . import tile_order
-from .attn_bwd_sm80 import BackwardPlaces, backward_values, num_n_blocks
-from .attn_fwd import num_m_blocks
+from .attn_bwd_sm80 import BackwardPlaces, backward_values
 from .attn_fwd_sm90 import PANEL, mapped, operand_map, tile_values
 from .host_struct import member
 from .score_mods import finite, score_mod_values
 from .structs import ATTN_BWD_MODS_SM90, ATTN_BWD_SM90
-
-
-def tiles_of(problem: BackwardProblem, spec: KernelSpec, sm_count: int) -> tile_order.TileList:
-    """In which order the persistent kernel ``spec`` takes the tiles of keys of every kv head.
-
-    With causality a tile is the longer the nearer it is to key 0; the list's last block is the longest one. Of packed
-    sequences, whose lengths are on the device, the list is a bound. An ordered kernel has an order of its own.
-    """
-    f = problem.forward
-    blocks, heads = num_n_blocks(f, spec.block_n), f.num_kv_heads * (1 if f.varlen else f.batch)
-    drawn = f.varlen or spec.ordered_dq
-    if heads * blocks == 0 or drawn or f.window_left == f.window_right == UNLIMITED:
-        return tile_order.head_by_head(heads, blocks)
-    # A query sees keys to its right as a key is seen by queries to its left.
-    lengths = tile_order.lengths(f.seqlen_k, f.seqlen_q, spec.block_n, spec.block_m, f.window_right, f.window_left)
-    return _list_of(f, heads, lengths[::-1], sm_count, f.seqlen_q * f.num_q_heads / f.num_kv_heads)
-
-
-def _list_of(f: AttentionProblem, heads: int, lengths: list[int], sm_count: int, rows: float) -> tile_order.TileList:
-    """Of causal heads, whose tiles have these ``lengths``, or of heads with a window.
-
-    rows: of the two arrays that all tiles of a head read.
-    """
-    if f.window_left == UNLIMITED:
-        return tile_order.causal(heads, lengths, sm_count, ITEMSIZE[f.dtype] * rows * (f.head_dim + f.head_dim_v))
-    return tile_order.windowed(heads, lengths, sm_count)
-
-
-def _query_tiles(problem: BackwardProblem, spec: KernelSpec, blocks: int, sm_count: int) -> tile_order.TileList:
-    """In which order the persistent kernel ``spec`` takes the ``blocks`` tiles of queries of every query head."""
-    f = problem.forward
-    heads = f.num_q_heads * f.batch
-    if heads * blocks == 0 or f.window_left == f.window_right == UNLIMITED:
-        return tile_order.head_by_head(heads, blocks)
-    lengths = tile_order.lengths(f.seqlen_q, f.seqlen_k, spec.block_m, spec.block_n, f.window_left, f.window_right)
-    return _list_of(f, heads, lengths, sm_count, f.seqlen_k * f.num_kv_heads / f.num_q_heads)
 
 
 def _packed_map(name: str, dtype: str, shape: tuple[int, int, int], strides: tuple[int, int], rows: int) -> TensorMap:
@@ -70,7 +32,7 @@ def _launch(
     spec: KernelSpec,
     problem: BackwardProblem,
     target: Target,
-    tiles: tile_order.TileList,
+    tiles: TileList,
     values: dict[str, object],
     overlap: bool = False,
 ) -> tuple[LaunchRecord, ...]:
@@ -118,22 +80,23 @@ def build(
     dq_columns: int,
     target: Target,
     *,
+    tiles: TileList,
     overlap: bool = False,
 ) -> tuple[LaunchRecord, ...]:
     """The launch that makes dk and dv, and the sums of dq where there is a place for them; none without keys.
 
-    overlap: it may begin before the kernel ahead has ended, which is ``attn_bwd_prepare``.
+    tiles: of keys. overlap: it may begin before the kernel ahead has ended, which is ``attn_bwd_prepare``.
     """
     blocks = num_n_blocks(problem.forward, spec.block_n)
     values = backward_values(problem, at, dq_columns=dq_columns, n_blocks=blocks)
     overlap = overlap and spec.family == "attn_bwd_sm90"  # the others do not wait by themselves
-    return _launch(spec, problem, target, tiles_of(problem, spec, target.sm_count), values, overlap)
+    return _launch(spec, problem, target, tiles, values, overlap)
 
 
 def build_dq(
-    spec: KernelSpec, problem: BackwardProblem, at: BackwardPlaces, target: Target
+    spec: KernelSpec, problem: BackwardProblem, at: BackwardPlaces, target: Target, *, tiles: TileList
 ) -> tuple[LaunchRecord, ...]:
-    """The launch that makes dq alone; none without queries."""
+    """The launch that makes dq alone; none without queries. tiles: of queries."""
     blocks = num_m_blocks(problem.forward, spec.block_m)
     values = backward_values(problem, at, m_blocks=blocks)
-    return _launch(spec, problem, target, _query_tiles(problem, spec, blocks, target.sm_count), values)
+    return _launch(spec, problem, target, tiles, values)

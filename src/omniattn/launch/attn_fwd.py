@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from ..problems import AttentionProblem, Pages, Target
+from ..problems import AttentionProblem, Pages
+from ..problems.tile_order import num_m_blocks
 from ..registry import KernelSpec
 from ..runtime.record import LaunchRecord
 from .host_struct import At, member, strides
@@ -15,15 +16,6 @@ from .used_rows import used_rows
 
 #: Numbers of the kinds in device code (``kernels_cu/params/attn_fwd.cuh``).
 SINKS_KINDS = {"none": 0, "float32": 1, "io": 2}
-
-
-def num_m_blocks(problem: AttentionProblem, block_m: int) -> int:
-    """Tiles of query rows of each head: of one sequence, or for packed ones a bound that holds for any lengths."""
-    blocks = -(-problem.seqlen_q // block_m)
-    if problem.varlen and blocks:
-        # One partly filled tile a sequence, and one each before and behind all sequences.
-        blocks += problem.batch + 2
-    return blocks
 
 
 def page_rows(pages: Pages, block_n: int) -> int:
@@ -98,9 +90,7 @@ def tile_launches(num_tiles: int) -> list[tuple[int, int]]:
     return [(first, min(MAX_GRID_X, num_tiles - first)) for first in range(0, num_tiles, MAX_GRID_X)]
 
 
-def build(
-    spec: KernelSpec, problem: AttentionProblem, target: Target, masks: MaskPlaces | None = None
-) -> tuple[LaunchRecord, ...]:
+def build(spec: KernelSpec, problem: AttentionProblem, masks: MaskPlaces | None = None) -> tuple[LaunchRecord, ...]:
     """The launches of a call. masks: what was made of the mask, where attention does not read it itself."""
     blocks = num_m_blocks(problem, spec.block_m)
     tiles = blocks * problem.num_q_heads * (1 if problem.varlen else problem.batch)

@@ -7,10 +7,10 @@ from dataclasses import asdict, dataclass, replace
 from ..problems import AttentionProblem, Target
 from ..problems.memory import aligned
 from ..problems.split import ONE_HEAD, PackGQA, SplitKV, TailSplit, is_final
+from ..problems.tile_order import TileList, head_by_head, num_m_blocks
 from ..registry import KernelSpec
 from ..runtime.record import LaunchRecord
-from . import tile_order
-from .attn_fwd import SINKS_KINDS, forward_values, num_m_blocks
+from .attn_fwd import SINKS_KINDS, forward_values
 from .attn_fwd_sm90 import operand_map, packed_gqa_map
 from .attn_int8 import OperandPlaces
 from .attn_int8_sm90 import flush_keys, key_maps, packed_operands_map
@@ -92,10 +92,10 @@ class _Split:
         return told if is_final(self.problem, self.splits) else replace(told, lse=False, sinks="none")
 
     @property
-    def tiles(self) -> tile_order.TileList:
+    def tiles(self) -> TileList:
         if self.tail is not None:
-            return tile_order.head_by_head(self.splits, self.tail.num_tiles)
-        return tile_order.head_by_head(self.problem.batch * self.heads, self.blocks * self.splits)
+            return head_by_head(self.splits, self.tail.num_tiles)
+        return head_by_head(self.problem.batch * self.heads, self.blocks * self.splits)
 
     def tile_values(self) -> dict[str, object]:
         """The member ``tiles``."""

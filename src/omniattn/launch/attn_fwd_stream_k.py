@@ -7,9 +7,9 @@ from dataclasses import asdict, replace
 from ..problems import AttentionProblem
 from ..problems.memory import aligned
 from ..problems.split import PackGQA, StreamK
+from ..problems.tile_order import first
 from ..registry import KernelSpec
 from ..runtime.record import LaunchRecord
-from . import tile_order
 from .attn_fwd import SINKS_KINDS, forward_values
 from .attn_fwd_sm90 import key_value_maps, packed_gqa_map
 from .attn_int8 import OperandPlaces
@@ -65,7 +65,7 @@ def build(
     # Rows are those of packed sequences, which the kernel counts by itself; of a few heads it makes one.
     told = replace(p, num_q_heads=p.num_q_heads // pack_gqa.heads)
     unused = dict.fromkeys(("num_splits", "num_queries", "num_tiles", "first_tile"), 0)
-    tiles = asdict(tile_order.first(ctas)) | unused | {"pack": pack_gqa.pack, "pack_heads": pack_gqa.heads}
+    tiles = asdict(first(ctas)) | unused | {"pack": pack_gqa.pack, "pack_heads": pack_gqa.heads}
     if places is None:
         layout, values = _on_16_bits(spec, p, told, pack_gqa, partial)
     else:

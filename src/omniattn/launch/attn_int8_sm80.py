@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..problems import AttentionProblem, Target
+from ..problems import AttentionProblem
 from ..problems.quantize import Strides3, operand_strides
+from ..problems.tile_order import num_m_blocks
 from ..registry import KernelSpec
 from ..runtime.record import LaunchRecord
-from .attn_fwd import forward_values, num_m_blocks, tile_launches
+from .attn_fwd import forward_values, tile_launches
 from .attn_int8 import OperandPlaces
 from .host_struct import member
 from .structs import ATTN_FP8_FACTORS_SM89, ATTN_INT8_SM80
 
 
-def build(
-    spec: KernelSpec, problem: AttentionProblem, target: Target, places: OperandPlaces
-) -> tuple[LaunchRecord, ...]:
+def build(spec: KernelSpec, problem: AttentionProblem, places: OperandPlaces) -> tuple[LaunchRecord, ...]:
     """The launches of a call; of its strides those of o, LSE and mask are used."""
     blocks = num_m_blocks(problem, spec.block_m)
     tiles = blocks * problem.num_q_heads * (1 if problem.varlen else problem.batch)

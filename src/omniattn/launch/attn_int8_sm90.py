@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from ..problems import AttentionProblem, Target
+from ..problems import AttentionProblem
 from ..problems.quantize import Strides3
-from ..problems.split import PackGQA
+from ..problems.split import PackGQA, Whole
+from ..problems.tile_order import num_m_blocks
 from ..registry import KernelSpec
 from ..runtime.record import LaunchRecord, TensorMap
-from . import tile_order
-from .attn_fwd import forward_values, num_m_blocks
-from .attn_fwd_sm90 import ctas_of, mapped, tile_values, tiles_of
+from .attn_fwd import forward_values
+from .attn_fwd_sm90 import mapped, tile_values
 from .attn_int8 import OperandPlaces
 from .host_struct import At, member
 from .masks import MaskPlaces
@@ -67,19 +67,19 @@ def packed_operands_map(
 def build(
     spec: KernelSpec,
     problem: AttentionProblem,
-    target: Target,
+    order: Whole,
     places: OperandPlaces,
     masks: MaskPlaces | None = None,
-    first_tiles: int | None = None,
 ) -> tuple[LaunchRecord, ...]:
     """The launch of a call; of its strides those of o, LSE and mask are used. None where there is no query.
 
-    masks: what was made of the mask. first_tiles: how many tiles of queries, head by head; None: all, in their order.
+    order: the list of tiles, and the CTAs that share it. masks: what was made of the mask.
     """
     blocks, batch = num_m_blocks(problem, spec.block_m), 1 if problem.varlen else problem.batch
     if blocks * batch * problem.num_q_heads == 0:
         return ()
     at = places.at
+    assert order.tiles is not None, "persistent kernels have a list of tiles"
     q = _map(
         at["q_int"],
         (places.width, problem.seqlen_q, problem.num_q_heads, batch),
@@ -89,11 +89,10 @@ def build(
     k = v = q  # without keys nothing is copied, but a map of zero rows cannot be made
     if problem.seqlen_k:
         k, v = key_maps(spec, problem, places, batch)
-    tiles = tiles_of(problem, spec, blocks, target.sm_count) if first_tiles is None else tile_order.first(first_tiles)
     forward = forward_values(
         problem, blocks, operands=(at["q_int"], at["k_int"], at["v"]), starts=places.starts
     )  # q, k, v and their strides are not used
-    values = {"map_q": q, "map_k": k, "map_v": v, **tile_values(tiles), **member("fwd", forward)}
+    values = {"map_q": q, "map_k": k, "map_v": v, **tile_values(order.tiles), **member("fwd", forward)}
     values |= member("operands", places.values())
     values |= {"reserved": 0, **member("scales", places.block_scales())}
     values["flush_keys"] = flush_keys(places)
@@ -103,7 +102,7 @@ def build(
     if factors:
         values |= member("factors", places.value_factors())
     layout = _LAYOUTS[score_mods, factors]
-    grid = (ctas_of(problem, spec, tiles, target), 1, 1)
+    grid = (order.ctas, 1, 1)
     return (LaunchRecord(spec, grid, 32 * spec.num_warps, *layout.pack(values)),)
 
 

@@ -6,8 +6,17 @@ from ..errors import ArgumentError, UnsupportedError
 from ..launch import attn_bwd_sm80, attn_bwd_sm90, used_rows
 from ..launch.score_mod import with_score_mod
 from ..problems import BackwardProblem, Target
+from ..problems.tile_order import num_n_blocks
 from ..runtime.record import LaunchRecord
-from ..select import Selection, select_backward, select_backward_rows, select_clear, select_dq
+from ..select import (
+    Selection,
+    order_of_keys,
+    order_of_queries,
+    select_backward,
+    select_backward_rows,
+    select_clear,
+    select_dq,
+)
 from .engine import Launches
 
 
@@ -88,17 +97,21 @@ def plan_backward(problem: BackwardProblem, target: Target, force: str | None) -
     on_wgmma = main is not None and main.spec.arch_specific
     before, behind = select_backward_rows(problem, target, force, fragments=on_wgmma)
     dq_columns = main.spec.head_dim if main is not None and wants_dq and not own_dq else 0
-    n_blocks = attn_bwd_sm80.num_n_blocks(problem.forward, main.spec.block_n) if main is not None and ordered else 0
+    n_blocks = num_n_blocks(problem.forward, main.spec.block_n) if main is not None and ordered else 0
     at = attn_bwd_sm80.places(problem, dq_columns, n_blocks)
     records = attn_bwd_sm80.build_prepare(before.spec, problem, at, dq_columns, n_blocks)
     if main is not None:
         if on_wgmma:
-            records += attn_bwd_sm90.build(main.spec, problem, at, dq_columns, target, overlap=bool(records))
+            tiles = order_of_keys(main.spec, problem, target)
+            records += attn_bwd_sm90.build(
+                main.spec, problem, at, dq_columns, target, tiles=tiles, overlap=bool(records)
+            )
         else:
             records += attn_bwd_sm80.build(main.spec, problem, at, dq_columns)
     if alone is not None:
         if alone.spec.arch_specific:
-            records += attn_bwd_sm90.build_dq(alone.spec, problem, at, target)
+            tiles = order_of_queries(alone.spec, problem, target)
+            records += attn_bwd_sm90.build_dq(alone.spec, problem, at, target, tiles=tiles)
         else:
             records += attn_bwd_sm80.build_dq(alone.spec, problem, at)
     # Sums of dq: the kernel ahead is that of all gradients.

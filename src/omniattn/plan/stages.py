@@ -6,7 +6,6 @@ it made.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from ..launch import (
@@ -30,7 +29,8 @@ from ..launch.masks import MaskPlaces
 from ..problems import AttentionProblem, QuantizeCall, QuantizeProblem, Target
 from ..problems.memory import aligned
 from ..problems.quantize import carve
-from ..problems.split import ONE_HEAD, WHOLE, SplitKV, StreamK, TailSplit, Whole, is_final
+from ..problems.split import ONE_HEAD, SplitKV, StreamK, TailSplit, Whole, is_final
+from ..problems.tile_order import first, num_m_blocks
 from ..registry import KernelSpec
 from ..runtime.record import LaunchRecord
 from ..select import (
@@ -50,12 +50,6 @@ from ..select import (
     tail_row,
 )
 from .engine import Launches
-
-#: Builders of attention that does not split keys take what there is of operands and masks.
-_Builder = Callable[..., tuple[LaunchRecord, ...]]
-_BUILDERS: dict[str, _Builder] = {"attn_fwd_sm80": attn_fwd.build, "attn_fwd_sm90": attn_fwd_sm90.build}
-#: By the grouping of the operands that the kernel reads.
-_QUANTIZED_BUILDERS: dict[str, _Builder] = {"sm80": attn_int8_sm80.build, "sm90": attn_int8_sm90.build}
 
 
 @dataclass(frozen=True)
@@ -123,7 +117,7 @@ def _attend(
     p, schedule, pack_gqa = problem, candidate.schedule, candidate.pack_gqa
     begin = aligned(mask.end)
     if isinstance(schedule, Whole):
-        return _Stage(mask.end, _whole(row, p, target, places, mask))
+        return _Stage(mask.end, _whole(row, p, schedule, places, mask))
     if isinstance(schedule, SplitKV) and is_final(p, schedule.splits):
         records, end = attn_fwd_split.build(row, None, p, target, pack_gqa, schedule, mask.places, begin)
         return _Stage(end, records)
@@ -136,24 +130,24 @@ def _attend(
     split = attn_fwd_split.build(rest, merge.spec, p, target, pack_gqa, schedule, mask.places, begin, places)
     if isinstance(schedule, SplitKV):
         return _Stage(split[1], split[0], (merge,))
-    first = _whole(row, p, target, places, mask, first_tiles=schedule.first_tile)
+    # Whole rounds of tiles: all places have one.
+    rounds = Whole(first(schedule.first_tile), min(schedule.first_tile, target.sm_count * row.ctas_per_sm))
+    before = _whole(row, p, rounds, places, mask)
     goes_on = Selection(rest, ("the last tiles of the kernel before it, with their keys split",))
-    return _Stage(split[1], (*first, *split[0]), (goes_on, merge))
+    return _Stage(split[1], (*before, *split[0]), (goes_on, merge))
 
 
 def _whole(
-    row: KernelSpec,
-    problem: AttentionProblem,
-    target: Target,
-    places: OperandPlaces | None,
-    mask: _Mask,
-    **first_tiles: int,
+    row: KernelSpec, problem: AttentionProblem, order: Whole, places: OperandPlaces | None, mask: _Mask
 ) -> tuple[LaunchRecord, ...]:
-    """Attention with all keys of a tile in one CTA; first_tiles: of so many tiles, if not of all."""
+    """Attention with all keys of a tile in one CTA."""
+    if places is None and row.arch_specific:
+        return attn_fwd_sm90.build(row, problem, order, mask.places)
     if places is None:
-        return _BUILDERS[row.family](row, problem, target, mask.places, **first_tiles)
-    given = (places,) if row.grouping == "sm80" else (places, mask.places)
-    return _QUANTIZED_BUILDERS[row.grouping](row, problem, target, *given, **first_tiles)
+        return attn_fwd.build(row, problem, mask.places)
+    if row.grouping == "sm80":
+        return attn_int8_sm80.build(row, problem, places)
+    return attn_int8_sm90.build(row, problem, order, places, mask.places)
 
 
 def _mask(candidate: Candidate, problem: AttentionProblem, target: Target, force: str | None, end: int) -> _Mask:
@@ -169,10 +163,9 @@ def _mask(candidate: Candidate, problem: AttentionProblem, target: Target, force
     # Kernels on mma.sync find masks by queries, others by rows of a tile.
     by_rows = pack_gqa if row.arch_specific else ONE_HEAD
     block_m = row.block_m // (pack_gqa.pack // by_rows.pack)
-    blocks = attn_fwd.num_m_blocks(replace(problem, seqlen_q=problem.seqlen_q * by_rows.pack), block_m)
-    # Kernels of an architecture are persistent: they have an order of tiles. Splits have their own.
-    ordered = row.arch_specific and candidate.schedule == WHOLE
-    lead_rows = attn_fwd_sm90.tiles_of(problem, row, blocks, target.sm_count).lead_rows if ordered else 0
+    blocks = num_m_blocks(replace(problem, seqlen_q=problem.seqlen_q * by_rows.pack), block_m)
+    tiles = candidate.schedule.tiles if isinstance(candidate.schedule, Whole) else None
+    lead_rows = 0 if tiles is None else tiles.lead_rows
     if problem.packs_mask:
         pack, listing = select_masks(problem, target, force)
         kernels = (pack, listing) if how is MaskInput.LISTED else (pack,)

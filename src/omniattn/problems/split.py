@@ -7,6 +7,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from .attention import AttentionProblem
+from .tile_order import TileList
 
 #: Rows of a tile that have one head, as far apart as a lane's rows are on mma.sync and those that a thread packs.
 _ROWS_APART = 8
@@ -31,7 +32,21 @@ ONE_HEAD = PackGQA(1, 1)
 
 @dataclass(frozen=True, slots=True)
 class Whole:
-    """Every CTA has all keys of its tile of queries."""
+    """Every CTA has all keys of its tile of queries.
+
+    Attributes
+    ----------
+    tiles : TileList, optional
+        The order in which persistent CTAs take them; None: the GPU hands out a CTA for each.
+    ctas : int
+        Of a persistent kernel.
+    spare : int
+        CTAs less than the GPU has places for, so that the others have equal work.
+    """
+
+    tiles: TileList | None = None
+    ctas: int = 0
+    spare: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,16 +163,3 @@ def _fewest(group: int, queries: int, block_m: int, packs: tuple[int, ...], orde
         return group // way.heads * -(-queries * way.pack // block_m), way.pack / way.heads, -order * way.heads
 
     return min(ways, key=rank)
-
-
-def tile_keys(problem: AttentionProblem, block_m: int, block_n: int, pack: int) -> list[int]:
-    """Tiles of keys that each tile of packed rows sees, as the kernels count them (``KeyTiles`` of mask.cuh)."""
-    p, rows = problem, problem.seqlen_q * pack
-    found = []
-    for m0 in range(0, rows, block_m):
-        first_row, last_row = m0 // pack, (min(m0 + block_m, rows) - 1) // pack
-        offset = p.seqlen_k - p.seqlen_q
-        lo = 0 if p.window_left < 0 else max(min(first_row + offset - p.window_left, p.seqlen_k), 0)
-        hi = p.seqlen_k if p.window_right < 0 else max(min(last_row + offset + p.window_right + 1, p.seqlen_k), 0)
-        found.append(max(-(-hi // block_n) - lo // block_n, 0))
-    return found

@@ -3,6 +3,39 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class PerCycle(NamedTuple):
+    """What an SM does in a cycle.
+
+    Attributes
+    ----------
+    products : int
+        Operations of dense 16-bit products with fp32 sums.
+    sync_products : int
+        Of those by mma.sync.
+    """
+
+    products: int
+    sync_products: int
+
+
+#: By compute capability: the vendor's TFLOP/s over SMs and boost clock (data sheets of A100, RTX 3090, L4, H100, B200,
+#: RTX PRO 6000; GeForce has half of the last). On Hopper mma.sync reaches no more than six tenths.
+PER_CYCLE = {
+    (8, 0): PerCycle(2048, 2048),
+    (8, 6): PerCycle(512, 512),
+    (8, 9): PerCycle(1024, 1024),
+    (9, 0): PerCycle(4096, 2458),
+    (10, 0): PerCycle(8192, 8192),
+    (12, 0): PerCycle(1024, 1024),
+}  # fmt: skip
+#: Rows of a product: of a warp by mma.sync, of the warps of a warpgroup by wgmma. Softmax of a warp's rows takes an SM
+#: as long with either: all compute 16 exponentials a cycle (CUDA programming guide, "Arithmetic Instructions").
+WARP_ROWS, WARPGROUP_ROWS = 16, 64
+#: Bytes of a sector of memory: tensor maps bring rows that end within one at a fraction of the rate.
+SECTOR = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -11,8 +44,9 @@ class Coefficients:
 
     Attributes
     ----------
-    launch, launch_more : float
-        The first kernel of a call, and each one behind or before it.
+    launch, launch_more, merge : float
+        The first kernel of a call; each one behind or before it; the one that merges partial results, which begins
+        while they are made.
     memory, l2 : float
         Bytes a microsecond, of all SMs.
     parts : float
@@ -22,7 +56,10 @@ class Coefficients:
     quantize : float
         Bytes a microsecond of the kernels that quantize operands.
     uneven : float
-        What the busiest CTA has more than the mean, of tiles of different lengths, as a fraction.
+        What the busiest CTA has more than the mean, as a fraction, where tiles of different lengths are in no list.
+    apart : float
+        How much longer steps take, as a fraction, for each byte of K and V that is under way at one time because heads
+        are interleaved.
     walk : float
         To look at the lengths of packed sequences.
     item : float
@@ -41,18 +78,20 @@ class Coefficients:
         How much longer softmax takes with masks alone, and where functions of scores are computed.
     bias : float
         Besides, for each key, with numbers that are added to scores.
-    sync_item, sync_wait, sync_product, sync_exp, sync_scores : float
-        The same on mma.sync, for 16 rows of a warp.
+    sync_item, sync_wait, sync_product : float
+        The same on mma.sync, for 16 rows of a warp; softmax, which products overlap with, is that of wgmma.
     """
 
     launch: float
     launch_more: float
+    merge: float
     memory: float
     l2: float
     parts: float
     partial: float
     quantize: float
     uneven: float
+    apart: float
     walk: float
     item: float
     store: float
@@ -69,8 +108,6 @@ class Coefficients:
     sync_item: float
     sync_wait: float
     sync_product: float
-    sync_exp: float
-    sync_scores: float
 
 
 @dataclass(frozen=True)

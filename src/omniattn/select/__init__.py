@@ -12,6 +12,7 @@ from .choice import Selection
 from .choose import Choice, choices, ranked
 from .fit import needs_mods
 from .masks import select_mask_align, select_masks, select_tile_kinds
+from .orders import order_of_keys, order_of_queries
 from .partial import combine_of, tail_row
 from .quantize import select_delta, select_fp8_quantizer, select_fp8_values, select_layout, select_quantizer
 
@@ -25,6 +26,8 @@ __all__ = [
     "choices",
     "combine_of",
     "needs_mods",
+    "order_of_keys",
+    "order_of_queries",
     "ranked",
     "rows_of",
     "select_append",

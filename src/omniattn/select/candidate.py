@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from ..problems import UNLIMITED, AttentionProblem
-from ..problems.split import ONE_HEAD, WHOLE, PackGQA, Schedule, SplitKV, StreamK, TailSplit
+from ..problems.split import ONE_HEAD, WHOLE, PackGQA, Schedule, SplitKV, StreamK, TailSplit, Whole
 from ..registry import KernelSpec
 from ..registry.masks import MASK_TILE, MAX_TILES
 
@@ -41,7 +41,7 @@ class Candidate:
     pack_gqa : PackGQA
         Query heads that share the rows of a tile.
     schedule : Schedule
-        How keys are divided among CTAs.
+        How keys are divided among CTAs; of a persistent kernel also the order of its tiles.
     mask : MaskInput
     heads_as_queries : bool
         The query heads of a kv head, with one query each, are told to the kernel as queries of one head.
@@ -65,6 +65,8 @@ class Candidate:
             words.append(f"Stream-K over {self.schedule.ctas} CTAs")
         elif isinstance(self.schedule, TailSplit):
             words.append(f"last {self.schedule.num_tiles} tiles in {self.schedule.splits} splits")
+        else:
+            words += _unusual(self.schedule)
         if self.mask is not MaskInput.IN_PLACE:
             words.append(f"mask {self.mask.value}")
         if self.heads_as_queries:
@@ -75,6 +77,20 @@ class Candidate:
         """The call as its kernels are told of it."""
         told = heads_as_queries(problem) if self.heads_as_queries else problem
         return keys_as_tiles(told) if self.mask is MaskInput.AS_TILES else told
+
+
+def _unusual(order: Whole) -> list[str]:
+    """What an order of tiles has that the usual ones have not."""
+    tiles = order.tiles
+    if tiles is None:
+        return []
+    words = []
+    if tiles.num_tail_heads:
+        heads = f"last {tiles.num_tail_heads} heads" if tiles.num_pairs else "heads"
+        words.append(f"{heads} interleaved")
+    if order.spare:
+        words.append(f"{order.ctas} CTAs")
+    return words
 
 
 def can_have_heads_as_queries(problem: AttentionProblem) -> bool:

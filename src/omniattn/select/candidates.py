@@ -10,6 +10,7 @@ from ..problems import UNLIMITED, AttentionProblem, Target
 from ..problems.split import (
     ONE_HEAD,
     PackGQA,
+    Schedule,
     SplitKV,
     StreamK,
     TailSplit,
@@ -35,17 +36,18 @@ from .candidate import (
 )
 from .features import sequences, tile_steps
 from .fit import fit, fitting_rows
+from .orders import other_orders, usual_order
 from .partial import tail_row
 
-#: Rounds of CTAs that a split makes: more of them were never faster by half a percent; and that of a tail's tiles.
-_ROUNDS, _TAIL_ROUNDS = (0.5, 0.75, 1, 2), (1, 2)
+#: Rounds of CTAs that a split makes, that of a tail's tiles whole ones: more were never faster by half a percent.
+_ROUNDS = 0.5, 0.75, 1, 2
 #: Rounds of CTAs from which on whole tiles keep the GPU busy: no split of them was the fastest way.
 _FULL = 1.5
 #: Splits of a tail's tiles, at most.
 _TAIL_SPLITS = 11
 #: Tiles that heads which share them have to save, as a fraction.
 _SAVED = 0.05
-#: Tiles of a sequence's queries, in the mean, up to which CTAs with even shares read keys that others have just read.
+#: Tiles of a sequence's queries, in the mean, up to which CTAs of Stream-K read keys that others have just read.
 _MOST_TILES = 4
 #: Keys of the narrowest tiles and of usual ones, and what part of the keys that usual ones load they may: with as many
 #: they are slower (docs/performance/selection.md).
@@ -54,7 +56,9 @@ _NARROW, _USUAL, _PART = 32, 64, 0.75
 _WIDEST, _LEAST_COLUMNS = 1.5, 128
 
 
-def candidates(problem: AttentionProblem, target: Target, row: KernelSpec | None = None) -> tuple[Candidate, ...]:
+def candidates(
+    problem: AttentionProblem, target: Target, row: KernelSpec | None = None, *, every_order: bool = True
+) -> tuple[Candidate, ...]:
     """The ways to run a call.
 
     Of rows that differ in nothing but what the call has no use for (columns beyond its head_dim, options) the smallest
@@ -67,16 +71,20 @@ def candidates(problem: AttentionProblem, target: Target, row: KernelSpec | None
     row : KernelSpec, optional
         Only the ways of this one, which need not be worth a look; one that splits keys has more than one part of a tile
         where there are several tiles of keys.
+    every_order : bool
+        False: of persistent kernels only the usual order of tiles, as others take time to find.
 
     Returns
     -------
     tuple of Candidate
         Empty where no kernel serves the call.
     """
-    found = [way for view in _with_tiles(problem) for way in (*_whole(view, target, row), *_split(view, target, row))]
+    found: list[Candidate] = []
+    for view in _with_tiles(problem):
+        found += (*_whole(view, target, row, every_order), *_split(view, target, row))
     if can_have_heads_as_queries(problem):
         for view in _with_tiles(heads_as_queries(problem)):
-            ways = list(_whole(view, target, row))
+            ways = list(_whole(view, target, row, every_order))
             if not _shares_all_heads(problem):
                 ways += _split(view, target, row)
             found += [replace(way, heads_as_queries=True) for way in ways]
@@ -118,15 +126,17 @@ def _shares_all_heads(p: AttentionProblem) -> bool:
     return not p.score_mods and gqa_packing(p, MASK_TILE).heads * p.num_kv_heads == p.num_q_heads
 
 
-def _whole(p: AttentionProblem, target: Target, only: KernelSpec | None) -> Iterator[Candidate]:
+def _whole(p: AttentionProblem, target: Target, only: KernelSpec | None, every_order: bool) -> Iterator[Candidate]:
     for row in _rows("attention", p, target, only):
         if only is None and _is_too_narrow(row, p):
             continue
+        schedules: list[Schedule] = [usual_order(row, p, target)]
+        if every_order:
+            schedules += other_orders(row, p, target)
+        if only is None:
+            schedules += _tails(row, p, target)
         for mask in mask_inputs(row, p):
-            way = Candidate(row, mask=mask)
-            yield way
-            if only is None:
-                yield from (replace(way, schedule=schedule) for schedule in _tails(row, p, target))
+            yield from (Candidate(row, schedule=schedule, mask=mask) for schedule in schedules)
 
 
 def _tails(row: KernelSpec, p: AttentionProblem, target: Target) -> Iterator[TailSplit]:
@@ -141,7 +151,7 @@ def _tails(row: KernelSpec, p: AttentionProblem, target: Target) -> Iterator[Tai
         return
     steps = -(-p.seqlen_k // row.block_n)
     most = min(_TAIL_SPLITS, steps)
-    for splits in sorted({min(n * target.sm_count // rest, most) for n in _TAIL_ROUNDS}):
+    for splits in sorted({min(int(n) * target.sm_count // rest, most) for n in _ROUNDS if n >= 1}):
         if splits > 1:
             yield TailSplit(splits, rounds * target.sm_count, rest)
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from ..problems import AttentionProblem, Target
-from ..problems.split import SplitKV, StreamK, TailSplit
+from ..problems.split import SplitKV, StreamK, TailSplit, Whole
 from ..registry import KernelSpec
 from .attention import facts, unserved
 from .candidate import Candidate
@@ -17,6 +17,7 @@ from .cost import cost_us
 from .features import Kept, features
 from .fit import fit
 from .model import coefficients_of, scaled_from
+from .orders import best_balance, other_orders
 from .partial import merge_op
 
 #: Operations that merge.
@@ -81,13 +82,29 @@ def choices(problem: AttentionProblem, target: Target, force: str | None = None)
 def ranked(problem: AttentionProblem, target: Target, row: KernelSpec | None = None) -> list[tuple[float, Candidate]]:
     """The ways to run a call with the microseconds that they take by the model, the fastest first.
 
-    Of equally fast ones the first of `candidates` comes first. row: as `candidates` takes it.
+    Orders of tiles other than the usual ones are there for kernels that could be the fastest with one: looking for them
+    takes most of the time. Of equally fast ways the first of `candidates` comes first. row: as `candidates` takes it.
     """
     coefficients = coefficients_of(target)
     kept: Kept = {}
-    ways = candidates(problem, target, row)
-    found = [(cost_us(features(way, problem, target, kept), coefficients), way) for way in ways]
-    return sorted(found, key=lambda pair: pair[0])
+
+    def priced(way: Candidate) -> tuple[float, Candidate]:
+        return cost_us(features(way, problem, target, kept), coefficients), way
+
+    found = [priced(way) for way in candidates(problem, target, row, every_order=False)]
+    found.sort(key=_us)
+    for us, way in tuple(found):
+        if not isinstance(way.schedule, Whole) or way.schedule.tiles is None:
+            continue
+        told = way.told(problem)
+        if us * best_balance(way.row, told, target) < found[0][0]:
+            found += (priced(replace(way, schedule=order)) for order in other_orders(way.row, told, target))
+            found.sort(key=_us)
+    return found
+
+
+def _us(found: tuple[float, Candidate]) -> float:
+    return found[0]
 
 
 def forced_row(problem: AttentionProblem, target: Target, force: str | None) -> KernelSpec | None:

@@ -8,7 +8,7 @@ operands, what prepares the mask, and the merging of partial results.
 
 from __future__ import annotations
 
-from ..problems.target import Coefficients
+from ..problems.target import WARP_ROWS, WARPGROUP_ROWS, Coefficients
 from .features import Features, Pass
 
 #: Kernels that quantize q, k and v.
@@ -23,25 +23,24 @@ def cost_us(found: Features, c: Coefficients) -> float:
     if found.preparing:
         time += found.preparing * c.launch_more + found.prepared / c.memory
     if found.merged:
-        time += c.launch_more + found.merged / c.partial
+        time += c.merge + found.merged / c.partial
     return time
 
 
 def step_us(one: Pass, c: Coefficients) -> float:
     """A step of all CTAs of an SM that run at the same time."""
     of_products = 2.0 if one.bits == 8 else 1.0
+    scores = {"masks": c.masks, "functions": c.functions}.get(one.scores, 1.0)
+    exp = (c.exp if one.bits > 8 else c.exp_8) * scores * one.keys
     if one.kind == "wgmma":
-        scores = {"masks": c.masks, "functions": c.functions}.get(one.scores, 1.0)
-        bias = c.bias if one.has_bias else 0.0
+        bias = (c.bias if one.has_bias else 0.0) * one.keys
         product = c.product * one.keys * one.channels / of_products
-        softmax = ((c.exp if one.bits > 8 else c.exp_8) * scores + bias) * one.keys
-        alone = product + c.wait + (c.chain * scores + bias) * one.keys
-        busy = one.resident * one.groups * (product + softmax + c.issue)
+        alone = product + c.wait + c.chain * scores * one.keys + bias
+        busy = one.resident * one.groups * (product + exp + bias + c.issue)
     else:
-        scores = 1.0 if one.scores == "as they are" else c.sync_scores
         product = c.sync_product * one.keys * one.channels / of_products
         alone = -(-one.groups // one.warps) * product + c.sync_wait
-        busy = one.resident * one.groups * (product + c.sync_exp * scores * one.keys)
+        busy = one.resident * one.groups * _longest(product, exp * WARP_ROWS / WARPGROUP_ROWS)
     return _longest(alone, busy)
 
 
@@ -51,10 +50,12 @@ def pass_us(one: Pass, c: Coefficients) -> float:
         return 0.0
     item = c.item if one.kind == "wgmma" else c.sync_item
     item += c.store * one.stored + (c.stream if one.is_stream else 0.0)
-    step, uneven = step_us(one, c), 1.0 + (c.uneven if one.is_uneven else 0.0)
+    step, uneven = step_us(one, c), 1.0 + (c.uneven if one.is_uneven else c.apart * one.apart)
     # Nothing is read while a CTA begins and ends, nor behind its last step.
     first = min(one.items, 1.0) * item + min(one.steps, 1.0) * step
     work = max(one.items - 1.0, 0.0) * item + max(one.steps - 1.0, 0.0) * step * uneven
+    if one.short:
+        work -= one.short * (step - step_us(one._replace(groups=one.short_groups), c))
     l2 = one.reread * (c.parts if one.in_parts else 1.0) / c.l2
     return first + _longest(work, one.read / c.memory, l2) + (c.walk if one.walks else 0.0)
 

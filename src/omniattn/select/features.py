@@ -8,13 +8,12 @@ from typing import Any, NamedTuple
 from ..problems import UNLIMITED, AttentionProblem, Target
 from ..problems.memory import ITEMSIZE
 from ..problems.split import SplitKV, StreamK, TailSplit, Whole, is_final
+from ..problems.target import SECTOR, WARP_ROWS, WARPGROUP_ROWS
+from ..problems.tile_order import busiest_cta
 from ..registry import KernelSpec
 from .candidate import Candidate, MaskInput
+from .orders import MAX_ROUNDS, head_tiles, heads_apart, heads_of, row_bytes, seen_bytes, tiles_of_busiest
 
-#: Bytes of a sector of memory: tensor maps bring rows that end within one at a fraction of the rate.
-SECTOR = 32
-#: Query rows of a warpgroup's product, and of a warp's.
-_WGMMA_ROWS, _MMA_ROWS = 64, 16
 #: Tiles of a head that are counted one by one; of more the mean is as good.
 _COUNTED = 8
 #: Lengths that stand for those of packed sequences; what the longest one is of the mean, at most.
@@ -39,7 +38,11 @@ class Pass(NamedTuple):
     items, steps : float
         Of the busiest CTA: tiles of queries, and tiles of keys.
     is_uneven : bool
-        Tiles differ, so that no CTA is as busy as the mean.
+        Tiles differ, and which CTA gets which nobody knows.
+    short, short_groups : float, int
+        Of the steps, those of tiles that have fewer warpgroups with rows, and how many these have.
+    apart : float
+        Bytes of K and V that are under way at one time because heads are interleaved.
     is_stream : bool
         CTAs begin in the middle of tiles, and keep partial results of them.
     groups : int
@@ -55,7 +58,7 @@ class Pass(NamedTuple):
     read : float
         Bytes that have to come from memory or go there.
     reread : float
-        Bytes of K and V for all tiles, from L2.
+        Bytes of Q, and of K and V for all tiles, from L2.
     in_parts : bool
         Rows of these bytes end within a sector.
     walks : bool
@@ -70,6 +73,9 @@ class Pass(NamedTuple):
     items: float
     steps: float
     is_uneven: bool
+    short: float
+    short_groups: int
+    apart: float
     is_stream: bool
     groups: int
     warps: int
@@ -168,6 +174,8 @@ def features(candidate: Candidate, problem: AttentionProblem, target: Target, ke
             stored=stored * row.ctas_per_sm,
         )  # fmt: skip
         merged = _partial_bytes(p, ctas * min(row.block_m, max(p.max_seqlen_q, 1) * pack))
+    elif isinstance(schedule, Whole) and schedule.ctas and not p.varlen:
+        one = _in_order(found, row, schedule, target)
     else:
         splits = schedule.splits if isinstance(schedule, SplitKV) else 1
         one = _launch(found, row, target, found.tiles, splits, stored, 1.0)
@@ -204,12 +212,38 @@ def _launch(
     )  # fmt: skip
 
 
-def _quantized_bytes(p: AttentionProblem) -> float:
-    """16-bit operands read, 8-bit ones written; of operands that come quantized nothing."""
+def _in_order(found: _Tiles, row: KernelSpec, order: Whole, target: Target) -> Pass:
+    """A launch of persistent CTAs that take all tiles in a known order: what the busiest one has."""
+    p, tiles, items, short, groups, apart = found.problem, order.tiles, 0.0, 0.0, 0, 0.0
+    assert tiles is not None
+    resident = max(1, min(-(-tiles.num_items // target.sm_count), row.ctas_per_sm))
+    if p.window_left == p.window_right == UNLIMITED:
+        items, short, groups = tiles_of_busiest(row, p, order)
+        steps, short = items * found.longest, short * found.longest
+    else:
+        of, heads, places = head_tiles(row, p), heads_of(p), target.sm_count * row.ctas_per_sm
+        if tiles.num_items > MAX_ROUNDS * order.ctas:
+            items, steps = found.tiles / order.ctas, found.steps / order.ctas
+        else:
+            work, count = busiest_cta(tiles, heads, of.lengths, order.ctas, row.score_mods)
+            items, steps = float(count), float(work - count)
+        far = heads_apart(tiles, len(of.lengths), places, p.window_left != UNLIMITED)
+        apart = far * seen_bytes(of, row_bytes(p)) if far else 0.0
+    return found.whole._replace(
+        items=items, steps=steps, resident=resident, short=short, short_groups=groups, apart=apart
+    )  # fmt: skip
+
+
+def _quantized_bytes(row: KernelSpec, p: AttentionProblem) -> float:
+    """16-bit operands, read, and written as the kernel takes them; of e4m3 arrays V alone; of quantized ones none."""
     if not p.precision.quantized or p.operands is not None:
         return 0.0
-    rows = (1 if p.varlen else p.batch) * (p.seqlen_q * p.num_q_heads + 2 * p.seqlen_k * p.num_kv_heads)
-    return 3.0 * p.head_dim * rows
+    batch = 1 if p.varlen else p.batch
+    of_qk = p.head_dim * (p.seqlen_q * p.num_q_heads + p.seqlen_k * p.num_kv_heads)
+    of_v, written = p.head_dim_v * p.seqlen_k * p.num_kv_heads, 1 if row.pv == "fp8" else 2
+    if p.descales is not None:
+        return float(batch * of_v * (1 + written))
+    return float(batch * (of_qk * (2 + 1) + of_v * (2 + written)))
 
 
 def _partial_bytes(p: AttentionProblem, rows: float) -> float:
@@ -248,6 +282,7 @@ def _tiles(candidate: Candidate, p: AttentionProblem, target: Target) -> _Tiles:
     itemsize = 1 if row.quantized else ITEMSIZE[p.dtype]
     columns = p.head_dim + p.head_dim_v
     queries = (1 if p.varlen else p.batch) * p.seqlen_q
+    of_q = p.head_dim * queries * p.num_q_heads
     of_bias = row.bias_bytes * rows * row.block_n if row.bias_bytes else 0
     scores = "as they are"
     if row.score_mods:
@@ -261,18 +296,21 @@ def _tiles(candidate: Candidate, p: AttentionProblem, target: Target) -> _Tiles:
         items=0.0,
         steps=0.0,
         is_uneven=False,
+        short=0.0,
+        short_groups=0,
+        apart=0.0,
         is_stream=False,
-        groups=-(-rows // (_WGMMA_ROWS if of_hopper else _MMA_ROWS)),
+        groups=-(-rows // (WARPGROUP_ROWS if of_hopper else WARP_ROWS)),
         warps=row.num_warps,
         keys=row.block_n,
         channels=(row.head_dim + row.head_dim_v) / 2,
         stored=0.0,
         read=itemsize * columns * seen + 2.0 * columns * queries * p.num_q_heads,
-        reread=steps * (row.block_n * itemsize * columns + of_bias),
+        reread=steps * (row.block_n * itemsize * columns + of_bias) + itemsize * float(of_q),
         in_parts=of_hopper and not row.quantized and p.head_dim * itemsize % SECTOR != 0,
         walks=p.varlen,
     )
-    return _Tiles(p, _quantized_bytes(p), tiles, steps, longest, is_even, queries, whole)
+    return _Tiles(p, _quantized_bytes(row, p), tiles, steps, longest, is_even, queries, whole)
 
 
 def _seen(p: AttentionProblem, queries: int, keys: int) -> int:

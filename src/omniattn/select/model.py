@@ -9,15 +9,10 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..problems.target import Coefficients, Target
+from ..problems.target import PER_CYCLE, Coefficients, PerCycle, Target
 
 #: In the order of the class.
 NAMES = tuple(field.name for field in fields(Coefficients))
-#: Operations of dense 16-bit products with fp32 sums, of an SM in a cycle, by compute capability: the vendor's TFLOP/s
-#: over SMs and boost clock (data sheets of A100, RTX 3090, L4, H100, B200, RTX PRO 6000; GeForce has half of the last).
-TENSOR_OPS = {(8, 0): 2048, (8, 6): 512, (8, 9): 1024, (9, 0): 4096, (10, 0): 8192, (12, 0): 1024}
-#: On Hopper mma.sync has no more than this part of it.
-_SYNC_SHARE = 0.6
 _FILE = Path(__file__).with_name("coefficients") / "sm_90.json"
 
 
@@ -83,6 +78,12 @@ def _expected(rates: Rates) -> Coefficients:
     return expected(rates)
 
 
+def _per_cycle(cc: tuple[int, int]) -> PerCycle | None:
+    """What an SM does in a cycle: that of the GPU, or of the last one before it of its major version."""
+    known = [found for found in PER_CYCLE if found[0] == cc[0] and found <= cc]
+    return PER_CYCLE[max(known)] if known else None
+
+
 def expected(rates: Rates, of: tuple[Rates, Coefficients] | None = None) -> Coefficients:
     """What work costs on a GPU, from what it costs on the one that was measured, or on ``of``.
 
@@ -93,19 +94,18 @@ def expected(rates: Rates, of: tuple[Rates, Coefficients] | None = None) -> Coef
     clock = rates.clock_mhz / measured.clock_mhz if rates.clock_mhz else 1.0
     memory = rates.memory_gb_s / measured.memory_gb_s if rates.memory_gb_s else 1.0
     l2 = clock * rates.sm_count / measured.sm_count
-    of_hopper, here = TENSOR_OPS[measured.cc], TENSOR_OPS.get(rates.cc, TENSOR_OPS[measured.cc])
-    sync = 1.0 if rates.cc == measured.cc else here / (_SYNC_SHARE * of_hopper)
+    there, here = PER_CYCLE[measured.cc], _per_cycle(rates.cc) or PER_CYCLE[measured.cc]
     of_clock = (
         "item", "store", "stream", "wait", "chain", "exp", "issue", "exp_8", "bias", "walk", "sync_item", "sync_wait",
-        "sync_exp",
     )  # fmt: skip
     return replace(
         found,
         **{name: getattr(found, name) / clock for name in of_clock},
-        product=found.product / clock / (here / of_hopper),
-        sync_product=found.sync_product / clock / sync,
+        product=found.product / clock * there.products / here.products,
+        sync_product=found.sync_product / clock * there.sync_products / here.sync_products,
         memory=found.memory * memory,
         partial=found.partial * memory,
         quantize=found.quantize * memory,
         l2=found.l2 * l2,
+        apart=found.apart / memory,
     )
