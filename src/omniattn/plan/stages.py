@@ -38,15 +38,14 @@ from ..select import (
     Selection,
     combine_of,
     select_delta,
-    select_fp8_quantizer,
-    select_fp8_values,
     select_layout,
     select_mask_align,
     select_masks,
-    select_quantizer,
     select_tile_kinds,
     tail_row,
 )
+from ..select.quantize_ways import QuantizeWay, asked_of_quantizer
+from ..select.ways import chosen_ways
 from .engine import Launches
 
 #: Builders of attention that does not split keys take what there is of operands and masks.
@@ -203,7 +202,14 @@ def _operands(row: KernelSpec, problem: AttentionProblem, target: Target, force:
     return _Operands(end, records, (layout,), attn_int8.in_e4m3(problem, whole, at))
 
 
-def _quantized(whole: QuantizeProblem, problem: AttentionProblem, target: Target, force: str | None) -> _Operands:
+def _quantized(
+    whole: QuantizeProblem,
+    problem: AttentionProblem,
+    target: Target,
+    force: str | None,
+    ways: tuple[QuantizeWay, ...] = (),
+) -> _Operands:
+    """ways: in which each of `AttentionProblem.quantizations` is made; none: as it is chosen."""
     strides = problem.strides
     assert strides is not None
     at, end = attn_int8.in_workspace(whole)
@@ -211,27 +217,28 @@ def _quantized(whole: QuantizeProblem, problem: AttentionProblem, target: Target
     records: list[LaunchRecord] = []
     kernels: list[Selection] = []
     starts: tuple[At, At] | None = None
-    for part in problem.quantizations(whole):
-        both = select_fp8_values(part, target, force) if fp8.takes_values(part) else None
-        if both is not None:
+    for i, part in enumerate(problem.quantizations(whole)):
+        # Attention is loaded or compiled with it: what cannot be is an error, as of quantizers that are named.
+        way = ways[i] if ways else chosen_ways(asked_of_quantizer(part, target), target, force)[0].way
+        if way.values is not None:
             memory = At("workspace", aligned(end))
-            specs = both[0].spec, both[1].spec
+            specs = way.values[0].spec, way.values[1].spec
             records += fp8.build_with_values(*specs, part, (strides.q, strides.k, strides.v), at, memory)
-            kernels += both
+            kernels += way.values
             end = memory.offset + fp8.values_scratch(specs[0], part)
-            continue
-        if fp8.takes(part):
-            kernels.append(select_fp8_quantizer(part, target, force))
-            records += fp8.build_quantizer(kernels[-1].spec, part, (strides.q, strides.k), at)
+        if way.rows is not None:
+            kernels.append(way.rows)
+            records += fp8.build_quantizer(way.rows.spec, part, (strides.q, strides.k), at)
             part = part.of_values
-            if not part.v:
-                continue
-        kernels.append(select_quantizer(part, target, force))
-        room, memory = quantize.scratch(kernels[-1].spec, part), At("workspace", aligned(end))
+        if way.general is None:
+            continue
+        kernels.append(way.general.kernel)
+        spec = way.general.kernel.spec
+        room, memory = quantize.scratch(spec, part), At("workspace", aligned(end))
         starts = starts or quantize.starts_in(room, memory)
         call = QuantizeCall(part, (strides.q, strides.k, strides.v), problem.layout, 0)
         delta_spec = None if delta is None else delta.spec
-        records += quantize.build(kernels[-1].spec, delta_spec, call, target, at, memory)
+        records += quantize.build(spec, delta_spec, call, target, at, memory, way.general.grid)
         end = memory.offset + room.size
     starts = starts or (At("cu_seqlens_q"), At("cu_seqlens_k"))
     made = (*dict.fromkeys(kernels), *(() if delta is None else (delta,)))

@@ -98,6 +98,22 @@ class QuantizeProblem:
         )  # fmt: skip
 
     @property
+    def units(self) -> int:
+        """Heads of K and V, of every sequence of a batch."""
+        return self.heads_kv * (1 if self.varlen else self.batch)
+
+    @property
+    def is_of_rows(self) -> bool:
+        """Whether a kernel that knows no means can quantize Q and K, row by row: a batch in e4m3."""
+        return self.e4m3 and self.qk and not (self.varlen or self.smooth_k) and self.granularity == "per_block"
+
+    @property
+    def has_values(self) -> bool:
+        """Whether besides there is V, in e4m3 around its mean, and something of all three."""
+        rows = self.batch * self.heads_q * self.rows_q * self.heads_kv * self.rows_k
+        return self.v and self.smooth_v and self.v_dtype == "float8_e4m3" and rows > 0
+
+    @property
     def rotated(self) -> bool:
         """Whether rows are rotated, or become e4m3: quantizers of their own do that."""
         return self.qk and (self.hadamard or self.e4m3)
@@ -251,6 +267,22 @@ def carve(shapes: dict[str, tuple[tuple[int, ...], str]]) -> tuple[dict[str, int
         offsets[name] = end
         end += -(-math.prod(shape) * ITEMSIZE[dtype] // WORKSPACE_ALIGNMENT) * WORKSPACE_ALIGNMENT
     return offsets, end
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizeGrid:
+    """How the work of the kernel for any knobs is ordered.
+
+    Attributes
+    ----------
+    units : int
+        Heads of K and V (`QuantizeProblem.units`) that are summed up before any of them is quantized.
+    ctas_per_sm : int
+        CTAs of an SM.
+    """
+
+    units: int
+    ctas_per_sm: int
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from .costs import OperationCosts
+
 
 @dataclass(frozen=True, slots=True)
 class Coefficients:
@@ -84,11 +86,14 @@ class Tuning:
         The GPU that they were measured on.
     digest : str
         Of the file.
+    operations : tuple of (str, OperationCosts)
+        Of operations beside attention, those that were measured.
     """
 
     coefficients: Coefficients
     device: str
     digest: str
+    operations: tuple[tuple[str, OperationCosts], ...] = ()
 
 
 @dataclass(frozen=True)

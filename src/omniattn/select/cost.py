@@ -42,7 +42,7 @@ def step_us(one: Pass, c: Coefficients) -> float:
         product = c.sync_product * one.keys * one.channels / of_products
         alone = -(-one.groups // one.warps) * product + c.sync_wait
         busy = one.resident * one.groups * (product + c.sync_exp * scores * one.keys)
-    return _longest(alone, busy)
+    return longest(alone, busy)
 
 
 def pass_us(one: Pass, c: Coefficients) -> float:
@@ -56,10 +56,10 @@ def pass_us(one: Pass, c: Coefficients) -> float:
     first = min(one.items, 1.0) * item + min(one.steps, 1.0) * step
     work = max(one.items - 1.0, 0.0) * item + max(one.steps - 1.0, 0.0) * step * uneven
     l2 = one.reread * (c.parts if one.in_parts else 1.0) / c.l2
-    return first + _longest(work, one.read / c.memory, l2) + (c.walk if one.walks else 0.0)
+    return first + longest(work, one.read / c.memory, l2) + (c.walk if one.walks else 0.0)
 
 
-def _longest(*times: float) -> float:
+def longest(*times: float) -> float:
     """Of times that overlap, by the sum of their 4th powers: a little more than the longest, if others are as long."""
     most = max(times)
     if most <= 0.0:
