@@ -79,7 +79,12 @@ class _Mask(_Stage):
 
 
 def launches_of(
-    candidate: Candidate, problem: AttentionProblem, target: Target, force: str | None, why: tuple[str, ...] = ()
+    candidate: Candidate,
+    problem: AttentionProblem,
+    target: Target,
+    force: str | None,
+    why: tuple[str, ...] = (),
+    quantizers: tuple[QuantizeWay, ...] = (),
 ) -> Launches:
     """The launches of a call, run as ``candidate`` says.
 
@@ -93,17 +98,42 @@ def launches_of(
         ``OMNIATTN_FORCE_KERNEL``, for the kernels beside the one that attends.
     why : tuple of str
         What `explain` says of the choice.
+    quantizers : tuple of QuantizeWay
+        How each of `AttentionProblem.quantizations` is made; empty: as it is chosen.
     """
     p = candidate.told(problem)
     row = score_mod.with_score_mod(candidate.row, p.score_mod)
     if p.score_mod is not None:
         why = (*why, "with score_mod compiled in, which no wheel carries")
-    operands = _operands(row, p, target, force)
+    operands = _operands(row, p, target, force, quantizers)
     mask = _mask(candidate, p, target, force, operands.end)
     attend = _attend(candidate, row, p, target, force, operands.places, mask)
     kernels = (*operands.kernels, *mask.kernels, *attend.kernels)
     records = (*mask.records, *operands.records, *attend.records) if attend.records else ()
     return Launches(Selection(row, why), records, attend.end, kernels)
+
+
+def quantizer_launches(
+    candidate: Candidate, problem: AttentionProblem, target: Target, quantizers: tuple[QuantizeWay, ...]
+) -> Launches:
+    """Of `launches_of` those alone that quantize the operands, to time them."""
+    operands = _operands(candidate.row, candidate.told(problem), target, None, quantizers)
+    return Launches(operands.kernels[0], operands.records, operands.end, operands.kernels[1:])
+
+
+def quantizations(candidate: Candidate, problem: AttentionProblem) -> tuple[QuantizeProblem, ...]:
+    """What is quantized for the kernel of ``candidate``; empty where operands come as it reads them."""
+    if not candidate.row.quantized or problem.operands is not None or problem.descales is not None:
+        return ()
+    p = candidate.told(problem)
+    return p.quantizations(_whole_of(candidate.row, p))
+
+
+def _whole_of(row: KernelSpec, problem: AttentionProblem) -> QuantizeProblem:
+    """What describes the operands that a kernel reads."""
+    return problem.quantization(
+        grouping=row.grouping, pv=row.pv, pv_accumulator=row.pv_accumulator, unpacked=row.qk == "int8"
+    )
 
 
 def _attend(
@@ -183,17 +213,21 @@ def _mask(candidate: Candidate, problem: AttentionProblem, target: Target, force
     return _Mask(memory.offset + places.num_bytes, records, kernels, places)
 
 
-def _operands(row: KernelSpec, problem: AttentionProblem, target: Target, force: str | None) -> _Operands:
+def _operands(
+    row: KernelSpec,
+    problem: AttentionProblem,
+    target: Target,
+    force: str | None,
+    quantizers: tuple[QuantizeWay, ...],
+) -> _Operands:
     """What makes the operands that the kernel reads of the arrays of the call."""
     if problem.operands is not None:
         return _Operands(0, places=attn_int8.given(problem.operands))
     if not row.quantized:
         return _Operands(0)
-    whole = problem.quantization(
-        grouping=row.grouping, pv=row.pv, pv_accumulator=row.pv_accumulator, unpacked=row.qk == "int8"
-    )
+    whole = _whole_of(row, problem)
     if problem.descales is None:
-        return _quantized(whole, problem, target, force)
+        return _quantized(whole, problem, target, force, quantizers)
     # q and k come in e4m3, and so does v, which is laid out by channels.
     offsets, end = carve(fp8.layout_shapes(whole))
     at = {name: At("workspace", offset) for name, offset in offsets.items()}
@@ -207,7 +241,7 @@ def _quantized(
     problem: AttentionProblem,
     target: Target,
     force: str | None,
-    ways: tuple[QuantizeWay, ...] = (),
+    ways: tuple[QuantizeWay, ...],
 ) -> _Operands:
     """ways: in which each of `AttentionProblem.quantizations` is made; none: as it is chosen."""
     strides = problem.strides

@@ -108,9 +108,7 @@ def _by_rule(problem: QuantizeProblem, target: Target, force: str | None) -> Qua
     if not problem.is_of_rows:
         return QuantizeWay(general=_usual(select_quantizer(problem, target, force), problem))
     rows, rest = select_fp8_quantizer(problem, target, force), problem.of_values
-    return QuantizeWay(
-        rows=rows, general=_usual(select_quantizer(rest, target, force), rest) if problem.v else None
-    )
+    return QuantizeWay(rows=rows, general=_usual(select_quantizer(rest, target, force), rest) if problem.v else None)
 
 
 def _usual(kernel: Selection, problem: QuantizeProblem) -> General:

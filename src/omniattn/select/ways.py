@@ -6,10 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
-from ..problems import Target
+from ..problems import AppendProblem, Target
 from ..problems.costs import OperationCosts
 from ..problems.target import Coefficients
-from .choice import named_ops
+from .cache import select_append
+from .choice import Selection, named_ops
 from .model import coefficients_of, costs_of
 
 
@@ -90,3 +91,24 @@ def chosen_ways(asked: Asked[W], target: Target, force: str | None = None) -> tu
 def possible_ways(asked: Asked[W], target: Target) -> tuple[W, ...]:
     """The ways that calls like this one may be run in, whatever their lengths."""
     return (asked.rule(None),) if costs_of(asked.op, target) is None else asked.ways()
+
+
+@dataclass(frozen=True)
+class OnlyWay:
+    """The way of a call that can be run in one way only."""
+
+    kernel: Selection
+
+    @property
+    def text(self) -> str:
+        """The kernel's name."""
+        return self.kernel.spec.name
+
+
+def asked_of_append(problem: AppendProblem, target: Target) -> Asked[OnlyWay]:
+    """``append``: a kernel for each pair of formats, whose CTAs have 2048 elements each."""
+
+    def rule(force: str | None) -> OnlyWay:
+        return OnlyWay(select_append(problem, target, force))
+
+    return Asked("append", rule, lambda: (rule(None),), lambda _: None, lambda *_: 0.0, frozenset({"append"}))
