@@ -68,8 +68,8 @@ def run_case(torch: Any, clock: Clock, case: WayCase, iters: int) -> tuple[list[
     """Check and time the ways of a call, the one that is taken first; or why this GPU has no kernel for it."""
     try:
         call = _CALLS[case.op](torch, case)
-    except UnsupportedError as error:
-        return [], str(error).partition(":")[0]
+    except UnsupportedError as refused:
+        return [], str(refused).partition(":")[0]
     chosen = chosen_ways(call.asked, call.target)[0].way
     ways = tuple(dict.fromkeys((chosen, *call.asked.ways())))
     runs: dict[str, Run] = {}

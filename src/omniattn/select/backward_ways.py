@@ -145,6 +145,8 @@ class BackwardPass(NamedTuple):
     pairs : float
         Of a step: query rows in units of a product's times keys.
     channels : int
+    scores : str
+        As of `features.Pass`.
     is_ordered : bool
         Additions to dq have an order.
     sums : float
@@ -161,6 +163,7 @@ class BackwardPass(NamedTuple):
     is_uneven: bool
     pairs: float
     channels: int
+    scores: str
     is_ordered: bool
     sums: float
     read: float
@@ -255,6 +258,7 @@ def _pass(
         is_uneven=not is_even and mean > most,
         pairs=-(-row.block_m // (_WGMMA_ROWS if of_wgmma else _MMA_ROWS)) * float(row.block_n),
         channels=row.head_dim,
+        scores="functions" if f.softcap or f.score_mod is not None else "masks" if f.mask != "none" else "as they are",
         is_ordered=row.ordered_dq and columns > 0,
         sums=4.0 * steps * row.block_m * columns,
         read=float(read),
@@ -276,12 +280,13 @@ def _pass_us(one: BackwardPass, own: BackwardCosts, c: Coefficients) -> float:
         return 0.0
     # A step of attention has two products.
     part = one.products / 2
+    longer = {"masks": c.masks, "functions": c.functions}.get(one.scores, 1.0)
     if one.kind == "wgmma":
         item, wait = c.item, own.wait
-        busy = (part * c.product * one.channels + own.scores) * one.pairs
+        busy = (part * c.product * one.channels + own.scores * longer) * one.pairs
     else:
         item, wait = c.sync_item, own.sync_wait
-        busy = (part * c.sync_product * one.channels + own.sync_scores) * one.pairs * one.resident
+        busy = (part * c.sync_product * one.channels + own.sync_scores * longer) * one.pairs * one.resident
     step = busy + wait + (own.order if one.is_ordered else 0.0)
     uneven = 1.0 + (c.uneven if one.is_uneven else 0.0)
     work = one.items * item + one.steps * step * uneven

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
+from ..problems.costs import OperationCosts
 from ..problems.target import Coefficients
 from ..select.cost import cost_us
-from ..select.features import Features
-from ..select.model import NAMES
+
+#: Coefficients of attention, or of another operation.
+C = TypeVar("C", bound=Coefficients | OperationCosts)
 
 #: Relative error from which on a time counts by its size and not by its square: some ways are measured that no call
 #: should ever take, and need not be right.
@@ -31,14 +33,15 @@ class Measured(NamedTuple):
     Attributes
     ----------
     name : str
-    ways : tuple of Features
+    ways : tuple
+        What each has to do: `Features`, or what another operation counts.
     us : tuple of float
     fastest : float
         The shortest time that was measured, of ways too that are no candidates any more.
     """
 
     name: str
-    ways: tuple[Features, ...]
+    ways: tuple[Any, ...]
     us: tuple[float, ...]
     fastest: float
 
@@ -69,18 +72,20 @@ class Quality:
         return max(((regret, name) for name, regret in self.regrets.items()), default=(0.0, ""))
 
 
-def judge(calls: Sequence[Measured], coefficients: Coefficients) -> Quality:
-    """What choosing by these coefficients gives."""
+def judge(
+    calls: Sequence[Measured], coefficients: Coefficients | OperationCosts, cost: Callable[[Any, Any], float] = cost_us
+) -> Quality:
+    """What choosing by these coefficients gives. cost: (what a way has to do, coefficients) -> µs."""
     regrets, errors = {}, []
     for call in calls:
-        times = [cost_us(way, coefficients) for way in call.ways]
+        times = [cost(way, coefficients) for way in call.ways]
         chosen = min(range(len(times)), key=times.__getitem__)
         regrets[call.name] = call.us[chosen] / call.fastest - 1.0
         errors += [abs(math.log(time / us)) for time, us in zip(times, call.us, strict=True)]
     return Quality(regrets, float(np.median(errors)) if errors else 0.0)
 
 
-def fit(calls: Sequence[Measured], start: Coefficients, rounds: int = 40) -> Coefficients:
+def fit(calls: Sequence[Measured], start: C, rounds: int = 40, cost: Callable[[Any, Any], float] = cost_us) -> C:
     """The coefficients near ``start`` that explain the times best.
 
     Least squares of logarithms, by Levenberg's and Marquardt's method (Marquardt 1963, doi:10.1137/0111030), with
@@ -94,8 +99,11 @@ def fit(calls: Sequence[Measured], start: Coefficients, rounds: int = 40) -> Coe
         All positive.
     rounds : int
         Attempts to improve, at most.
+    cost : callable
+        As `judge` takes it.
     """
-    ways: list[Features] = []
+    kind, names = type(start), [field.name for field in fields(start)]
+    ways: list[Any] = []
     logs: list[float] = []
     near: list[float] = []
     for call in calls:
@@ -105,11 +113,11 @@ def fit(calls: Sequence[Measured], start: Coefficients, rounds: int = 40) -> Coe
         logs += [math.log(us) for _, us in kept]
         near += [fastest / us / len(kept) ** 0.5 for _, us in kept]
     times, weight = np.array(logs), np.array(near)
-    origin = np.log([getattr(start, name) for name in NAMES])
+    origin = np.log([getattr(start, name) for name in names])
 
     def errors(x: np.ndarray) -> np.ndarray:
-        c = Coefficients(*map(float, np.exp(x)))
-        return np.log([cost_us(way, c) for way in ways]) - times
+        c = kind(*map(float, np.exp(x)))
+        return np.log([cost(way, c) for way in ways]) - times
 
     def loss(error: np.ndarray, x: np.ndarray) -> float:
         size = np.abs(error) / _USUAL_ERROR
@@ -120,13 +128,13 @@ def fit(calls: Sequence[Measured], start: Coefficients, rounds: int = 40) -> Coe
     error = errors(x)
     best = loss(error, x)
     for _ in range(rounds):
-        slopes = np.empty((len(ways), len(NAMES)))
-        for i in range(len(NAMES)):
+        slopes = np.empty((len(ways), len(names)))
+        for i in range(len(names)):
             moved = x.copy()
             moved[i] += _STEP
             slopes[:, i] = (errors(moved) - error) / _STEP
         weights = weight / weight.sum() / _USUAL_ERROR**2 / np.maximum(1.0, np.abs(error) / _USUAL_ERROR)
-        curvature = (slopes * weights[:, None]).T @ slopes + _HOLD * np.eye(len(NAMES))
+        curvature = (slopes * weights[:, None]).T @ slopes + _HOLD * np.eye(len(names))
         downhill = -(slopes * weights[:, None]).T @ error - _HOLD * (x - origin)
         improved = False
         while damping < 1e6:
@@ -140,4 +148,4 @@ def fit(calls: Sequence[Measured], start: Coefficients, rounds: int = 40) -> Coe
             damping *= 4
         if not improved or gain < 1e-5:
             break
-    return Coefficients(*map(float, np.exp(x)))
+    return kind(*map(float, np.exp(x)))
