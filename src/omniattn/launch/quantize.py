@@ -86,23 +86,16 @@ def _up(n: int, multiple: int) -> int:
 
 
 def _work(p: QuantizeProblem, units_per_group: int) -> _Work:
-    units = p.units
-    per_kv = p.heads_q // p.heads_kv if p.heads_kv else 0
-    slots_q, slots_k = p.slots(p.rows_q, BLOCK_ROWS), p.slots(p.rows_k, BLOCK_ROWS)
-    per_r = p.slots_r * (int(p.qk and p.smooth_k) + int(p.v))
-    per_a = per_kv * slots_q + slots_k if p.qk and p.granularity == "per_tensor" else 0
-    per_q = per_kv * slots_q if p.qk else 0
-    per_pass = slots_k * (int(p.qk) + int(p.v))
+    units, per = p.units, p.unit_items
     per_group = max(1, min(units_per_group, units))
     groups = -(-units // per_group)
     last = units - (groups - 1) * per_group
-    per_end = (p.batch if p.varlen else 1) if p.v else 0
-    rest = per_a + per_q + per_pass + per_end
-    last_base = (groups - 2) * per_group * (per_r + rest) + last * per_r + per_group * rest if groups > 1 else 0
-    items = units * (per_r + rest) if p.batch else 0  # rows without a sequence are nobody's
+    rest = sum(per) - per.sums
+    last_base = (groups - 2) * per_group * sum(per) + last * per.sums + per_group * rest if groups > 1 else 0
+    items = p.num_items
     if items >= 2**31 - 2**24:
         raise ValueError(f"{items} blocks to quantize: more than any memory holds")
-    return _Work(units, per_group, groups, per_r, per_a, per_q, per_pass, last_base, items)
+    return _Work(units, per_group, groups, per.sums, per.ranges, per.queries, per.keys, last_base, items)
 
 
 def scratch(spec: KernelSpec, p: QuantizeProblem) -> Scratch:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from .memory import ITEMSIZE, WORKSPACE_ALIGNMENT
 from .outputs import Output
@@ -21,6 +22,26 @@ _BITS = {"int8": 8, "int4": 4, "float8_e4m3": 8}
 QK_DTYPES = {"int8": "int8", "int4": "int4", "fp8": "float8_e4m3"}
 
 Strides3 = tuple[int, int, int]
+
+
+class UnitItems(NamedTuple):
+    """Work items of a head of K and V and the heads of Q that read it.
+
+    Attributes
+    ----------
+    sums, ranges : int
+        That read chunks for means and ranges, and blocks for the range of whole tensors.
+    queries, keys : int
+        That quantize blocks of Q, and of K and V.
+    ends : int
+        Behind V.
+    """
+
+    sums: int
+    ranges: int
+    queries: int
+    keys: int
+    ends: int
 
 
 @dataclass(frozen=True)
@@ -101,6 +122,25 @@ class QuantizeProblem:
     def units(self) -> int:
         """Heads of K and V, of every sequence of a batch."""
         return self.heads_kv * (1 if self.varlen else self.batch)
+
+    @property
+    def unit_items(self) -> UnitItems:
+        """Work items of one of `units` in the kernel for any knobs."""
+        slots_k = self.slots(self.rows_k, BLOCK_ROWS)
+        per_kv = self.heads_q // self.heads_kv if self.heads_kv else 0
+        of_queries = per_kv * self.slots(self.rows_q, BLOCK_ROWS)
+        return UnitItems(
+            self.slots_r * (int(self.qk and self.smooth_k) + int(self.v)),
+            of_queries + slots_k if self.qk and self.granularity == "per_tensor" else 0,
+            of_queries if self.qk else 0,
+            slots_k * (int(self.qk) + int(self.v)),
+            (self.batch if self.varlen else 1) if self.v else 0,
+        )
+
+    @property
+    def num_items(self) -> int:
+        """Of all units."""
+        return self.units * sum(self.unit_items) if self.batch else 0  # rows without a sequence are nobody's
 
     @property
     def is_of_rows(self) -> bool:

@@ -150,7 +150,9 @@ def _general(problem: QuantizeProblem, target: Target) -> Iterator[General]:
     for kernel in _rows("quantize", problem, target):
         most = kernel.spec.ctas_per_sm
         for units in sorted({problem.units, cached_units(problem)}, reverse=True):
-            for ctas in sorted({most, -(-most // 2)}, reverse=True):
+            # As many CTAs as are on the GPU at a time, and half of them where there is work for more.
+            half = -(-most // 2)
+            for ctas in (most, half) if half < most and problem.num_items > half * target.sm_count else (most,):
                 yield General(kernel, QuantizeGrid(max(units, 1), ctas))
 
 
@@ -242,17 +244,16 @@ def _of_rows(row: KernelSpec, p: QuantizeProblem, target: Target, chunks: int) -
 
 
 def _of_general(way: General, p: QuantizeProblem, target: Target) -> QuantizePart:
-    row, grid = way.kernel.spec, way.grid
+    row, grid, per = way.kernel.spec, way.grid, p.unit_items
     summed = int(p.qk and p.smooth_k) + int(p.v)
-    blocks = _blocks(p) + (p.units * p.slots(p.rows_k, BLOCK_ROWS) if p.v else 0)
     usual_rows = p.rows_k // max(p.batch, 1) if p.varlen else p.rows_k
     elements = (1 if p.varlen else p.batch) * p.heads_kv * p.rows_k * p.head_dim
     reread = 2.0 * elements * summed / (1 << sample_log2(usual_rows))
-    if p.qk and p.granularity == "per_tensor":
+    if per.ranges:
         reread += _moved(p) * 2 / 3
     return QuantizePart(
         "general" if row.specialization is None else "decoded",
-        _places(row, blocks + p.units * p.slots_r * summed, target, grid.ctas_per_sm),
+        _places(row, p.num_items, target, grid.ctas_per_sm),
         _moved(p),
         reread,
         float(grid.units * _unit_bytes(p)),
