@@ -146,9 +146,9 @@ def test_times_are_those_of_results_in_docs() -> None:
 # What a file of coefficients changes
 
 
-def test_no_file_has_costs_of_these_operations_without_saying_so_here() -> None:
-    """Rules choose until there are some: docs/performance/selection.md says how they come and which there are."""
-    assert {op for op in COSTS if costs_of(op, HOPPER) is not None} == set()
+def test_operations_that_rules_choose_in() -> None:
+    """Until costs of one were measured: docs/performance/selection.md says how they come, and has to say so too."""
+    assert {op for op in COSTS if costs_of(op, HOPPER) is None} == {"decode", "backward", "quantize"}
 
 
 def test_gradients_by_a_kernel_of_their_own_where_additions_are_dear() -> None:

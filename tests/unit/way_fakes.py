@@ -38,8 +38,6 @@ def simulated_ways(
         for way in dict.fromkeys((taken, *asked.ways())):
             work = asked.count(way)
             us = asked.cost(work, truth.get(case.op), shared) if case.op in MODELS else 10.0
-            ways.append(
-                WayResult(way.text, Timing((us * math.exp(draw.gauss(0.0, noise)),)), 0.0, way == taken, work)
-            )
+            ways.append(WayResult(way.text, Timing((us * math.exp(draw.gauss(0.0, noise)),)), 0.0, way == taken, work))
         results.append(CandidateResult(case, tuple(ways)))
     return results
