@@ -42,6 +42,10 @@ GPUS: dict[str, tuple[Target, float, float]] = {
 }
 
 
+#: What older files say of a schedule, and `Candidate.text` now.
+_RENAMED = "even shares of", "Stream-K over"
+
+
 class UnknownError(Exception):
     """A result that this code cannot read; the message says what of it."""
 
@@ -67,10 +71,11 @@ def read(path: Path) -> tuple[list[CandidateResult], str]:
         ways: list[WayResult] = []
         kept: Kept = {}
         for row in of_case:
-            way = known.get(row["way"])
+            text = row["way"].replace(*_RENAMED)
+            way = known.get(text)
             if row["us"] is not None:
                 work = None if way is None else features(way, problem, target, kept)
-                ways.append(WayResult(row["way"], Timing((row["us"],)), row["relative_l1"], row["chosen"], work))
+                ways.append(WayResult(text, Timing((row["us"],)), row["relative_l1"], row["chosen"], work))
         results.append(CandidateResult(by_name[name], tuple(ways)))
     return results, device
 

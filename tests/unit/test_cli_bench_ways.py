@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
+
+import torch
 
 import omniattn
 from omniattn.bench import candidates as bench
@@ -50,7 +52,7 @@ CASES: tuple[WayCase, ...] = (
     QuantizeCase("v", SHAPE),
     QuantizeCase("qkv", dataclasses.replace(SHAPE, precision="int8")),
 )
-#: What the fakes described, by function's name: the problems of calls as they come.
+#: Problems of the calls that were described, as they come.
 DESCRIBED: list[Any] = []
 
 
@@ -127,7 +129,10 @@ def test_cases_without_arrays_are_the_calls(case: WayCase) -> None:
 @pytest.mark.usefixtures("on_the_cpu")
 def test_a_wrong_first_way_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Against fp64: no other way is compared with it."""
-    wrong = lambda self, way: lambda: [2.0 * self.function(*self.arrays, **self.options)]
+
+    def wrong(self: OnTheCpu, _: Any) -> Callable[[], list[Any]]:
+        return lambda: [2.0 * self.function(*self.arrays, **self.options)]
+
     monkeypatch.setattr(OnTheCpu, "in_way", wrong)
     (result,) = bench.run_candidates(CASES[:1], iters=1).results
     assert all("wrong result: relative L1 1 against fp64" in way.reason for way in result.ways)
