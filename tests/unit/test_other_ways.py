@@ -306,6 +306,8 @@ def test_a_users_costs_come_before_the_files(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_names_of_kernels_that_cannot_serve_raise_whoever_chooses() -> None:
     problem = named("decode b1 h32/8 t8192 d128 bf16").problem(HOPPER)
-    for target in (HOPPER, with_costs("decode")):
-        with pytest.raises(ArgumentError, match="OMNIATTN_FORCE_KERNEL"):
-            plan_decode(problem, target, "decode_sm80_bf16_d128_kvint8")
+    # Another format, one that the registry does not list, none at all.
+    for name in ("decode_sm80_bf16_d128_kvint8", "decode_sm80_bf16_d128_kint8_vint4", "nobody"):
+        for target in (HOPPER, with_costs("decode")):
+            with pytest.raises(ArgumentError, match="OMNIATTN_FORCE_KERNEL"):
+                plan_decode(problem, target, name)

@@ -9,8 +9,9 @@ from typing import Any, Generic, Protocol, TypeVar
 from ..problems import AppendProblem, Target
 from ..problems.costs import OperationCosts
 from ..problems.target import Coefficients
+from ..registry import by_name
 from .cache import select_append
-from .choice import Selection, named_ops
+from .choice import Selection, names_in
 from .model import coefficients_of, costs_of
 
 
@@ -79,13 +80,24 @@ def chosen_ways(asked: Asked[W], target: Target, force: str | None = None) -> tu
     ``omniattn tune``, has those of the operation, and wherever ``force`` names a kernel of it.
     """
     costs = costs_of(asked.op, target)
-    if costs is None or (force and named_ops(force) & asked.kernels):
+    if costs is None or _is_named(force, asked.kernels):
         return (Chosen(asked.rule(force)),)
     ways = ranked_ways(asked, costs, coefficients_of(target))
     return tuple(
         Chosen(way, (f"number {place} of {len(ways)} ways by the model: {way.text}, {us:.1f} µs",))
         for place, (us, way) in enumerate(ways, 1)
     )
+
+
+def _is_named(force: str | None, kernels: frozenset[str]) -> bool:
+    """Whether ``force`` names a kernel of these operations, listed or not, or one that there is not: a rule says so."""
+    for name in names_in(force):
+        try:
+            if by_name(name).op in kernels:
+                return True
+        except KeyError:
+            return True
+    return False
 
 
 def possible_ways(asked: Asked[W], target: Target) -> tuple[W, ...]:
