@@ -48,7 +48,7 @@ struct AttnFwdParams {
     int32 head_dim_qk;
 };
 
-// The work of a launch as one list of items, which the host composes (launch/tile_order.py). CTA b takes item b, then
+// The work of a launch as one list of items, which the host composes (problems/tile_order.py). CTA b takes item b, then
 // every gridDim.x-th further; from the first round that holds no pair only, every second round runs backwards, so
 // that a list that goes from long to short is distributed evenly. No counter in global memory is needed, and every warp
 // role walks the list by itself. Fewer than 2^31 - gridDim.x items.

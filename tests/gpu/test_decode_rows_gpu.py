@@ -9,8 +9,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from omniattn.launch import decode as launch  # noqa: E402
 from omniattn.plan.engine import PLANS  # noqa: E402
+from omniattn.select import decode_ways  # noqa: E402
 from tests.gpu.decode_cases import Case, Filled, compare  # noqa: E402
 
 pytestmark = pytest.mark.gpu
@@ -21,7 +21,7 @@ DTYPES = ("bfloat16", "float16")
 @pytest.fixture(autouse=True)
 def _shared_keys(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Small caches too take the kernels whose warps share keys."""
-    monkeypatch.setattr(launch, "SHARED_KEYS", 0)
+    monkeypatch.setattr(decode_ways, "SHARED_KEYS", 0)
     PLANS.clear()
     yield
     PLANS.clear()
@@ -106,7 +106,7 @@ def test_every_width_serves_every_number_of_rows(
     head_dim: int, tiles: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where most warps have no rows, or the last block of rows has few."""
-    monkeypatch.setattr(launch, "SHARED_TILES", {64: (tiles,), 128: (tiles,)})
+    monkeypatch.setattr(decode_ways, "SHARED_TILES", {64: (tiles,), 128: (tiles,)})
     for q_len, heads_q in ((1, 17), (16, 4), (1, 71), (3, 30), (16, 16)):
         case = Case(head_dim=head_dim, lengths=(300, 0, 1000, 81), q_len=q_len, heads_q=heads_q)
         check(case, {}, {"deterministic": True})

@@ -354,7 +354,7 @@ def test_everything_of_a_call_in_one_allocation(
     )  # fmt: skip
     on_gpu = [x.cuda() for x in (q, k, v, *starts)]
     tensors = [arrays.describe(x, "x") for x in on_gpu]
-    fused = Fused(QuantizeCall(made, strides_of(*on_gpu[:3]), "NHD", 0), 0, group_bytes=1)
+    fused = Fused(QuantizeCall(made, strides_of(*on_gpu[:3]), "NHD", 0), 0, units=1)
     assert fused.specs[0].specialization == made.specialization
     assert (made.specialization is not None) == (not packed and not full_bias)
     buffer = fused.allocate(tensors[0])

@@ -11,12 +11,18 @@ import pytest
 from build_tools import fit_selection
 from omniattn.bench.candidates import CandidateReport
 from omniattn.bench.document import write
+from omniattn.bench.way_cases import way_cases
 from omniattn.plan.tuning import parse
 from tests.unit.test_tune import CASES, USUAL, other_gpu, simulated
+from tests.unit.way_fakes import other_costs, simulated_ways
 
 
-def result_file(path: Path, device: str, seed: int) -> Path:
-    report = CandidateReport({"device": device, "date": "2026-11-26"}, tuple(simulated(CASES, other_gpu(seed))))
+def result_file(path: Path, device: str, seed: int, attention: bool = True, others: bool = False) -> Path:
+    results = simulated(CASES, other_gpu(seed)) if attention else []
+    if others:
+        target = fit_selection.GPUS[device][0]
+        results += simulated_ways(way_cases(), other_costs(seed), USUAL, target)
+    report = CandidateReport({"device": device, "date": "2026-11-26"}, tuple(results))
     write(report.to_dict(), path)
     return path
 
@@ -33,9 +39,38 @@ def test_fits_judges_and_writes(
     assert "NVIDIA H200, not fitted: mean regret" in said
     assert said.count("chosen ways without a time: ") == 2
     data = json.loads((tmp_path / "sm_90.json").read_text())
-    gpu, coefficients = parse({**data, "format": 1}, "sm_90.json")
+    gpu, coefficients, operations = parse({**data, "format": 1}, "sm_90.json")
     assert gpu == ("NVIDIA H100 80GB HBM3", (9, 0), 132)
     assert coefficients.launch == pytest.approx(other_gpu(6).launch, rel=0.1)
+    assert operations == ()
+
+
+def test_operations_are_fitted_beside_attention_that_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A file without calls of attention: its coefficients stay, those of the operations come to them."""
+    path = tmp_path / "sm_90.json"
+    before = json.loads((fit_selection.FOLDER / "sm_90.json").read_text())
+    write(before, path)
+    monkeypatch.setattr(fit_selection, "FOLDER", tmp_path)
+    h100, h200 = "NVIDIA H100 80GB HBM3", "NVIDIA H200"
+    here, there = (
+        result_file(tmp_path / f"{device}.json", device, 7, attention=False, others=True) for device in (h100, h200)
+    )
+    assert fit_selection.main([str(here), "--other", str(there), "--write"]) == 0
+    said = capsys.readouterr().out
+    for op in ("decode", "backward", "quantize"):
+        assert f"\n{op} | " in said
+        assert f"{h200} | {op} | " in said
+    data = json.loads(path.read_text())
+    assert {name: value for name, value in data.items() if name != "operations"} == before
+    truth, _, found = other_costs(7), *parse({**data, "format": 1}, "sm_90.json")[1:]
+    assert dict(found)["decode"].begin == pytest.approx(truth["decode"].begin, rel=0.15)
+    # What was found of operations stays where attention is fitted anew on that GPU, and goes with another one.
+    assert fit_selection.main([str(result_file(tmp_path / "again.json", h100, 6)), "--write"]) == 0
+    assert json.loads(path.read_text())["operations"] == data["operations"]
+    assert fit_selection.main([str(there)]) == 2
+    assert "no calls of attention, and sm_90.json is of NVIDIA H100" in capsys.readouterr().err
 
 
 def test_chosen_ways_without_a_time_are_counted() -> None:

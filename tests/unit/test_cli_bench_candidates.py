@@ -49,7 +49,8 @@ def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         bench, "describe_call", lambda function, *arrays, **options: OnTheCpu(function, arrays, options)
     )
-    monkeypatch.setattr("omniattn.cli.bench.candidate_cases", lambda: CASES)
+    monkeypatch.setattr("omniattn.bench.way_cases.candidate_cases", lambda: CASES)
+    monkeypatch.setattr("omniattn.bench.way_cases.way_cases", lambda: ())
 
 
 def test_every_way_is_checked_before_it_is_timed(on_the_cpu: None) -> None:

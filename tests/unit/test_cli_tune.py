@@ -15,7 +15,8 @@ from omniattn.cli import main
 from omniattn.plan import tuning
 from omniattn.runtime.device import DeviceInfo
 from tests.unit.bench_fakes import CpuTorch
-from tests.unit.test_tune import other_gpu, simulated
+from tests.unit.test_tune import USUAL, other_gpu, simulated
+from tests.unit.way_fakes import other_costs, simulated_ways
 
 DEVICE = DeviceInfo(0, "Simulated GPU", (9, 0), 132, 227 << 10, 50 << 20, (13, 0), 1980.0, 3352.0)
 
@@ -25,9 +26,12 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The numbers of calls that were measured."""
     measured: list[int] = []
 
-    def run(cases: tuple[ShapeCase, ...], **_: Any) -> CandidateReport:
-        measured.append(len(cases))
-        return CandidateReport({"date": "2026-11-26"}, tuple(simulated(cases, other_gpu(4))))
+    def run(cases: tuple[Any, ...], **_: Any) -> CandidateReport:
+        attention = tuple(case for case in cases if isinstance(case, ShapeCase))
+        others = [case for case in cases if not isinstance(case, ShapeCase)]
+        measured.append(len(attention))
+        ways = simulated_ways(others, other_costs(4), USUAL, tuning.target_of(DEVICE))
+        return CandidateReport({"date": "2026-11-26"}, (*simulated(attention, other_gpu(4)), *ways))
 
     monkeypatch.setattr("omniattn.tune.run.run_candidates", run)
     monkeypatch.setattr("omniattn.cli.tune.require_torch", CpuTorch)
@@ -43,16 +47,19 @@ def test_writes_a_file_that_is_used(
     assert main(["tune", "--quick", "--out", str(out)]) == 0
     said = capsys.readouterr().out
     assert 50 <= gpu[0] <= 80
-    for word in ("few queries", "packed sequences", "all", "OMNIATTN_TUNING"):
+    for word in ("few queries", "packed sequences", "all", "decode", "OMNIATTN_TUNING"):
         assert word in said
     data = json.loads(out.read_text())
     assert data["device"] == "Simulated GPU"
     assert {gain["class"] for gain in data["gains"]} >= {"all", "8 bits", "long sequences"}
+    # A fifth of the quantizers' calls are too few.
+    assert set(data["operations"]) == {"decode", "backward"}
     monkeypatch.setenv(tuning.VARIABLE, str(out))
     tuning.forget()
     try:
         found = tuning.target_of(DEVICE).tuning
         assert found is not None
+        assert [op for op, _ in found.operations] == ["decode", "backward"]
         assert main(["info", "--json"]) == 0
         assert json.loads(capsys.readouterr().out)["tuning"]["digest"] == found.digest
     finally:

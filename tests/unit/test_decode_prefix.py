@@ -11,11 +11,11 @@ import pytest
 
 from omniattn import BlockManager, KVCache, PagedKVCache, append, decode, registry
 from omniattn.errors import ArgumentError
-from omniattn.launch.decode import SHARED_PREFIX
 from omniattn.launch.host_struct import At
 from omniattn.launch.structs import DECODE, MERGE_STATES
 from omniattn.plan.others import plan_decode
 from omniattn.problems import DecodeProblem, Target
+from omniattn.problems.decode import SHARED_PREFIX
 from omniattn.registry import REGISTRY
 from tests.unit.launch_fakes import fields_of_record
 

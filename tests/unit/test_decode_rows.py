@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 
 from omniattn import KVCache
-from omniattn.launch import decode as launch
 from omniattn.launch.structs import DECODE
 from omniattn.plan.others import plan_decode
 from omniattn.problems import DecodeProblem, Target
+from omniattn.problems.decode import passes
 from omniattn.registry import REGISTRY
 from omniattn.registry.decode import SHARED_TILES, decode_row, unlisted_rows
+from omniattn.select import decode_ways
 from tests.unit.launch_fakes import fields_of_record
 
 HOPPER = Target((9, 0), 232448, 132)
@@ -30,18 +31,18 @@ def problem(rows: int, head_dim: int = 128, k_dtype: str = "fp16", keys: int = 8
 
 
 def tiles(asked: DecodeProblem) -> tuple[tuple[int, int], ...]:
-    return launch.query_tiles(launch.passes(asked)[0], HOPPER)
+    return decode_ways.query_tiles(passes(asked)[0], HOPPER)
 
 
 @pytest.fixture
 def from_few_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "SHARED_KEYS", 512)
+    monkeypatch.setattr(decode_ways, "SHARED_KEYS", 512)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.usefixtures("from_few_keys")
 def test_the_smallest_tile_that_has_all_rows(head_dim: int) -> None:
-    assert [tiles(problem(rows, head_dim)) for rows in (1, 8, 9, 16)] == [((1, 1),)] * 2 + [((2, 1),)] * 2
+    assert [tiles(problem(rows, head_dim)) for rows in (1, 8, 9, 16)] == [((1, 1),)] * 2 + [((2, 1), (1, 1))] * 2
     largest = max(8 * n * warps for n, warps in SHARED_TILES[head_dim])
     for rows in (17, 32, 33, 64, 65, 71, 72, 73, 200):
         found = tiles(problem(rows, head_dim))
@@ -60,7 +61,7 @@ def test_few_keys_codes_wide_rows_and_other_gpus_take_blocks_of_16_rows() -> Non
     assert tiles(problem(64, k_dtype="int8")) == ((2, 1),)
     assert tiles(problem(64, head_dim=256)) == ((2, 1),)
     ada = Target((8, 9), 101376, 128)
-    assert launch.query_tiles(launch.passes(problem(64))[0], ada) == ((2, 1), *SHARED_TILES[128])
+    assert decode_ways.query_tiles(passes(problem(64))[0], ada) == ((2, 1), *SHARED_TILES[128])
 
 
 @pytest.mark.usefixtures("from_few_keys")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import omniattn as oa
-from omniattn.launch import fp8, quantize
+from omniattn.launch import quantize
 from omniattn.launch.host_struct import At
 from omniattn.launch.structs import (
     ATTN_INT8_MODS_SM90,
@@ -97,7 +97,7 @@ def test_which_rows_the_short_quantizer_takes(changes: dict[str, Any]) -> None:
         "bfloat16", 2, 300, 500, 4, 2, 128, qk_dtype="float8_e4m3",
         **({"varlen": False, "granularity": "per_block", "smooth_k": False, "v": False} | changes),
     )  # fmt: skip
-    assert fp8.takes(p) == (not changes)
+    assert p.is_of_rows == (not changes)
     launches = plan_quantize(QuantizeCall(p, ((1, 1, 1),) * 3, "NHD", 0), HOPPER, None)
     assert launches.selection.spec.op == ("quantize_fp8" if not changes else "quantize")
 

@@ -10,10 +10,11 @@ import pytest
 
 from build_tools.jobs import ROOT
 from build_tools.layouts import device_constants, device_kinds, device_layout
-from omniattn.launch import attn_fwd, attn_fwd_stream_k, decode, kv_append, masks, quantize, structs
+from omniattn.launch import attn_fwd, attn_fwd_stream_k, kv_append, masks, quantize, structs
 from omniattn.launch.host_struct import HostStruct
 from omniattn.problems import quantize as quantize_problem
 from omniattn.problems import score_mod
+from omniattn.problems.decode import NEWEST, OLDER
 from omniattn.problems.precision import GRANULARITIES
 from omniattn.reference import mask_tiles
 from omniattn.registry import REGISTRY
@@ -90,8 +91,8 @@ CONSTANTS = [
     ),
     ("params/attn_combine.cuh", "kStreamKSlots", attn_fwd_stream_k.SLOTS),
     ("params/attn_combine.cuh", "kStreamKClasses", attn_fwd_stream_k.CLASSES),
-    ("params/decode.cuh", "kRecentOlder", decode.OLDER),
-    ("params/decode.cuh", "kRecentNewest", decode.NEWEST),
+    ("params/decode.cuh", "kRecentOlder", OLDER),
+    ("params/decode.cuh", "kRecentNewest", NEWEST),
     ("params/kv_copy.cuh", "kMaxPairs", structs.MAX_PAIRS),
     ("params/score_mod.cuh", "kMaxModArrays", structs.MAX_MOD_ARRAYS),
     ("params/score_mod.cuh", "kMaxModDims", structs.MAX_MOD_DIMS),

@@ -37,7 +37,7 @@ def test_each_row_of_caches_is_what_its_cases_choose(spec: KernelSpec) -> None:
         cache = omniattn.KVCache(1, 1, 1, dim, like=np.zeros(1, np.float32), **formats._asdict())
         k, v, tiles = cache.k_format, cache.v_format, (1, 1)
         if spec.op in ("decode", "decode_combine") and spec.block_m > 16:
-            assert k.bits == v.bits == 16  # others have no such rows (launch.decode.query_tiles)
+            assert k.bits == v.bits == 16  # others have no such rows (select.decode_ways.query_tiles)
         rows = case.q_len * (8 if case.q_len > 1 else 4)
         if spec.op in ("decode", "decode_combine"):
             able = ((1, 1), (2, 1), *SHARED_TILES.get(spec.head_dim, ()))

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from omniattn.bench import ways
 from omniattn.bench.attempt import ERROR_LIMITS, Attempt, candidate
 from omniattn.bench.document import document, environment
 from omniattn.bench.option_problem import Result
@@ -17,7 +18,7 @@ from omniattn.errors import UnsupportedError
 from omniattn.plan.ways import describe_call
 from omniattn.runtime.env import forced_kernels
 from omniattn.select import Candidate, candidates, choices
-from omniattn.select.features import Features, features
+from omniattn.select.features import features
 
 #: What is written between timed calls: longer than the host takes to enqueue one by Python alone, and all of L2.
 _FLUSH_BYTES = 2 << 30
@@ -37,8 +38,9 @@ class WayResult:
         Relative L1 error of sampled rows against fp64.
     chosen : bool
         It is what the call takes.
-    features : Features, optional
-        What it has to do; None of a way in a file that is no candidate any more.
+    features : tuple, optional
+        What it has to do, as the model of its operation counts it (`Features` of attention); None of a way in a file
+        that is no candidate any more.
     reason : str
     """
 
@@ -46,7 +48,7 @@ class WayResult:
     timing: Timing | None
     error: float | None
     chosen: bool
-    features: Features | None
+    features: tuple[Any, ...] | None
     reason: str = ""
 
 
@@ -56,15 +58,20 @@ class CandidateResult:
 
     Attributes
     ----------
-    case : ShapeCase
+    case : ShapeCase or way_cases.WayCase
     ways : tuple of WayResult
         Empty where this GPU has no kernel for the call: ``refused`` says why.
     refused : str
     """
 
-    case: ShapeCase
+    case: Any
     ways: tuple[WayResult, ...]
     refused: str = ""
+
+    @property
+    def op(self) -> str:
+        """The operation: of `way_cases.OPERATIONS`."""
+        return "attention" if isinstance(self.case, ShapeCase) else str(self.case.op)
 
     @property
     def timed(self) -> list[tuple[float, WayResult]]:
@@ -90,6 +97,7 @@ class CandidateReport:
         """As `document.document` has it: a row a way."""
         rows = [
             {
+                "operation": result.op,
                 "case": result.case.long_name,
                 "way": way.way,
                 "us": None if way.timing is None else round(way.timing.median_us, 3),
@@ -137,7 +145,7 @@ class CandidateReport:
 
 
 def run_candidates(
-    cases: Sequence[ShapeCase],
+    cases: Sequence[Any],
     *,
     iters: int,
     command: str = "",
@@ -147,7 +155,7 @@ def run_candidates(
 
     Parameters
     ----------
-    cases : sequence of ShapeCase
+    cases : sequence of ShapeCase or way_cases.WayCase
     iters : int
         Timed rounds a call; all of its ways run in each.
     command : str
@@ -167,8 +175,9 @@ def run_candidates(
     results = []
     for case in cases:
         progress(case.long_name)
+        run_one = _run_case if isinstance(case, ShapeCase) else _run_other
         try:
-            results.append(_run_case(torch, clock, case, iters))
+            results.append(run_one(torch, clock, case, iters))
         except RuntimeError as error:
             if "OutOfMemory" not in type(error).__name__:
                 raise
@@ -210,6 +219,11 @@ def _run_case(torch: Any, clock: Clock, case: ShapeCase, iters: int) -> Candidat
             for way, a in attempts.items()
         ),
     )
+
+
+def _run_other(torch: Any, clock: Clock, case: ways.WayCase, iters: int) -> CandidateResult:
+    found, refused = ways.run_case(torch, clock, case, iters)
+    return CandidateResult(case, tuple(WayResult(*one) for one in found), refused)
 
 
 def _build(call: OwnCall, way: Candidate) -> Callable[[Tensors], Callable[[Any], Result]]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from omniattn.bench.backward_cases import lognormal_lengths
 from omniattn.bench.option_cases import ALL, Case, Extents, OptionShape, softcap_fields
-from omniattn.bench.shapes import TOTAL_TOKENS, ForwardShape, filter_named
+from omniattn.bench.shapes import TOTAL_TOKENS, ForwardShape, Shape, filter_named
 from omniattn.errors import ArgumentError
 
 #: What the marks of calls are scaled by that cuDNN was not measured on: cuDNN's TFLOP/s on these shapes, that day. Its
@@ -360,7 +360,7 @@ SHAPE_CASES: dict[str, tuple[ShapeCase, ...]] = {
 }
 
 
-def chosen_cases(cases: Sequence[ShapeCase], shapes: Sequence[str], texts: Sequence[str]) -> tuple[ShapeCase, ...]:
+def chosen_cases(cases: Sequence[Shape], shapes: Sequence[str], texts: Sequence[str]) -> tuple[Shape, ...]:
     """Those that have all words of one of ``shapes``, and one of ``texts`` in their name; empty: all.
 
     Raises

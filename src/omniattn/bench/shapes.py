@@ -104,15 +104,15 @@ class Named(Protocol):
         """Words joined by spaces."""
 
 
-_Shape = TypeVar("_Shape", bound=Named)
+Shape = TypeVar("Shape", bound=Named)
 
 
-def filter_named(patterns: Sequence[str], shapes: Iterable[_Shape]) -> tuple[_Shape, ...]:
+def filter_named(patterns: Sequence[str], shapes: Iterable[Shape]) -> tuple[Shape, ...]:
     """`filter_shapes` of shapes of any kind."""
     kept = tuple(shapes)
     if not patterns:
         return kept
-    chosen: set[_Shape] = set()
+    chosen: set[Shape] = set()
     for pattern in patterns:
         words = set(pattern.replace(",", " ").lower().split())
         matching = {shape for shape in kept if words <= set(shape.long_name.split())}

@@ -13,7 +13,6 @@ from omniattn.bench.anchors import CONTENDERS
 from omniattn.bench.backward_cases import filter_backward
 from omniattn.bench.backward_contenders import CUDNN, FA2
 from omniattn.bench.backward_report import BackwardReport
-from omniattn.bench.candidate_cases import candidate_cases
 from omniattn.bench.candidates import run_candidates
 from omniattn.bench.decode_report import DecodeReport, filter_decode_shapes, label
 from omniattn.bench.document import document, environment, to_json, write
@@ -28,6 +27,7 @@ from omniattn.bench.shape_runs import run_shapes
 from omniattn.bench.shapes import LOW_PRECISION_SHAPES, filter_shapes
 from omniattn.bench.sustained import DEFAULT_SECONDS, WARMUP, check_seconds
 from omniattn.bench.timing import BenchError, require_torch
+from omniattn.bench.way_cases import OPERATIONS, cases_of
 from omniattn.cli import console
 from omniattn.errors import ArgumentError, CompileError, UnsupportedError
 
@@ -50,7 +50,8 @@ packed sequences; windows. Each case beside the fastest of torch's cuDNN and FA2
 FlashAttention-4 where it is installed, and FA3's time scaled by cuDNN's in this run. Speed in TFLOP/s of visible pairs
 where arithmetic decides, else in GB/s. Results are checked before they are timed.
 candidates: every way of running a call that selection has (tile, heads that share it, split of the keys, mask), checked
-and timed, and how much longer what it chooses takes than the fastest one.
+and timed, and how much longer what it chooses takes than the fastest one; of attention, and of its backward, decode,
+append and the quantizers, or of some (--op).
 decode: one new token a sequence against caches in each format, beside torch's attention on the same tokens in bf16.
 Microseconds and TB/s of the format's own bytes; (x.xx×): time relative to the anchor, below 1 is faster.
 append, quantize: prompts and single tokens into 16, 8 and 4-bit caches, with and without rotary embedding; the
@@ -101,6 +102,10 @@ def add_parser(commands: Any) -> None:
         "(options: beside the plain call); may be repeated",
     )  # fmt: skip
     parser.add_argument(
+        "--op", metavar="NAMES",
+        help=f"candidates: only these operations, with commas between: {', '.join(OPERATIONS)} (default: all)",
+    )  # fmt: skip
+    parser.add_argument(
         "--no-flex",
         action="store_true",
         help=f"options, backward, {', '.join(SHAPE_CASES)}: without FlexAttention, which gets compiled",
@@ -140,6 +145,7 @@ def run(arguments: argparse.Namespace) -> int:
         for option, given, of in (
             ("--case", arguments.case, ("options", *SHAPE_CASES, "candidates")),
             ("--no-flex", arguments.no_flex, ("options", "backward", *SHAPE_CASES)),
+            ("--op", arguments.op is not None, ("candidates",)),
         ):
             if given and arguments.what not in of:
                 raise ArgumentError(option, f"nothing: 'bench {arguments.what}' does not have it", "a value")
@@ -362,7 +368,11 @@ def _run_candidates(arguments: argparse.Namespace) -> int:
             raise ArgumentError(f"--{option}", expected, "a value")
     if arguments.precision != "exact":
         raise ArgumentError("--precision", "'exact': each call has its own", repr(arguments.precision))
-    cases = chosen_cases(candidate_cases(), arguments.shapes, arguments.case)
+    operations = OPERATIONS if arguments.op is None else tuple(arguments.op.split(","))
+    if unknown := [name for name in operations if name not in OPERATIONS]:
+        expected = f"names out of {', '.join(OPERATIONS)}, with commas between"
+        raise ArgumentError("--op", expected, repr(unknown[0]))
+    cases = chosen_cases(cases_of(operations), arguments.shapes, arguments.case)
     with console.progress(len(cases), enabled=not arguments.json) as bar:
         report = run_candidates(cases, iters=arguments.iters, command=arguments.command_line, progress=bar.step)
     if not _written(arguments, report.to_dict()):

@@ -8,19 +8,21 @@ from pathlib import Path
 from typing import Any
 
 from omniattn import runtime
-from omniattn.bench.candidate_cases import candidate_cases
 from omniattn.bench.document import write
-from omniattn.bench.shape_cases import chosen_cases
+from omniattn.bench.shape_cases import ShapeCase, chosen_cases
 from omniattn.bench.timing import BenchError, require_torch
+from omniattn.bench.way_cases import cases_of
 from omniattn.cli import console
 from omniattn.errors import ArgumentError
 from omniattn.plan.tuning import VARIABLE
+from omniattn.problems.costs import COSTS
 from omniattn.runtime import env
 
 _DESCRIPTION = """\
 A call of attention can be run in several ways: tiles of several sizes, query heads that share them, keys divided among
-CTAs. Which one is the fastest was measured on few GPUs. This command checks and times all ways of some 300 calls on
-yours (minutes; --quick: a fifth of them), fits the coefficients of the model that chooses, and writes them to a file.
+CTAs; and so can gradients, decode and quantizers. Which one is the fastest was measured on few GPUs. This command
+checks and times all ways of some 450 calls on yours (minutes; --quick: a fifth of them), fits the coefficients of the
+model that chooses, and writes them to a file.
 It says how much longer than the fastest way the chosen ones take, in each class of calls: before, and with the file, by
 coefficients that were fitted to other calls than those that are judged.
 The file is used where the environment variable OMNIATTN_TUNING names it: by every process, all ranks of a job too.
@@ -58,10 +60,10 @@ def run(arguments: argparse.Namespace) -> int:
     if not folder.is_dir() or arguments.out.is_dir() or not os.access(folder, os.W_OK):
         raise ArgumentError("--out", "a file in a folder that exists and can be written", repr(str(arguments.out)))
     console.require_rich()
-    cases = chosen_cases(candidate_cases(), arguments.shapes, [])
+    cases = chosen_cases(cases_of(("attention", *COSTS)), arguments.shapes, [])
     cases = cases[:: QUICK if arguments.quick else 1]
-    if len(cases) < FEWEST:
-        raise ArgumentError("--shapes", f"words that {FEWEST} calls have, or more", f"{len(cases)} calls")
+    if (number := sum(isinstance(case, ShapeCase) for case in cases)) < FEWEST:
+        raise ArgumentError("--shapes", f"words that {FEWEST} calls of attention have, or more", f"{number} calls")
     if env.get(VARIABLE) is not None:
         raise ArgumentError(VARIABLE, "to be unset: 'omniattn tune' compares with what is chosen without it", "a file")
     try:
@@ -73,7 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise console.CannotRunError(str(error)) from error
     write(found.to_dict(device), arguments.out)
     rows = []
-    for name, gain in found.gains.items():
+    for name, gain in found.gains_of_all.items():
         figures = gain.before, gain.worst_before, gain.after, gain.worst_after
         rows.append([name, str(gain.calls), *(f"{100 * x:.1f}" for x in figures)])
     header = ["calls", "number", "before, %", "worst", "with the file, %", "worst"]

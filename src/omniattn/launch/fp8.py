@@ -12,17 +12,6 @@ from .quantize import rotation_values
 from .structs import LAYOUT_FP8, QUANTIZE, QUANTIZE_FP8, QUANTIZE_FP8_SUMS
 
 
-def takes(p: QuantizeProblem) -> bool:
-    """Whether ``quantize_fp8_sm80`` can quantize Q and K: a batch in e4m3, no means."""
-    return p.e4m3 and p.qk and not (p.varlen or p.smooth_k) and p.granularity == "per_block"
-
-
-def takes_values(p: QuantizeProblem) -> bool:
-    """Whether `build_with_values` can quantize Q, K and V."""
-    rows = p.batch * p.heads_q * p.rows_q * p.heads_kv * p.rows_k
-    return takes(p) and p.v and p.smooth_v and p.v_dtype == "float8_e4m3" and rows > 0
-
-
 def build_quantizer(
     spec: KernelSpec, p: QuantizeProblem, strides: tuple[Strides3, Strides3], outputs: dict[str, At]
 ) -> tuple[LaunchRecord, ...]:

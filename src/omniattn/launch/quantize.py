@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from ..problems import QuantizeCall, QuantizeProblem, Target
 from ..problems.memory import WORKSPACE_ALIGNMENT
 from ..problems.precision import GRANULARITIES
-from ..problems.quantize import BLOCK_ROWS, QUERY_SLICES, sample_log2
+from ..problems.quantize import BLOCK_ROWS, QUERY_SLICES, QuantizeGrid
 from ..registry import KernelSpec
 from ..runtime.record import LaunchRecord
 from .host_struct import Arguments, At, member, strides
@@ -23,10 +23,6 @@ from .used_rows import used_rows
 # `Flag` of the device code.
 _SMOOTH_Q, _SMOOTH_K, _SMOOTH_V, _FULL_BIAS, _HAS_QK, _HAS_V, _HALF_V = (1 << i for i in range(7))
 
-#: Bytes of K and V of the heads that are summed up before any of them is quantized: all, or a part of the L2 cache
-#: where the whole of them is read twice (short sequences, per_tensor), because Q and the outputs pass through it in
-#: between.
-GROUP_BYTES, CACHED_GROUP_BYTES = 1 << 62, 16 << 20
 _MAX_GRID, _MASK = 1 << 20, 0xFFFFFFFF
 _DELTA_THREADS = 128
 #: What the largest magnitude of a group becomes.
@@ -90,32 +86,22 @@ def _up(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple
 
 
-def _work(p: QuantizeProblem, group_bytes: int) -> _Work:
-    units = p.heads_kv * (1 if p.varlen else p.batch)
-    per_kv = p.heads_q // p.heads_kv if p.heads_kv else 0
-    slots_q, slots_k = p.slots(p.rows_q, BLOCK_ROWS), p.slots(p.rows_k, BLOCK_ROWS)
-    per_r = p.slots_r * (int(p.qk and p.smooth_k) + int(p.v))
-    per_a = per_kv * slots_q + slots_k if p.qk and p.granularity == "per_tensor" else 0
-    per_q = per_kv * slots_q if p.qk else 0
-    per_pass = slots_k * (int(p.qk) + int(p.v))
-    unit_bytes = max(2 * p.rows_k * p.head_dim * (int(p.qk) + int(p.v)), 1)
-    usual_rows = p.rows_k // max(p.batch, 1) if p.varlen else p.rows_k
-    most_bytes = min(group_bytes, CACHED_GROUP_BYTES) if per_a or sample_log2(usual_rows) == 0 else group_bytes
-    per_group = max(1, min(most_bytes // unit_bytes, units))
+def _work(p: QuantizeProblem, units_per_group: int) -> _Work:
+    units, per = p.units, p.unit_items
+    per_group = max(1, min(units_per_group, units))
     groups = -(-units // per_group)
     last = units - (groups - 1) * per_group
-    per_end = (p.batch if p.varlen else 1) if p.v else 0
-    rest = per_a + per_q + per_pass + per_end
-    last_base = (groups - 2) * per_group * (per_r + rest) + last * per_r + per_group * rest if groups > 1 else 0
-    items = units * (per_r + rest) if p.batch else 0  # rows without a sequence are nobody's
+    rest = sum(per) - per.sums
+    last_base = (groups - 2) * per_group * sum(per) + last * per.sums + per_group * rest if groups > 1 else 0
+    items = p.num_items
     if items >= 2**31 - 2**24:
         raise ValueError(f"{items} blocks to quantize: more than any memory holds")
-    return _Work(units, per_group, groups, per_r, per_a, per_q, per_pass, last_base, items)
+    return _Work(units, per_group, groups, per.sums, per.ranges, per.queries, per.keys, last_base, items)
 
 
-def scratch(spec: KernelSpec, p: QuantizeProblem, group_bytes: int = GROUP_BYTES) -> Scratch:
-    """Scratch memory of a quantization by the kernel ``spec``."""
-    work = _work(p, group_bytes)
+def scratch(spec: KernelSpec, p: QuantizeProblem) -> Scratch:
+    """Scratch memory of a quantization by the kernel ``spec``, whatever heads go together."""
+    work = _work(p, p.units)
     # The ticket, four kinds for each kv head, for per_tensor two more of each head, and the errors of V, two words a
     # channel, at an even one.
     kv, qs = p.batch * p.heads_kv, p.batch * p.heads_q
@@ -139,8 +125,8 @@ def build(
     target: Target,
     outputs: dict[str, At],
     memory: At,
+    grid: QuantizeGrid,
     copies: tuple[At, At] | None = None,
-    group_bytes: int = GROUP_BYTES,
 ) -> tuple[LaunchRecord, ...]:
     """The launches of a quantization: one that clears and decodes, one that quantizes, with smooth_q one for delta_s.
 
@@ -154,14 +140,13 @@ def build(
         Places by the names of `QuantizeProblem.shapes`.
     memory : At
         Place of the scratch memory, at a multiple of 256 bytes.
+    grid : QuantizeGrid
     copies : (At, At), optional
         Where copies of cu_seqlens_q and cu_seqlens_k go, which are made even if there is nothing to quantize; in the
         scratch memory unless given.
-    group_bytes : int
-        See `GROUP_BYTES`.
     """
     p = call.problem
-    work, room = _work(p, group_bytes), scratch(spec, p, group_bytes)
+    work, room = _work(p, grid.units), scratch(spec, p)
     named = {"cu_seqlens_q": p.varlen and p.qk, "cu_seqlens_k": p.varlen}
     if work.num_items == 0 and not (copies and any(named.values())):
         return ()
@@ -219,8 +204,8 @@ def build(
     records = [LaunchRecord(spec, clear_grid, threads, *first)]
     if work.num_items == 0:
         return tuple(records)
-    grid = (min(work.num_items, target.sm_count * spec.ctas_per_sm), 1, 1)
-    records.append(LaunchRecord(spec, grid, threads, *_pack(p, second), overlap=True))
+    ctas = (min(work.num_items, target.sm_count * grid.ctas_per_sm), 1, 1)
+    records.append(LaunchRecord(spec, ctas, threads, *_pack(p, second), overlap=True))
     delta_ctas = work.units * p.slots(p.rows_k, p.key_tile)
     if p.smooth_q and p.qk and p.rows_q > 0 and delta_ctas > 0:
         assert delta_spec is not None, "smooth_q needs the kernel of delta_s"

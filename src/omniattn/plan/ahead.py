@@ -17,8 +17,10 @@ from ..problems import UNLIMITED, AttentionProblem, AttentionStrides, BackwardPr
 from ..problems.score_mod import BlockMaskProblem, ScoreModProblem
 from ..registry import KernelSpec
 from ..select import rows_of
+from ..select.backward_ways import asked_of_backward
+from ..select.ways import possible_ways
 from .attention import plan_attention
-from .backward import plan_backward
+from .backward import backward_launches, plan_backward
 from .engine import Launches
 
 #: Options of a call beside its score modification that decide about rows.
@@ -123,7 +125,10 @@ def _backward_plans(problem: AttentionProblem, target: Target) -> Iterator[Launc
         if "dmask" in names and deterministic and 0 in dmask:
             continue  # refused: sums of a broadcast mask come in no fixed order
         made = BackwardProblem(replace(p, deterministic=deterministic), names, deterministic=deterministic)
-        yield plan_backward(replace(made, strides=strides), target, None)
+        made = replace(made, strides=strides)
+        yield plan_backward(made, target, None)  # which says why where there is none
+        for way in possible_ways(asked_of_backward(made, target), target):
+            yield backward_launches(way, made, target, None)
 
 
 def rows_of_calls(calls: ModCalls, target: Target, *, backward: bool = False) -> tuple[KernelSpec, ...]:

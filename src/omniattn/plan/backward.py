@@ -8,15 +8,10 @@ from ..launch.score_mod import with_score_mod
 from ..problems import BackwardProblem, Target
 from ..problems.tile_order import num_n_blocks
 from ..runtime.record import LaunchRecord
-from ..select import (
-    Selection,
-    order_of_keys,
-    order_of_queries,
-    select_backward,
-    select_backward_rows,
-    select_clear,
-    select_dq,
-)
+from ..select import Selection, order_of_keys, order_of_queries, select_backward_rows, select_clear
+from ..select.backward_ways import BackwardWay, asked_of_backward
+from ..select.ways import chosen_ways
+from .available import first_that_loads
 from .engine import Launches
 
 
@@ -86,17 +81,19 @@ def plan_backward(problem: BackwardProblem, target: Target, force: str | None) -
         What no kernel can make gradients of.
     """
     _check(problem)
-    wants_dq = "dq" in problem.wanted
-    wants_others = not {"dk", "dv", "dmask"}.isdisjoint(problem.wanted)
-    main = _compiled(select_backward(problem, target, force), problem) if wants_others else None
+    ways = chosen_ways(asked_of_backward(problem, target), target, force)
+    return first_that_loads(ways, lambda way: backward_launches(way, problem, target, force), target)
+
+
+def backward_launches(way: BackwardWay, problem: BackwardProblem, target: Target, force: str | None) -> Launches:
+    """The launches of gradients, made as ``way`` says."""
+    main = None if way.main is None else _compiled(way.main, problem)
+    alone = None if way.dq is None else _compiled(way.dq, problem)
     ordered = main is not None and main.spec.ordered_dq
-    # Sums of dq in global memory come in no fixed order, as a rule; alone dq takes fewer products; some kernels do not
-    # make it.
-    own_dq = wants_dq and (main is None or not main.spec.dq or (problem.deterministic and not ordered))
-    alone = _compiled(select_dq(problem, target, force), problem) if own_dq else None
     on_wgmma = main is not None and main.spec.arch_specific
     before, behind = select_backward_rows(problem, target, force, fragments=on_wgmma)
-    dq_columns = main.spec.head_dim if main is not None and wants_dq and not own_dq else 0
+    with_dq = "dq" in problem.wanted and alone is None
+    dq_columns = main.spec.head_dim if main is not None and with_dq else 0
     n_blocks = num_n_blocks(problem.forward, main.spec.block_n) if main is not None and ordered else 0
     at = attn_bwd_sm80.places(problem, dq_columns, n_blocks)
     records = attn_bwd_sm80.build_prepare(before.spec, problem, at, dq_columns, n_blocks)

@@ -5,47 +5,53 @@ from __future__ import annotations
 from ..launch import decode, fp8, kv_append, merge_states, quantize
 from ..launch.host_struct import At
 from ..problems import AppendProblem, CopyProblem, DecodeProblem, MergeProblem, QuantizeCall, Target
-from ..select import (
-    select_append,
-    select_copy,
-    select_decode,
-    select_delta,
-    select_fp8_quantizer,
-    select_merge,
-    select_quantizer,
-)
+from ..select import select_append, select_copy, select_delta, select_merge
+from ..select.decode_ways import DecodeWay, asked_of_decode
+from ..select.quantize_ways import QuantizeWay, asked_of_quantizer
+from ..select.ways import chosen_ways
+from .available import first_that_loads
 from .engine import Launches
 
 
 def plan_quantize(call: QuantizeCall, target: Target, force: str | None) -> Launches:
     """The launches of ``quantize_qk`` and ``quantize_v``."""
+    ways = chosen_ways(asked_of_quantizer(call.problem, target), target, force)
+    return first_that_loads(ways, lambda way: quantize_launches(way, call, target, force), target)
+
+
+def quantize_launches(way: QuantizeWay, call: QuantizeCall, target: Target, force: str | None) -> Launches:
+    """The launches of ``quantize_qk`` and ``quantize_v``, run as ``way`` says."""
     problem = call.problem
-    if fp8.takes(problem) and not problem.v:
-        quantizer = select_fp8_quantizer(problem, target, force)
-        arrays = {name: At(name) for name in problem.shapes()}
-        return Launches(quantizer, fp8.build_quantizer(quantizer.spec, problem, call.strides[:2], arrays))
-    quantizer = select_quantizer(problem, target, force)
-    delta = select_delta(problem, target, force) if problem.smooth_q else None
     # The arguments v and cu_seqlens have results of the same names.
     named = {"v": "out.v", "cu_seqlens_q": "out.cu_seqlens_q", "cu_seqlens_k": "out.cu_seqlens_k"}
     outputs = {name: At(named.get(name, name)) for name in problem.shapes()}
+    if way.rows is not None:
+        return Launches(way.rows, fp8.build_quantizer(way.rows.spec, problem, call.strides[:2], outputs))
+    assert way.general is not None, "a public function quantizes Q and K, or V"
+    quantizer = way.general.kernel
+    delta = select_delta(problem, target, force) if problem.smooth_q else None
     copies = (At("out.cu_seqlens_q"), At("out.cu_seqlens_k"))
     records = quantize.build(
-        quantizer.spec, None if delta is None else delta.spec, call, target, outputs, At("workspace"), copies
-    )
+        quantizer.spec, None if delta is None else delta.spec, call, target, outputs, At("workspace"),
+        way.general.grid, copies,
+    )  # fmt: skip
     size = max(quantize.scratch(quantizer.spec, problem).size, 1)
     return Launches(quantizer, records, size, () if delta is None else (delta,))
 
 
 def plan_decode(problem: DecodeProblem, target: Target, force: str | None) -> Launches:
     """The launches of ``decode``."""
-    asked = [(p.problem.dtype, p.k, p.v, decode.query_tiles(p, target)) for p in decode.passes(problem)]
-    selections = [select_decode(*each, target=target, force=force) for each in asked]
-    kernels = tuple(decode.Kernels(main.spec, combine.spec) for main, combine in selections)
-    merge = select_merge(problem.dtype, target, force) if len(selections) > 1 else None
+    ways = chosen_ways(asked_of_decode(problem, target), target, force)
+    return first_that_loads(ways, lambda way: decode_launches(way, problem, target, force), target)
+
+
+def decode_launches(way: DecodeWay, problem: DecodeProblem, target: Target, force: str | None) -> Launches:
+    """The launches of ``decode``, run as ``way`` says."""
+    kernels = tuple(decode.Kernels(one.main.spec, one.combine.spec, one.split) for one in way.passes)
+    merge = select_merge(problem.dtype, target, force) if len(kernels) > 1 else None
     records, workspace_bytes = decode.build(kernels, None if merge is None else merge.spec, problem, target)
-    others = [selection for pair in selections for selection in pair][1:]
-    return Launches(selections[0][0], records, workspace_bytes, (*others, *(() if merge is None else (merge,))))
+    first, *others = (selection for one in way.passes for selection in (one.main, one.combine))
+    return Launches(first, records, workspace_bytes, (*others, *(() if merge is None else (merge,))))
 
 
 def plan_append(problem: AppendProblem, target: Target, force: str | None) -> Launches:

@@ -40,15 +40,14 @@ from ..select import (
     combine_of,
     select_clear,
     select_delta,
-    select_fp8_quantizer,
-    select_fp8_values,
     select_layout,
     select_mask_align,
     select_masks,
-    select_quantizer,
     select_tile_kinds,
     tail_row,
 )
+from ..select.quantize_ways import QuantizeWay, asked_of_quantizer
+from ..select.ways import chosen_ways
 from .engine import Launches
 
 
@@ -76,7 +75,12 @@ class _Mask(_Stage):
 
 
 def launches_of(
-    candidate: Candidate, problem: AttentionProblem, target: Target, force: str | None, why: tuple[str, ...] = ()
+    candidate: Candidate,
+    problem: AttentionProblem,
+    target: Target,
+    force: str | None,
+    why: tuple[str, ...] = (),
+    quantizers: tuple[QuantizeWay, ...] = (),
 ) -> Launches:
     """The launches of a call, run as ``candidate`` says.
 
@@ -90,18 +94,43 @@ def launches_of(
         ``OMNIATTN_FORCE_KERNEL``, for the kernels beside the one that attends.
     why : tuple of str
         What `explain` says of the choice.
+    quantizers : tuple of QuantizeWay
+        How each of `AttentionProblem.quantizations` is made; empty: as it is chosen.
     """
     p = candidate.told(problem)
     row = score_mod.with_score_mod(candidate.row, p.score_mod)
     if p.score_mod is not None:
         why = (*why, "with score_mod compiled in, which no wheel carries")
-    operands = _operands(row, p, target, force)
+    operands = _operands(row, p, target, force, quantizers)
     mask = _mask(candidate, p, target, force, operands.end)
     attend = _attend(candidate, row, p, target, force, operands.places, mask)
     clear = _clear(p, target, force)
     kernels = (*operands.kernels, *mask.kernels, *attend.kernels, *clear.kernels)
     records = (*mask.records, *operands.records, *attend.records, *clear.records) if attend.records else ()
     return Launches(Selection(row, why), records, attend.end, kernels)
+
+
+def quantizer_launches(
+    candidate: Candidate, problem: AttentionProblem, target: Target, quantizers: tuple[QuantizeWay, ...]
+) -> Launches:
+    """Of `launches_of` those alone that quantize the operands, to time them."""
+    operands = _operands(candidate.row, candidate.told(problem), target, None, quantizers)
+    return Launches(operands.kernels[0], operands.records, operands.end, operands.kernels[1:])
+
+
+def quantizations(candidate: Candidate, problem: AttentionProblem) -> tuple[QuantizeProblem, ...]:
+    """What is quantized for the kernel of ``candidate``; empty where operands come as it reads them."""
+    if not candidate.row.quantized or problem.operands is not None or problem.descales is not None:
+        return ()
+    p = candidate.told(problem)
+    return p.quantizations(_whole_of(candidate.row, p))
+
+
+def _whole_of(row: KernelSpec, problem: AttentionProblem) -> QuantizeProblem:
+    """What describes the operands that a kernel reads."""
+    return problem.quantization(
+        grouping=row.grouping, pv=row.pv, pv_accumulator=row.pv_accumulator, unpacked=row.qk == "int8"
+    )
 
 
 def _attend(
@@ -192,17 +221,21 @@ def _clear(problem: AttentionProblem, target: Target, force: str | None) -> _Sta
     return _Stage(0, records, (selection,))
 
 
-def _operands(row: KernelSpec, problem: AttentionProblem, target: Target, force: str | None) -> _Operands:
+def _operands(
+    row: KernelSpec,
+    problem: AttentionProblem,
+    target: Target,
+    force: str | None,
+    quantizers: tuple[QuantizeWay, ...],
+) -> _Operands:
     """What makes the operands that the kernel reads of the arrays of the call."""
     if problem.operands is not None:
         return _Operands(0, places=attn_int8.given(problem.operands))
     if not row.quantized:
         return _Operands(0)
-    whole = problem.quantization(
-        grouping=row.grouping, pv=row.pv, pv_accumulator=row.pv_accumulator, unpacked=row.qk == "int8"
-    )
+    whole = _whole_of(row, problem)
     if problem.descales is None:
-        return _quantized(whole, problem, target, force)
+        return _quantized(whole, problem, target, force, quantizers)
     # q and k come in e4m3, and so does v, which is laid out by channels.
     offsets, end = carve(fp8.layout_shapes(whole))
     at = {name: At("workspace", offset) for name, offset in offsets.items()}
@@ -211,7 +244,14 @@ def _operands(row: KernelSpec, problem: AttentionProblem, target: Target, force:
     return _Operands(end, records, (layout,), attn_int8.in_e4m3(problem, whole, at))
 
 
-def _quantized(whole: QuantizeProblem, problem: AttentionProblem, target: Target, force: str | None) -> _Operands:
+def _quantized(
+    whole: QuantizeProblem,
+    problem: AttentionProblem,
+    target: Target,
+    force: str | None,
+    ways: tuple[QuantizeWay, ...],
+) -> _Operands:
+    """ways: in which each of `AttentionProblem.quantizations` is made; none: as it is chosen."""
     strides = problem.strides
     assert strides is not None
     at, end = attn_int8.in_workspace(whole)
@@ -219,27 +259,28 @@ def _quantized(whole: QuantizeProblem, problem: AttentionProblem, target: Target
     records: list[LaunchRecord] = []
     kernels: list[Selection] = []
     starts: tuple[At, At] | None = None
-    for part in problem.quantizations(whole):
-        both = select_fp8_values(part, target, force) if fp8.takes_values(part) else None
-        if both is not None:
+    for i, part in enumerate(problem.quantizations(whole)):
+        # Attention is loaded or compiled with it: what cannot be is an error, as of quantizers that are named.
+        way = ways[i] if ways else chosen_ways(asked_of_quantizer(part, target), target, force)[0].way
+        if way.values is not None:
             memory = At("workspace", aligned(end))
-            specs = both[0].spec, both[1].spec
+            specs = way.values[0].spec, way.values[1].spec
             records += fp8.build_with_values(*specs, part, (strides.q, strides.k, strides.v), at, memory)
-            kernels += both
+            kernels += way.values
             end = memory.offset + fp8.values_scratch(specs[0], part)
-            continue
-        if fp8.takes(part):
-            kernels.append(select_fp8_quantizer(part, target, force))
-            records += fp8.build_quantizer(kernels[-1].spec, part, (strides.q, strides.k), at)
+        if way.rows is not None:
+            kernels.append(way.rows)
+            records += fp8.build_quantizer(way.rows.spec, part, (strides.q, strides.k), at)
             part = part.of_values
-            if not part.v:
-                continue
-        kernels.append(select_quantizer(part, target, force))
-        room, memory = quantize.scratch(kernels[-1].spec, part), At("workspace", aligned(end))
+        if way.general is None:
+            continue
+        kernels.append(way.general.kernel)
+        spec = way.general.kernel.spec
+        room, memory = quantize.scratch(spec, part), At("workspace", aligned(end))
         starts = starts or quantize.starts_in(room, memory)
         call = QuantizeCall(part, (strides.q, strides.k, strides.v), problem.layout, 0)
         delta_spec = None if delta is None else delta.spec
-        records += quantize.build(kernels[-1].spec, delta_spec, call, target, at, memory)
+        records += quantize.build(spec, delta_spec, call, target, at, memory, way.general.grid)
         end = memory.offset + room.size
     starts = starts or (At("cu_seqlens_q"), At("cu_seqlens_k"))
     made = (*dict.fromkeys(kernels), *(() if delta is None else (delta,)))

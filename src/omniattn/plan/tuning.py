@@ -7,11 +7,13 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..errors import ArgumentError
 from ..problems import Target
+from ..problems.costs import COSTS, OperationCosts
 from ..problems.target import Coefficients, Tuning
 from ..runtime import env, log
 from ..runtime.device import DeviceInfo
@@ -30,8 +32,8 @@ class Gpu(NamedTuple):
     sm_count: int
 
 
-def parse(data: Any, name: str) -> tuple[Gpu, Coefficients]:
-    """GPU and coefficients of a file's content. Raises ArgumentError, which names the field."""
+def parse(data: Any, name: str) -> tuple[Gpu, Coefficients, tuple[tuple[str, OperationCosts], ...]]:
+    """GPU, coefficients of attention and of other operations. Raises ArgumentError, which names the field."""
 
     def refuse(what: str) -> ArgumentError:
         expected = "a file that 'omniattn tune' has written"
@@ -46,14 +48,26 @@ def parse(data: Any, name: str) -> tuple[Gpu, Coefficients]:
         raise refuse(f"cc {cc!r}")
     if not isinstance(sm_count, int):
         raise refuse(f"sm_count {sm_count!r}")
-    if not isinstance(given, Mapping) or set(given) != set(NAMES):
-        raise refuse("coefficients of other names")
-    for key, value in given.items():
-        usual = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not usual or not math.isfinite(value) or value <= 0:
-            raise refuse(f"coefficient {key} is {value!r}")
-    gpu = Gpu(str(data.get("device", "unknown")), (cc[0], cc[1]), sm_count)
-    return gpu, Coefficients(**{n: float(given[n]) for n in NAMES})
+
+    def numbers(of: Any, names: tuple[str, ...]) -> dict[str, float]:
+        if not isinstance(of, Mapping) or set(of) != set(names):
+            raise refuse("coefficients of other names")
+        for key, value in of.items():
+            usual = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if not usual or not math.isfinite(value) or value <= 0:
+                raise refuse(f"coefficient {key} is {value!r}")
+        return {key: float(of[key]) for key in names}
+
+    coefficients = Coefficients(**numbers(given, NAMES))
+    others = data.get("operations", {})
+    if not isinstance(others, Mapping) or not set(others) <= set(COSTS):
+        raise refuse(f"operations other than {', '.join(COSTS)}")
+    costs = tuple(
+        (op, kind(**numbers(others[op], tuple(field.name for field in fields(kind)))))
+        for op, kind in COSTS.items()
+        if op in others
+    )
+    return Gpu(str(data.get("device", "unknown")), (cc[0], cc[1]), sm_count), coefficients, costs
 
 
 @functools.cache
@@ -74,8 +88,8 @@ def from_file() -> tuple[Gpu, Tuning] | None:
     except (OSError, ValueError) as error:
         expected = "a file that 'omniattn tune' has written"
         raise ArgumentError(VARIABLE, expected, f"{path}: {error}", hint="Run 'omniattn tune', or unset it") from None
-    gpu, coefficients = parse(data, str(path))
-    return gpu, Tuning(coefficients, gpu.name, hashlib.sha256(text).hexdigest())
+    gpu, coefficients, costs = parse(data, str(path))
+    return gpu, Tuning(coefficients, gpu.name, hashlib.sha256(text).hexdigest(), costs)
 
 
 def tuning_for(device: DeviceInfo) -> Tuning | None:

@@ -1,11 +1,22 @@
-"""One call of ``decode``."""
+"""One call of ``decode``, the passes over keys that it is made of, and how keys are divided among CTAs."""
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
+from ..kv.formats import KVFormat
 from ..kv.layout import CacheLayout
 from .outputs import Output
+
+#: `RecentSide` of device code.
+OLDER, NEWEST = 1, 2
+#: `kSharedPrefix` of device code.
+SHARED_PREFIX = -1
+#: Keys of the smallest chunk of a sequence that work is divided into; and with ``deterministic`` of every split.
+CHUNK, FIXED_SPLIT = 128, 512
+#: CTAs of the main kernel at most: the kernels compute with their square in 31 bits.
+MAX_WORKERS = 46340
 
 
 @dataclass(frozen=True)
@@ -68,3 +79,103 @@ class DecodeProblem:
         o = Output("o", (self.batch, self.q_len, self.num_q_heads, self.head_dim), self.dtype)
         lse = Output("lse", (self.batch, self.num_q_heads, self.q_len), "float32")
         return (o, lse) if self.lse else (o,)
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeSplit:
+    """How the keys of a pass are divided.
+
+    Attributes
+    ----------
+    workers : int
+        CTAs of the main kernel: each has an even share of the chunks of all segments.
+    combine_warps : int
+        Warps of the second kernel that merge a row's partial results.
+    """
+
+    workers: int
+    combine_warps: int
+
+
+@dataclass(frozen=True)
+class KeyPass:
+    """One pass over keys of a call: all of them, or one of two sides that are merged.
+
+    Attributes
+    ----------
+    problem : DecodeProblem
+        With strides, capacity and blocks of this pass.
+    k, v : KVFormat
+    hadamard : bool
+    side : int
+        `OLDER`: the quantized tokens before the recent window. `NEWEST`: those of the window; blocks are slots then.
+    first_key : int
+        Keys before it are another pass's. `SHARED_PREFIX`: this one's are those that all sequences share.
+    sinks : bool
+        Whether this pass counts the sinks.
+    prefix_sequences : int
+        Of the pass over a shared prefix, which takes all queries for those of one sequence: how many sequences.
+    """
+
+    problem: DecodeProblem
+    k: KVFormat
+    v: KVFormat
+    hadamard: bool
+    side: int = 0
+    first_key: int = 0
+    sinks: bool = True
+    prefix_sequences: int = 0
+
+    @property
+    def rows(self) -> int:
+        """Query rows of a kv head."""
+        return self.problem.group * self.problem.q_len
+
+    @property
+    def keys(self) -> int:
+        """Keys of a sequence, at most."""
+        p = self.problem
+        return min(p.capacity, p.cache.recent_window) if self.side == NEWEST else p.capacity
+
+    @property
+    def chunk(self) -> int:
+        """Keys of a chunk."""
+        return FIXED_SPLIT if self.problem.deterministic else CHUNK
+
+    def segments(self, tile_rows: int) -> int:
+        """Keys of a sequence and kv head, for each block of so many query rows."""
+        return self.problem.batch * self.problem.num_kv_heads * -(-self.rows // tile_rows)
+
+    def chunks(self, tile_rows: int) -> int:
+        """Chunks of all segments, at most."""
+        return self.segments(tile_rows) * -(-self.keys // self.chunk)
+
+
+def passes(problem: DecodeProblem) -> tuple[KeyPass, ...]:
+    """What is computed one after the other: one pass, or two whose results are merged."""
+    p, cache = problem, problem.cache
+    row = p.num_q_heads * p.head_dim
+    own = (p.q_len * row, row, p.head_dim, 1)
+    formats = (cache.k_format, cache.v_format)
+    if cache.recent_window:
+        assert cache.recent_format is not None
+        contiguous = dataclasses.replace(p, o_strides=own)
+        older = KeyPass(contiguous, *formats, cache.hadamard, side=OLDER, sinks=False)
+        slots = dataclasses.replace(
+            contiguous, block_size=cache.recent_ring, num_blocks=cache.recent_slots, table_columns=int(cache.paged)
+        )
+        return older, KeyPass(slots, cache.recent_format, cache.recent_format, False, side=NEWEST)
+    if p.shared_prefix and p.batch:
+        # One sequence, whose table is that of sequence 0, of so many tokens as its capacity lets it have.
+        queries = p.batch * p.q_len
+        step = p.q_strides[0] if p.q_len == 1 else p.q_strides[1]
+        alone = dataclasses.replace(
+            p, batch=1, q_len=queries, capacity=p.shared_prefix, q_strides=(0, step, p.q_strides[2], 1),
+            o_strides=(0, row, p.head_dim, 1),
+        )  # fmt: skip
+        prefix = KeyPass(
+            alone, *formats, cache.hadamard, first_key=SHARED_PREFIX, sinks=False, prefix_sequences=p.batch
+        )
+        rest = KeyPass(dataclasses.replace(p, o_strides=own), *formats, cache.hadamard, first_key=p.shared_prefix)
+        return prefix, rest
+    return (KeyPass(p, *formats, cache.hadamard),)

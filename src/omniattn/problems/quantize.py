@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from .memory import ITEMSIZE, WORKSPACE_ALIGNMENT
 from .outputs import Output
@@ -21,6 +22,26 @@ _BITS = {"int8": 8, "int4": 4, "float8_e4m3": 8}
 QK_DTYPES = {"int8": "int8", "int4": "int4", "fp8": "float8_e4m3"}
 
 Strides3 = tuple[int, int, int]
+
+
+class UnitItems(NamedTuple):
+    """Work items of a head of K and V and the heads of Q that read it.
+
+    Attributes
+    ----------
+    sums, ranges : int
+        That read chunks for means and ranges, and blocks for the range of whole tensors.
+    queries, keys : int
+        That quantize blocks of Q, and of K and V.
+    ends : int
+        Behind V.
+    """
+
+    sums: int
+    ranges: int
+    queries: int
+    keys: int
+    ends: int
 
 
 @dataclass(frozen=True)
@@ -99,6 +120,41 @@ class QuantizeProblem:
             self, qk=False, rows_q=0, heads_q=0, smooth_q=False, smooth_k=False, row_bias="none",
             least_pad=self.head_dim_pad,
         )  # fmt: skip
+
+    @property
+    def units(self) -> int:
+        """Heads of K and V, of every sequence of a batch."""
+        return self.heads_kv * (1 if self.varlen else self.batch)
+
+    @property
+    def unit_items(self) -> UnitItems:
+        """Work items of one of `units` in the kernel for any knobs."""
+        slots_k = self.slots(self.rows_k, BLOCK_ROWS)
+        per_kv = self.heads_q // self.heads_kv if self.heads_kv else 0
+        of_queries = per_kv * self.slots(self.rows_q, BLOCK_ROWS)
+        return UnitItems(
+            self.slots_r * (int(self.qk and self.smooth_k) + int(self.v)),
+            of_queries + slots_k if self.qk and self.granularity == "per_tensor" else 0,
+            of_queries if self.qk else 0,
+            slots_k * (int(self.qk) + int(self.v)),
+            (self.batch if self.varlen else 1) if self.v else 0,
+        )
+
+    @property
+    def num_items(self) -> int:
+        """Of all units."""
+        return self.units * sum(self.unit_items) if self.batch else 0  # rows without a sequence are nobody's
+
+    @property
+    def is_of_rows(self) -> bool:
+        """Whether a kernel that knows no means can quantize Q and K, row by row: a batch in e4m3."""
+        return self.e4m3 and self.qk and not (self.varlen or self.smooth_k) and self.granularity == "per_block"
+
+    @property
+    def has_values(self) -> bool:
+        """Whether besides there is V, in e4m3 around its mean, and something of all three."""
+        rows = self.batch * self.heads_q * self.rows_q * self.heads_kv * self.rows_k
+        return self.v and self.smooth_v and self.v_dtype == "float8_e4m3" and rows > 0
 
     @property
     def rotated(self) -> bool:
@@ -254,6 +310,22 @@ def carve(shapes: dict[str, tuple[tuple[int, ...], str]]) -> tuple[dict[str, int
         offsets[name] = end
         end += -(-math.prod(shape) * ITEMSIZE[dtype] // WORKSPACE_ALIGNMENT) * WORKSPACE_ALIGNMENT
     return offsets, end
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizeGrid:
+    """How the work of the kernel for any knobs is ordered.
+
+    Attributes
+    ----------
+    units : int
+        Heads of K and V (`QuantizeProblem.units`) that are summed up before any of them is quantized.
+    ctas_per_sm : int
+        CTAs of an SM.
+    """
+
+    units: int
+    ctas_per_sm: int
 
 
 @dataclass(frozen=True)

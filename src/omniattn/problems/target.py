@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from .costs import OperationCosts
+
 
 class PerCycle(NamedTuple):
     """What an SM does in a cycle.
@@ -121,11 +123,14 @@ class Tuning:
         The GPU that they were measured on.
     digest : str
         Of the file.
+    operations : tuple of (str, OperationCosts)
+        Of operations beside attention, those that were measured.
     """
 
     coefficients: Coefficients
     device: str
     digest: str
+    operations: tuple[tuple[str, OperationCosts], ...] = ()
 
 
 @dataclass(frozen=True)

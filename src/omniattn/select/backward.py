@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..errors import UnsupportedError
 from ..problems import BackwardProblem, Target
-from ..registry import REGISTRY
+from ..registry import REGISTRY, KernelSpec
 from .choice import Selection, dotted, forced, only, the_one
 from .fit import fit, needs_mods
 
@@ -33,14 +33,20 @@ def _select(op: str, problem: BackwardProblem, target: Target, force: str | None
         fitting,
         key=lambda s: (not s.arch_specific, s.head_dim, not s.ordered_dq, s.score_mods, -s.smem_bytes),
     )
+    return selected(best, problem)
+
+
+def selected(row: KernelSpec, problem: BackwardProblem) -> Selection:
+    """A row, and what it is for."""
+    f = problem.forward
     why = [
-        f"{f.dtype}, head_dim {f.head_dim} in a tile of {best.head_dim}",
+        f"{f.dtype}, head_dim {f.head_dim} in a tile of {row.head_dim}",
         "score modifiers (softcap, mask or score_mod)" if needs_mods(problem) else "no score modifiers",
-        f"tile of {best.block_m} query rows and {best.block_n} keys in {best.smem_bytes} bytes of shared memory",
+        f"tile of {row.block_m} query rows and {row.block_n} keys in {row.smem_bytes} bytes of shared memory",
     ]
-    if best.ordered_dq:
+    if row.ordered_dq:
         why.append("deterministic=True: tiles of keys add to dq in a fixed order")
-    return Selection(best, tuple(why))
+    return Selection(row, tuple(why))
 
 
 def select_backward(problem: BackwardProblem, target: Target, force: str | None = None) -> Selection:

@@ -40,8 +40,8 @@ def step_us(one: Pass, c: Coefficients) -> float:
     else:
         product = c.sync_product * one.keys * one.channels / of_products
         alone = -(-one.groups // one.warps) * product + c.sync_wait
-        busy = one.resident * one.groups * _longest(product, exp * WARP_ROWS / WARPGROUP_ROWS)
-    return _longest(alone, busy)
+        busy = one.resident * one.groups * longest(product, exp * WARP_ROWS / WARPGROUP_ROWS)
+    return longest(alone, busy)
 
 
 def pass_us(one: Pass, c: Coefficients) -> float:
@@ -57,10 +57,10 @@ def pass_us(one: Pass, c: Coefficients) -> float:
     if one.short:
         work -= one.short * (step - step_us(one._replace(groups=one.short_groups), c))
     l2 = one.reread * (c.parts if one.in_parts else 1.0) / c.l2
-    return first + _longest(work, one.read / c.memory, l2) + (c.walk if one.walks else 0.0)
+    return first + longest(work, one.read / c.memory, l2) + (c.walk if one.walks else 0.0)
 
 
-def _longest(*times: float) -> float:
+def longest(*times: float) -> float:
     """Of times that overlap, by the sum of their 4th powers: a little more than the longest, if others are as long."""
     most = max(times)
     if most <= 0.0:

@@ -9,6 +9,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ..problems.costs import COSTS, OperationCosts
 from ..problems.target import PER_CYCLE, Coefficients, PerCycle, Target
 
 #: In the order of the class.
@@ -58,6 +59,24 @@ def _rates_of(target: Target) -> Rates:
 def coefficients_of(target: Target) -> Coefficients:
     """What work costs on a GPU: as its user has measured it, or as it follows from the GPU's rates."""
     return _expected(_rates_of(target)) if target.tuning is None else target.tuning.coefficients
+
+
+def costs_of(op: str, target: Target) -> OperationCosts | None:
+    """What work costs in an operation beside attention; None where that was measured neither here nor for the file."""
+    own = None if target.tuning is None else dict(target.tuning.operations).get(op)
+    return own or _expected_costs(op, _rates_of(target))
+
+
+@functools.lru_cache(64)
+def _expected_costs(op: str, rates: Rates) -> OperationCosts | None:
+    data = _file().get("operations", {}).get(op)
+    return None if data is None else expected_costs(COSTS[op](**data), rates, _measured()[0])
+
+
+def expected_costs(found: OperationCosts, rates: Rates, measured: Rates) -> OperationCosts:
+    """What work costs on a GPU, from what it costs on the one that was measured: times go with the clock."""
+    clock = rates.clock_mhz / measured.clock_mhz if rates.clock_mhz else 1.0
+    return replace(found, **{name: getattr(found, name) / clock for name in found.of_clock})
 
 
 def scaled_from(target: Target) -> str | None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from ..errors import UnsupportedError
 from ..problems import QuantizeProblem, Target
-from ..registry import REGISTRY
+from ..registry import REGISTRY, KernelSpec
+from ..registry.targets import is_carried
 from .choice import Selection, dotted, forced, only, the_one
 from .fit import fit
 
-_VALUES_OPS = ("quantize_fp8_sums", "quantize_values")
+VALUES_OPS = ("quantize_fp8_sums", "quantize_values")
 
 
 def select_quantizer(problem: QuantizeProblem, target: Target, force: str | None = None) -> Selection:
@@ -39,15 +40,16 @@ def select_fp8_values(
 ) -> tuple[Selection, Selection] | None:
     """The kernels that make e4m3 of Q, K and V in two launches: one of Q, K and sums of V, one of V.
 
-    None where ``force`` names other quantizers, and on GPUs other than Hopper, for which none has been measured. Raises
-    as `select_quantizer`.
+    None where ``force`` names other quantizers, and on GPUs for which the wheel carries none of them: none has been
+    measured there. Raises as `select_quantizer`.
     """
-    named = any(forced(force, (op,), lambda spec: fit(spec, problem, target)) for op in _VALUES_OPS)
+    named = any(forced(force, (op,), lambda spec: fit(spec, problem, target)) for op in VALUES_OPS)
     others = forced(force, ("quantize_fp8",), lambda spec: fit(spec, problem, target))
     others = others or forced(force, ("quantize",), lambda spec: fit(spec, problem.of_values, target))
-    if not named and (others is not None or target.cc != (9, 0)):
+    carried = any(row.op in VALUES_OPS and is_carried(row, target.cc) for row in REGISTRY)
+    if not named and (others is not None or not carried):
         return None
-    first, second = (_select(op, problem, target, force) for op in _VALUES_OPS)
+    first, second = (_select(op, problem, target, force) for op in VALUES_OPS)
     return first, second
 
 
@@ -66,24 +68,33 @@ def select_layout(head_dim: int, target: Target, force: str | None = None) -> Se
     return the_one(spec, f"lays V out by channels, {width} at most", target, force)
 
 
+def fitting(op: str, problem: QuantizeProblem, target: Target) -> list[KernelSpec]:
+    """The rows of an operation that can serve."""
+    return [row for row in REGISTRY if row.op == op and fit(row, problem, target) is None]
+
+
+def selected(op: str, row: KernelSpec, problem: QuantizeProblem) -> Selection:
+    """A row, and what it is for."""
+    why = [f"{problem.dtype}, head_dim {problem.head_dim} in a tile of {row.head_dim}"]
+    if op == "quantize":
+        why.append("made for the defaults of int8 attention" if row.specialization else "for any knobs")
+    if op == "quantize_fp8":
+        why.append("Q and K to e4m3, one scale for 128 rows")
+    if op in VALUES_OPS:
+        why.append("Q, K and V to e4m3 in two launches")
+    return Selection(row, tuple(why))
+
+
 def _select(op: str, problem: QuantizeProblem, target: Target, force: str | None) -> Selection:
     if (chosen := forced(force, (op,), lambda spec: fit(spec, problem, target))) is not None:
         return chosen
-    fitting = [s for s in REGISTRY if s.op == op and fit(s, problem, target) is None]
-    if not fitting:
-        rows = [s for s in REGISTRY if s.op == op and s.dtype == problem.dtype]
-        reasons = sorted({reason for s in rows if (reason := fit(s, problem, target))})
+    rows = fitting(op, problem, target)
+    if not rows:
+        others = [s for s in REGISTRY if s.op == op and s.dtype == problem.dtype]
+        reasons = sorted({reason for s in others if (reason := fit(s, problem, target))})
         raise UnsupportedError(
             f"no quantizer serves {problem.dtype}, head_dim {problem.head_dim} on compute capability "
             f"{dotted(target.cc)}: " + "; ".join(reasons),
             instead="float16 or bfloat16, head_dim up to 256, compute capability 8.0 or newer",
         )
-    best = min(fitting, key=lambda s: (s.specialization is None, s.head_dim))
-    why = [f"{problem.dtype}, head_dim {problem.head_dim} in a tile of {best.head_dim}"]
-    if op == "quantize":
-        why.append("made for the defaults of int8 attention" if best.specialization else "for any knobs")
-    if op == "quantize_fp8":
-        why.append("Q and K to e4m3, one scale for 128 rows")
-    if op in _VALUES_OPS:
-        why.append("Q, K and V to e4m3 in two launches")
-    return Selection(best, tuple(why))
+    return selected(op, min(rows, key=lambda s: (s.specialization is None, s.head_dim)), problem)

@@ -16,12 +16,13 @@ from omniattn.plan.tuning import target_of
 from omniattn.problems import QuantizeCall, QuantizeProblem
 from omniattn.problems.memory import WORKSPACE_ALIGNMENT
 from omniattn.problems.precision import value_levels
-from omniattn.problems.quantize import Strides3
+from omniattn.problems.quantize import QuantizeGrid, Strides3
 from omniattn.reference import quantize as reference
 from omniattn.registry import KernelSpec
 from omniattn.runtime.record import LaunchRecord, Program
 from omniattn.select import select_delta, select_fp8_values, select_quantizer
 from omniattn.select.choice import VARIABLE
+from omniattn.select.quantize_ways import usual_units
 from omniattn.testing.expected import Values
 from omniattn.testing.frameworks import Framework
 from omniattn.testing.inputs import make_qkv
@@ -42,8 +43,8 @@ class Fused:
     call : QuantizeCall
     ordinal : int
         The GPU.
-    group_bytes : int
-        As in `omniattn.launch.quantize.build`.
+    units : int, optional
+        Heads of K and V that are summed up before any of them is quantized; None: as a call has it.
 
     Attributes
     ----------
@@ -56,13 +57,14 @@ class Fused:
         Size of the allocation.
     """
 
-    def __init__(self, call: QuantizeCall, ordinal: int, group_bytes: int = quantize.GROUP_BYTES) -> None:
+    def __init__(self, call: QuantizeCall, ordinal: int, units: int | None = None) -> None:
         device, problem = runtime.device_info(ordinal), call.problem
         target = target_of(device)
         outputs, outputs_bytes = in_workspace(problem)
         self.offsets = {name: at.offset for name, at in outputs.items()}
         memory = At("workspace", outputs_bytes)
-        both = select_fp8_values(problem, target, os.environ.get(VARIABLE)) if fp8.takes_values(problem) else None
+        is_of_values = problem.is_of_rows and problem.has_values
+        both = select_fp8_values(problem, target, os.environ.get(VARIABLE)) if is_of_values else None
         records: tuple[LaunchRecord, ...]
         if both is not None:
             first, second = both[0].spec, both[1].spec
@@ -73,8 +75,9 @@ class Fused:
             spec = select_quantizer(problem, target).spec
             self.specs = (spec,)
             delta = select_delta(problem, target).spec if problem.smooth_q else None
-            room = quantize.scratch(spec, problem, group_bytes).size
-            records = quantize.build(spec, delta, call, target, outputs, memory, group_bytes=group_bytes)
+            room = quantize.scratch(spec, problem).size
+            grid = QuantizeGrid(usual_units(problem) if units is None else units, spec.ctas_per_sm)
+            records = quantize.build(spec, delta, call, target, outputs, memory, grid)
         self.num_bytes = max(outputs_bytes + room, 1)
         operands = ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "workspace")
         self.program = Program(records, operands, lambda spec: runtime.load(spec, ordinal))

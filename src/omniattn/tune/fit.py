@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
+from ..problems.costs import OperationCosts
 from ..problems.target import Coefficients
 from ..select.cost import cost_us
-from ..select.features import Features
-from ..select.model import NAMES
+
+#: Coefficients of attention, or of another operation.
+C = TypeVar("C", bound=Coefficients | OperationCosts)
 
 #: Relative error from which on a time counts by its size and not by its square: some ways are measured that no call
 #: should ever take, and need not be right.
@@ -26,7 +28,6 @@ _STEP = 1e-4
 #: Not fitted: that heads are interleaved shows only where a call is measured in both orders, and in few results it is.
 #: It comes from measurements of orders alone (docs/performance/attn_fwd_sm90.md).
 HELD = frozenset({"apart"})
-_FITTED = tuple(name for name in NAMES if name not in HELD)
 
 
 class Measured(NamedTuple):
@@ -35,14 +36,15 @@ class Measured(NamedTuple):
     Attributes
     ----------
     name : str
-    ways : tuple of Features
+    ways : tuple
+        What each has to do: `Features`, or what another operation counts.
     us : tuple of float
     fastest : float
         The shortest time that was measured, of ways too that are no candidates any more.
     """
 
     name: str
-    ways: tuple[Features, ...]
+    ways: tuple[Any, ...]
     us: tuple[float, ...]
     fastest: float
 
@@ -73,18 +75,20 @@ class Quality:
         return max(((regret, name) for name, regret in self.regrets.items()), default=(0.0, ""))
 
 
-def judge(calls: Sequence[Measured], coefficients: Coefficients) -> Quality:
-    """What choosing by these coefficients gives."""
+def judge(
+    calls: Sequence[Measured], coefficients: Coefficients | OperationCosts, cost: Callable[[Any, Any], float] = cost_us
+) -> Quality:
+    """What choosing by these coefficients gives. cost: (what a way has to do, coefficients) -> µs."""
     regrets, errors = {}, []
     for call in calls:
-        times = [cost_us(way, coefficients) for way in call.ways]
+        times = [cost(way, coefficients) for way in call.ways]
         chosen = min(range(len(times)), key=times.__getitem__)
         regrets[call.name] = call.us[chosen] / call.fastest - 1.0
         errors += [abs(math.log(time / us)) for time, us in zip(times, call.us, strict=True)]
     return Quality(regrets, float(np.median(errors)) if errors else 0.0)
 
 
-def fit(calls: Sequence[Measured], start: Coefficients, rounds: int = 40) -> Coefficients:
+def fit(calls: Sequence[Measured], start: C, rounds: int = 40, cost: Callable[[Any, Any], float] = cost_us) -> C:
     """The coefficients near ``start`` that explain the times best.
 
     Least squares of logarithms, by Levenberg's and Marquardt's method (Marquardt 1963, doi:10.1137/0111030), with
@@ -98,8 +102,11 @@ def fit(calls: Sequence[Measured], start: Coefficients, rounds: int = 40) -> Coe
         All positive.
     rounds : int
         Attempts to improve, at most.
+    cost : callable
+        As `judge` takes it.
     """
-    ways: list[Features] = []
+    names = [field.name for field in fields(start) if field.name not in HELD]
+    ways: list[Any] = []
     logs: list[float] = []
     near: list[float] = []
     for call in calls:
@@ -109,14 +116,15 @@ def fit(calls: Sequence[Measured], start: Coefficients, rounds: int = 40) -> Coe
         logs += [math.log(us) for _, us in kept]
         near += [fastest / us / len(kept) ** 0.5 for _, us in kept]
     times, weight = np.array(logs), np.array(near)
-    origin = np.log([getattr(start, name) for name in _FITTED])
+    origin = np.log([getattr(start, name) for name in names])
 
-    def coefficients(x: np.ndarray) -> Coefficients:
-        return replace(start, **dict(zip(_FITTED, map(float, np.exp(x)), strict=True)))
+    def coefficients(x: np.ndarray) -> C:
+        values: dict[str, Any] = dict(zip(names, map(float, np.exp(x)), strict=True))
+        return replace(start, **values)
 
     def errors(x: np.ndarray) -> np.ndarray:
         c = coefficients(x)
-        return np.log([cost_us(way, c) for way in ways]) - times
+        return np.log([cost(way, c) for way in ways]) - times
 
     def loss(error: np.ndarray, x: np.ndarray) -> float:
         size = np.abs(error) / _USUAL_ERROR
@@ -127,13 +135,13 @@ def fit(calls: Sequence[Measured], start: Coefficients, rounds: int = 40) -> Coe
     error = errors(x)
     best = loss(error, x)
     for _ in range(rounds):
-        slopes = np.empty((len(ways), len(_FITTED)))
-        for i in range(len(_FITTED)):
+        slopes = np.empty((len(ways), len(names)))
+        for i in range(len(names)):
             moved = x.copy()
             moved[i] += _STEP
             slopes[:, i] = (errors(moved) - error) / _STEP
         weights = weight / weight.sum() / _USUAL_ERROR**2 / np.maximum(1.0, np.abs(error) / _USUAL_ERROR)
-        curvature = (slopes * weights[:, None]).T @ slopes + _HOLD * np.eye(len(_FITTED))
+        curvature = (slopes * weights[:, None]).T @ slopes + _HOLD * np.eye(len(names))
         downhill = -(slopes * weights[:, None]).T @ error - _HOLD * (x - origin)
         improved = False
         while damping < 1e6:

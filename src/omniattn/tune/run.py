@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from statistics import fmean
 from typing import Any
 
 from omniattn.bench.candidates import CandidateReport, CandidateResult, run_candidates
 from omniattn.bench.shape_cases import ShapeCase
 from omniattn.bench.timing import BenchError
-from omniattn.plan.tuning import FORMAT
+from omniattn.plan.tuning import FORMAT, target_of
 from omniattn.problems.target import Coefficients
 from omniattn.runtime.device import DeviceInfo
 from omniattn.select.model import Rates, expected
 from omniattn.tune.fit import Measured, Quality, fit, judge
+from omniattn.tune.operations import FEWEST, PARTS, OperationFit, fit_operations
 from omniattn.version import __version__
 
-#: Parts that calls are divided into: each is judged by coefficients that were fitted to the others.
-_PARTS = 3
-#: Calls below which nothing is fitted.
-FEWEST = 12
 #: One call in so many is measured with ``--quick``.
 QUICK = 5
 
@@ -71,12 +69,23 @@ class TuneResult:
         By class, and ``"all"``.
     error : float
         Median of the relative error of all times.
+    operations : tuple of OperationFit
+        Of operations beside attention that were measured.
     """
 
     report: CandidateReport
     coefficients: Coefficients
     gains: dict[str, Gain]
     error: float
+    operations: tuple[OperationFit, ...] = ()
+
+    @property
+    def gains_of_all(self) -> dict[str, Gain]:
+        """`gains`, and those of other operations beside what rules choose, which others' files do not change."""
+        return self.gains | {
+            of.op: Gain(of.calls, fmean(of.rule), fmean(of.model), max(of.rule), max(of.model))
+            for of in self.operations
+        }
 
     def to_dict(self, device: DeviceInfo) -> dict[str, Any]:
         """What the file holds."""
@@ -89,13 +98,14 @@ class TuneResult:
             "date": self.report.environment.get("date", ""),
             "calls": len(self.report.results),
             "error": round(self.error, 4),
-            "gains": [{"class": name, **asdict(gain)} for name, gain in self.gains.items()],
+            "gains": [{"class": name, **asdict(gain)} for name, gain in self.gains_of_all.items()],
             "coefficients": asdict(self.coefficients),
+            "operations": {of.op: asdict(of.costs) for of in self.operations},
         }
 
 
 def tune(
-    cases: Sequence[ShapeCase],
+    cases: Sequence[Any],
     device: DeviceInfo,
     *,
     iters: int,
@@ -106,8 +116,8 @@ def tune(
 
     Parameters
     ----------
-    cases : sequence of ShapeCase
-        A dozen at least.
+    cases : sequence of ShapeCase or way_cases.WayCase
+        A dozen of attention at least.
     device : DeviceInfo
         The GPU.
     iters : int
@@ -124,9 +134,11 @@ def tune(
     """
     report = run_candidates(cases, iters=iters, command=command, progress=progress)
     progress("fitting")
-    usable = with_a_choice(report.results)
+    usable = with_a_choice([result for result in report.results if result.op == "attention"])
     start = expected(Rates(device.cc, device.sm_count, device.clock_mhz, device.memory_gb_s))
-    return fitted(report, usable, start)
+    found = fitted(report, usable, start)
+    operations = fit_operations(report.results, found.coefficients, target_of(device))
+    return replace(found, operations=operations)
 
 
 def fitted(report: CandidateReport, results: Sequence[CandidateResult], start: Coefficients) -> TuneResult:
@@ -141,9 +153,9 @@ def fitted(report: CandidateReport, results: Sequence[CandidateResult], start: C
         raise BenchError(f"{len(results)} calls have times of several ways, and a fit needs {FEWEST}")
     calls = [measured(result) for result in results]
     after: dict[str, float] = {}
-    for part in range(_PARTS):
-        others = [call for i, call in enumerate(calls) if i % _PARTS != part]
-        after.update(judge(calls[part::_PARTS], fit(others, start)).regrets)
+    for part in range(PARTS):
+        others = [call for i, call in enumerate(calls) if i % PARTS != part]
+        after.update(judge(calls[part::PARTS], fit(others, start)).regrets)
     found = fit(calls, start)
     return TuneResult(report, found, _gains(results, after), judge(calls, found).error)
 
