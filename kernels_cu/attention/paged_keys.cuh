@@ -1,8 +1,9 @@
 // Copies of tiles of K and V from pages of a pool (PagedAttention, Kwon et al. 2023), by the lanes of a producer warp.
 //
 // A tile is copied in chunks of 2^page_rows_log2 rows, each within a page: lane i has the chunks i, i + 32, .. of a
-// tile. The swizzle of a tile follows from shared addresses, so that chunks make up the tile that one copy would. Chunks
-// without a key of the sequence are not copied: their rows are masked in K and cleared in V, as rows of others are.
+// tile. The swizzle of a tile follows from shared addresses, so that chunks make up the tile that one copy would.
+// Chunks without a key of the sequence are not copied: their rows are masked in K and cleared in V, as rows of others
+// are.
 #pragma once
 #include "params/attn_fwd.cuh"
 #include "ptx/tma.cuh"

@@ -16,7 +16,7 @@ import omniattn
 from omniattn.cli import console, demo, main
 from omniattn.data import load_activations
 from omniattn.errors import ArgumentError, UnsupportedError
-from omniattn.problems import Target
+from omniattn.problems import Pages, Target
 from omniattn.reference import low_precision
 from omniattn.reference.e4m3 import decode_e4m3, encode_e4m3
 from omniattn.registry import REGISTRY
@@ -219,6 +219,7 @@ def test_every_kernel_has_a_problem_that_it_takes() -> None:
                 dtype=spec.dtype,
                 precision=case.options["precision"].precision if spec.quantized else described.precision,
                 varlen=case.packed,
+                pages=Pages(16, 9999, 999, 999) if spec.paged and case.packed else None,
                 tensor_maps=True,
                 softcap=case.options.get("softcap", 0.0),
                 mask=next((kind for name, kind in MASKS.items() if name in case.arrays), "none"),

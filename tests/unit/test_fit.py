@@ -22,6 +22,7 @@ BY_CONSTANT: dict[str, Any] = {
     "SOFTCAP": lambda s: s.softcap != "never",
     "MASK_LISTS": lambda s: s.lists,
     "KEY_MASK": lambda s: s.masks == "keys",
+    "PAGED": lambda s: s.paged,
     "VARLEN": lambda s: s.sequences == "packed",
     "WITH_LSE": lambda s: s.lse,
     "VALUE_FACTORS": lambda s: s.value_factors,
@@ -48,7 +49,8 @@ def test_rows_contradict_themselves_nowhere() -> None:
         assert spec.smooth_q == "never" or spec.quantized, spec.name
         assert not (spec.dmask or spec.ordered_dq) or spec.dq, spec.name
         if spec.op in ATTENTION or spec.op in ("attention_backward", "attention_backward_dq"):
-            assert spec.tensor_maps == spec.arch_specific == (spec.sequences != "any"), spec.name
+            assert spec.tensor_maps == spec.arch_specific, spec.name
+            assert (spec.arch_specific or spec.paged) == (spec.sequences != "any"), spec.name
 
 
 def test_what_follows_from_fields_is_kept() -> None:

@@ -12,7 +12,7 @@ from omniattn.errors import ArgumentError
 from omniattn.launch import attn_fwd_split
 from omniattn.launch.structs import ATTN_COMBINE, ATTN_FWD_SPLIT_MODS_SM90, ATTN_FWD_SPLIT_SM90
 from omniattn.plan.attention import plan_attention
-from omniattn.problems import AttentionProblem, AttentionStrides, Target
+from omniattn.problems import AttentionProblem, AttentionStrides, Pages, Target
 from omniattn.problems.memory import WORKSPACE_ALIGNMENT
 from omniattn.problems.split import SplitKV, gqa_packing
 from omniattn.registry import REGISTRY, KernelSpec, by_name
@@ -353,6 +353,8 @@ def test_rows_are_what_their_cases_launch(spec: KernelSpec) -> None:
         if case.packed:
             rows = {f"seqlen_{x}": sum(n) for x, n in zip("qk", zip(*case.lengths, strict=True), strict=True)}
             p = dataclasses.replace(p, varlen=True, max_seqlen_q=sq, max_seqlen_k=sk, **rows)
+            if spec.paged:
+                p = dataclasses.replace(p, pages=Pages(16, 9999, 999, 999))
         try:
             launches = plan_attention(p, HOPPER, spec.name)
         except ArgumentError:  # one of Hopper's rows with scores, each for other forms

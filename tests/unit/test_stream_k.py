@@ -23,7 +23,7 @@ from omniattn.launch.structs import (
     ATTN_INT8_STREAM_K_SM90,
 )
 from omniattn.plan.attention import plan_attention
-from omniattn.problems import AttentionProblem, AttentionStrides
+from omniattn.problems import AttentionProblem, AttentionStrides, Pages
 from omniattn.problems.memory import WORKSPACE_ALIGNMENT
 from omniattn.problems.score_mod import ScoreModProblem
 from omniattn.problems.split import StreamK, gqa_packing
@@ -476,6 +476,7 @@ def test_one_long_sequence_among_short_ones() -> None:
 @pytest.mark.parametrize("spec", ROWS, ids=lambda s: s.name)
 def test_forced(spec: Any) -> None:
     p = packed_problem(3, 30, 300, 8, 2, spec.head_dim, dtype=spec.dtype)
+    p = dataclasses.replace(p, pages=Pages(16, 99, 30, 30) if spec.paged else None)
     assert plan_attention(p, HOPPER, spec.name).records[0].spec.name == spec.name
     unfit = {"mask": "bool"} if spec.score_mods else {"softcap": 3.0}
     for changes in ({"varlen": False}, unfit, {"tensor_maps": False}):

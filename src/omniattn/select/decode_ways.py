@@ -272,7 +272,7 @@ def _work(one: KeyPass, way: PassWay, target: Target, joined: float) -> DecodeWo
 
 def decode_us(found: tuple[DecodeWork, ...], own: DecodeCosts, c: Coefficients) -> float:
     """µs that a way of running a call takes: a kernel that attends and one that merges, for each pass."""
-    time = c.launch + c.launch_more * (2 * len(found) - 1)
+    time = c.launch + c.launch_more * (len(found) - 1) + c.merge * len(found)
     for one in found:
         busy = one.products * c.sync_product + one.converted * own.convert
         work = one.rounds * longest(one.streams * own.latency, busy)
