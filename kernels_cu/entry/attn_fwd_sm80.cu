@@ -212,7 +212,7 @@ OA_DEVICE void split_epilogue(Output& o, OnlineSoftmax<Config::kMTiles>& softmax
                               const AttnFwdParams& p, const Tile& t, int warp_idx, int lane) {
     softmax.reduce_denominator();
     // Of packed sequences all rows are those of one batch.
-    int64 head = (is_packed(p) ? 0 : int64(t.batch_idx) * p.num_q_heads) + t.head_idx;
+    int64 head = (p.cu_seqlens_q == nullptr ? int64(t.batch_idx) * p.num_q_heads : 0) + t.head_idx;
     int64 first = (head * gridDim.y + blockIdx.y) * p.seqlen_q + t.q_begin;
 #pragma unroll
     for (int i = 0; i < Config::kMTiles; ++i)
@@ -369,7 +369,10 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, MIN_CTAS) attn_fw
     SharedStorage& smem = *reinterpret_cast<SharedStorage*>(smem_raw);
     int tid = threadIdx.x, lane = tid & 31, warp_idx = __shfl_sync(0xffffffffu, tid >> 5, 0);
 
-    const Tile t = with_pack<Tile>(fwd_tile<Config::kBlockM, Config::kSearch>(p), params);
+    Tile t = with_pack<Tile>(fwd_tile<Config::kBlockM, Config::kSearch, Config::kPaged>(p), params);
+    // Values, and not how they come about: the compiler spills otherwise (head_dim 128 on sm_120).
+    t.sequence = in_register(t.sequence);
+    t.q_begin = in_register(t.q_begin);
     if (!t.valid) return;
 
     const Keys keys(query_of(t, t.m0), query_of(t, min_of(t.m0 + Config::kBlockM, t.seqlen_q) - 1),

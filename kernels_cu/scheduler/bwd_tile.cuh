@@ -119,6 +119,7 @@ constexpr int32 kInterleavedPackedTiles = 512;
 template <int kBlockN, bool kOrdered = false>
 class PackedBwdTiles {
     struct Axis {
+        static constexpr bool kPaged = false;
         static constexpr SequenceRange kNone{0, -1, 0, 0, 0};
         static constexpr int32 SequenceRange::* kSteps = &SequenceRange::seqlen_q;
         OA_DEVICE static int32 heads(const AttnFwdParams& p) { return p.num_kv_heads; }

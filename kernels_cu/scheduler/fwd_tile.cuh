@@ -67,34 +67,39 @@ OA_DEVICE FwdTile dense_tile(const AttnFwdParams& p, int64 tile_idx) {
     return tile_of(p, batch_idx, int32(head - int64(batch_idx) * p.num_q_heads), m * kBlockM);
 }
 
-OA_DEVICE bool is_packed(const AttnFwdParams& p) { return p.cu_seqlens_q != nullptr || p.queries_per_sequence > 0; }
-
 // Used rows of one sequence in the packed tensors. Clamped to them: lengths come from device memory and cannot be
 // checked without a synchronization.
 struct SequenceRange {
     int32 q_begin, seqlen_q, k_begin, seqlen_k;
     int32 sequence;
 };
-OA_DEVICE Sequence used_queries(const AttnFwdParams& p, int32 b) {
-    if (p.cu_seqlens_q != nullptr) return used_sequence(p.cu_seqlens_q, p.seqused_q, b, p.seqlen_q);
-    const int32 n = p.queries_per_sequence;
-    return {b * n, p.seqused_q == nullptr ? n : min_of(max_of(p.seqused_q[b], 0), n)};
-}
+// kPaged: of kernels over pages, whose keys are counted by seqused_k alone, and which may have no cu_seqlens_q. A
+// constant, because the others are short of registers.
+template <bool kPaged = false>
 OA_DEVICE SequenceRange sequence_range(const AttnFwdParams& p, int32 b) {
     SequenceRange r;
     r.sequence = b;
-    Sequence of_q = used_queries(p, b);
-    // Keys in pages are counted by seqused_k alone.
-    Sequence of_k = p.page_size > 0 ? Sequence{0, min_of(max_of(p.seqused_k[b], 0), p.seqlen_k)}
-                                    : used_sequence(p.cu_seqlens_k, p.seqused_k, b, p.seqlen_k);
+    Sequence of_q, of_k;
+    if (kPaged && p.cu_seqlens_q == nullptr) {
+        of_q = {b * p.queries_per_sequence, p.queries_per_sequence};
+    } else {
+        of_q = used_sequence(p.cu_seqlens_q, p.seqused_q, b, p.seqlen_q);
+    }
+    if (kPaged) {
+        of_k = {0, min_of(max_of(p.seqused_k[b], 0), p.seqlen_k)};
+    } else {
+        of_k = used_sequence(p.cu_seqlens_k, p.seqused_k, b, p.seqlen_k);
+    }
     r.q_begin = of_q.begin, r.seqlen_q = of_q.len;
     r.k_begin = of_k.begin, r.seqlen_k = of_k.len;
     return r;
 }
 
 // Where packed sequence b begins, or the one before it ends, within the tensor.
+template <bool kPaged = false>
 OA_DEVICE int32 query_edge(const AttnFwdParams& p, int32 b) {
-    return p.cu_seqlens_q == nullptr ? b * p.queries_per_sequence : min_of(max_of(p.cu_seqlens_q[b], 0), p.seqlen_q);
+    if (kPaged && p.cu_seqlens_q == nullptr) return b * p.queries_per_sequence;
+    return min_of(max_of(p.cu_seqlens_q[b], 0), p.seqlen_q);
 }
 
 // Sum over the lanes up to this one.
@@ -109,11 +114,11 @@ OA_DEVICE int32 inclusive_sum(int32 x, int lane) {
 
 // Block `block` of the rows before the first and behind the last sequence, which no sequence owns; all fields but the
 // head. Not valid behind the last of them.
-template <int kBlockM>
+template <int kBlockM, bool kPaged = false>
 OA_DEVICE void unowned_tile(const AttnFwdParams& p, int32 block, FwdTile& t) {
     int32 total_q = p.seqlen_q;
-    int32 first = p.batch > 0 ? query_edge(p, 0) : total_q;
-    int32 last = p.batch > 0 ? max_of(query_edge(p, p.batch), first) : total_q;
+    int32 first = p.batch > 0 ? query_edge<kPaged>(p, 0) : total_q;
+    int32 last = p.batch > 0 ? max_of(query_edge<kPaged>(p, p.batch), first) : total_q;
     int32 head_blocks = (first + kBlockM - 1) / kBlockM;
     t.batch_idx = 0;
     t.sequence = 0;
@@ -135,33 +140,34 @@ OA_DEVICE void unowned_tile(const AttnFwdParams& p, int32 block, FwdTile& t) {
 // blocks passes the tile's own. The grid holds ceil(total/kBlockM) + batch + 2 blocks a head, an upper bound for any
 // lengths, so that the result does not depend on max_seqlen_q. Blocks behind the last sequence clear the rows that no
 // sequence owns.
-template <int kBlockM>
+template <int kBlockM, bool kPaged = false>
 OA_DEVICE FwdTile varlen_tile(const AttnFwdParams& p, int64 tile_idx) {
     FwdTile t;
     t.head_idx = int32(tile_idx / p.num_m_blocks);
     int32 block = int32(tile_idx - int64(t.head_idx) * p.num_m_blocks);
     int lane = threadIdx.x & 31;
     for (int32 base = 0; base < p.batch; base += 32) {
-        int32 seqlen_q = sequence_range(p, min_of(base + lane, p.batch - 1)).seqlen_q;
+        int32 seqlen_q = sequence_range<kPaged>(p, min_of(base + lane, p.batch - 1)).seqlen_q;
         int32 blocks = base + lane < p.batch ? (seqlen_q + kBlockM - 1) / kBlockM : 0;
         int32 inclusive = inclusive_sum(blocks, lane);
         uint32 past = __ballot_sync(0xffffffffu, inclusive > block);
         if (past != 0) {
             int src = __ffs(int(past)) - 1;
             int32 before = __shfl_sync(0xffffffffu, inclusive - blocks, src);
-            SequenceRange found = sequence_range(p, base + src);
+            SequenceRange found = sequence_range<kPaged>(p, base + src);
             t.batch_idx = t.sequence = base + src;
             t.q_begin = found.q_begin;
-            t.seqlen_q = found.seqlen_q;
+            // As it is: kernels on mma.sync spill registers where the compiler sees through it.
+            t.seqlen_q = in_register(found.seqlen_q);
             t.k_begin = found.k_begin;
-            t.seqlen_k = found.seqlen_k;
+            t.seqlen_k = in_register(found.seqlen_k);
             t.m0 = (__shfl_sync(0xffffffffu, blocks, src) - 1 - (block - before)) * kBlockM;
             t.valid = true;
             return t;
         }
         block -= __shfl_sync(0xffffffffu, inclusive, 31);
     }
-    unowned_tile<kBlockM>(p, block, t);
+    unowned_tile<kBlockM, kPaged>(p, block, t);
     return t;
 }
 
@@ -196,14 +202,14 @@ OA_DEVICE FwdTile searched_tile(const AttnFwdParams& p, int32 head_idx, int32 bl
 }
 
 // The tile of a CTA that computes one. kSearch: for tiles so small that the walk to a packed sequence takes too long.
-template <int kBlockM, bool kSearch = false>
+template <int kBlockM, bool kSearch = false, bool kPaged = false>
 OA_DEVICE FwdTile fwd_tile(const AttnFwdParams& p) {
     int64 tile_idx = p.tile_offset + blockIdx.x;
-    if (!is_packed(p)) return dense_tile<kBlockM>(p, tile_idx);
+    if (!kPaged && p.cu_seqlens_q == nullptr) return dense_tile<kBlockM>(p, tile_idx);
     if constexpr (kSearch) {
         int32 head_idx = int32(tile_idx / p.num_m_blocks);
         return searched_tile<kBlockM>(p, head_idx, int32(tile_idx - int64(head_idx) * p.num_m_blocks));
     } else {
-        return varlen_tile<kBlockM>(p, tile_idx);
+        return varlen_tile<kBlockM, kPaged>(p, tile_idx);
     }
 }

@@ -74,7 +74,7 @@ class PersistentTiles {
 // cu_seqlens.
 //
 // Axis: what tiles are of. kNone, a sequence that does not exist; heads(p); items(p, r) of a head of sequence r;
-// kSteps, the length that a tile is walked along.
+// kSteps, the length that a tile is walked along; kPaged.
 template <typename Axis>
 class PackedSequences {
   public:
@@ -109,7 +109,7 @@ class PackedSequences {
     OA_DEVICE void load_chunk() {
         int lane = threadIdx.x & 31;
         bool exists = chunk_ + lane < p_.batch;
-        SequenceRange mine = exists ? sequence_range(p_, chunk_ + lane) : Axis::kNone;
+        SequenceRange mine = exists ? sequence_range<Axis::kPaged>(p_, chunk_ + lane) : Axis::kNone;
         int32 place = 0;
 #pragma unroll 1
         for (int j = 0; j < 32; ++j) {
@@ -132,9 +132,10 @@ class PackedSequences {
 // Tiles of queries of packed sequences; one warp walks, all lanes together. The items are those of the sequences; of
 // each sequence head by head, so that K and V stay in L2; of each head the tiles, or with causality pairs of a long and
 // a short one. At the end come the rows that no sequence owns. Every second round runs backwards.
-template <int kBlockM>
+template <int kBlockM, bool kOverPages = false>
 class PackedTiles {
     struct Axis {
+        static constexpr bool kPaged = kOverPages;
         static constexpr SequenceRange kNone{0, 0, 0, -1, 0};
         static constexpr int32 SequenceRange::* kSteps = &SequenceRange::seqlen_k;
         OA_DEVICE static int32 heads(const AttnFwdParams& p) { return p.num_q_heads; }
@@ -184,7 +185,7 @@ class PackedTiles {
         }
         int32 block = at / p_.num_q_heads;
         t.head_idx = at - block * p_.num_q_heads;
-        unowned_tile<kBlockM>(p_, block, t);
+        unowned_tile<kBlockM, kOverPages>(p_, block, t);
         return t.valid;
     }
 

@@ -104,9 +104,9 @@ class PersistentProducer {
 
     OA_DEVICE auto packed_tiles() const {
         if constexpr (Config::kSplitKeys)
-            return StreamKTiles<Config::kBlockM, Config::kBlockN>(p_, list_);
+            return StreamKTiles<Config::kBlockM, Config::kBlockN, Config::kPaged>(p_, list_);
         else
-            return PackedTiles<Config::kBlockM>(p_, list_, smem_.sequences);
+            return PackedTiles<Config::kBlockM, Config::kPaged>(p_, list_, smem_.sequences);
     }
 
     // The walk over cu_seqlens takes all lanes, the copies one.

@@ -79,7 +79,7 @@ struct SequenceWork {
 };
 
 // The parts of a CTA's share. One warp walks, all lanes together.
-template <int kBlockM, int kBlockN>
+template <int kBlockM, int kBlockN, bool kPaged = false>
 class StreamKTiles {
     using Work = SequenceWork<kBlockM, kBlockN>;
 
@@ -115,8 +115,8 @@ class StreamKTiles {
     // Sequence i + 1 is the caller's i; the first and the last one have the rows before and behind the caller's.
     OA_DEVICE int32 num_sequences() const { return p_.batch + 2; }
     OA_DEVICE SequenceRange range_of(int32 i) const {
-        if (0 < i && i <= p_.batch) return sequence_range(p_, i - 1);
-        const int32 edge = query_edge(p_, i == 0 ? 0 : p_.batch);
+        if (0 < i && i <= p_.batch) return sequence_range<kPaged>(p_, i - 1);
+        const int32 edge = query_edge<kPaged>(p_, i == 0 ? 0 : p_.batch);
         return {i == 0 ? 0 : edge, i == 0 ? edge : p_.seqlen_q - edge, 0, kNoSequence, max_of(i - 1, 0)};
     }
     OA_DEVICE Work work_of(int32 i) const {
