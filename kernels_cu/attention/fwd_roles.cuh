@@ -81,8 +81,7 @@ class ForwardProducer : public PersistentProducer<Config, Derived> {
 
     // Copies Q.
     OA_DEVICE void begin_tile(const TileOf<Config>& t) {
-        if (leads())
-            derived().copy_q(t, outer_at_.stage, bars_.outer.announce(outer_at_, Derived::kQBytes));
+        if (leads()) derived().copy_q(t, outer_at_.stage, bars_.outer.announce(outer_at_, Derived::kQBytes));
         outer_at_.advance();
     }
     // Waits until the stage is free; the barrier on which copies of so many bytes complete.

@@ -6,8 +6,7 @@
 #include "params/attn_int8.cuh"
 
 template <typename Config>
-using WholeModsParams =
-    typename Select<Config::kFactors, AttnFp8ModsFactorsSm90Params, AttnInt8ModsSm90Params>::Type;
+using WholeModsParams = typename Select<Config::kFactors, AttnFp8ModsFactorsSm90Params, AttnInt8ModsSm90Params>::Type;
 template <typename Config>
 using SplitModsParams =
     typename Select<Config::kFactors, AttnFp8SplitModsFactorsSm90Params, AttnInt8SplitModsSm90Params>::Type;

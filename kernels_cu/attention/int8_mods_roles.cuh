@@ -40,7 +40,7 @@ class Int8ModsConsumer : public Int8Consumer<Config, ModsParams<Config>, Int8Mod
     using typename Base::Span;
 
     OA_DEVICE Int8ModsConsumer(const ModsParams<Config>& params, Int8Storage<Config>& smem,
-                                const RoleBarriers<Config>& bars, int32 group)
+                               const RoleBarriers<Config>& bars, int32 group)
         : Base(params, smem, bars, group) {
         lane_ = __shfl_sync(0xffffffffu, lane_, lane_);
     }

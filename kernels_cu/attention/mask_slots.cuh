@@ -49,8 +49,8 @@ class MaskSlots {
             int64 head = t.sequence * f.tiles_stride_b + head_of(t, row) * f.tiles_stride_h;
             // Keys 4c + 2m + x of a group are keys 2c' + x of 8 in the order of packed words, with c' = 2(c%2) + m.
             int64 own = f.flags & kModBits ? (warp_row >> 6) * f.tiles_stride_m + (warp_row >> 4 & 3) * 32 +
-                                                  (lane & ~3) + 2 * (lane & 1)
-                                            : FourKeys::of_lane(lane);
+                                                 (lane & ~3) + 2 * (lane & 1)
+                                           : FourKeys::of_lane(lane);
             // All rows of a CTA are of one tile of 64 queries.
             if (Config::kSplitKeys && (f.flags & kModBits))
                 own = (query_of(t, t.m0) >> 6) * f.tiles_stride_m + 2 * (lane & 1);

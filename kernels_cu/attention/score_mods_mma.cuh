@@ -58,8 +58,8 @@ class TileMods {
     // keys; kind: what the mask does to the warp's rows there. The newest group of copies is not the mask's.
     // arrays: of the user's score modification, or null.
     OA_DEVICE static float apply(Scores& s, const AttnFwdParams& p, const ScoreModParams& f,
-                                 const ScoreModArrays* arrays,
-                                 const Tile& t, const Slots& slots, int32 n, int32 kind, int32 warp_row, int lane) {
+                                 const ScoreModArrays* arrays, const Tile& t, const Slots& slots, int32 n, int32 kind,
+                                 int32 warp_row, int lane) {
         ScoreFactors c{f.factor, f.factor2};
         if (f.flags & kModSoftcap) c = cap(s, f);
         if (f.flags & kModScaled) c = scale(s, c);

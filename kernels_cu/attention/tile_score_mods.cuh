@@ -130,7 +130,7 @@ class TileScoreMods {
     // softcap would do.
     template <typename Params, typename Release>
     OA_DEVICE float apply_mods(const Params& params, Scores& s, const ModPlace& place, int32 stage, int32 group,
-                                int32 lane, const bool (&own)[2], bool& near, Release release) const {
+                               int32 lane, const bool (&own)[2], bool& near, Release release) const {
         const ScoreModParams& f = params.mods;
         uint32 bits = kBias != 0 || !cut_ ? 0xffffffffu : kNearCap ? Masks::word(stage, group) : bits_;
         bool key_bias = kBias == 0 && kind == kTileMixed && (f.flags & kModKeyBias);

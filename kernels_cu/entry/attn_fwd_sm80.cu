@@ -370,9 +370,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, MIN_CTAS) attn_fw
     int tid = threadIdx.x, lane = tid & 31, warp_idx = __shfl_sync(0xffffffffu, tid >> 5, 0);
 
     Tile t = with_pack<Tile>(fwd_tile<Config::kBlockM, Config::kSearch, Config::kPaged>(p), params);
-    // Values, and not how they come about: the compiler spills otherwise (head_dim 128 on sm_120).
-    t.sequence = in_register(t.sequence);
-    t.q_begin = in_register(t.q_begin);
+    t.sequence = in_register(t.sequence), t.q_begin = in_register(t.q_begin);  // else sm_120 spills at head_dim 128
     if (!t.valid) return;
 
     const Keys keys(query_of(t, t.m0), query_of(t, min_of(t.m0 + Config::kBlockM, t.seqlen_q) - 1),
@@ -380,9 +378,9 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, MIN_CTAS) attn_fw
     int32 kv_head = t.head_idx / (p.num_q_heads / p.num_kv_heads);
     const uint16* gq = p.q + t.batch_idx * p.q_stride_b + head_of(t, 0) * p.q_stride_h +
                        (int64(t.q_begin) + query_of(t, t.m0)) * p.q_stride_s;
-    const int32 kv_batch = Config::kPaged ? 0 : t.batch_idx;
-    const uint16* gk = p.k + kv_batch * p.k_stride_b + kv_head * p.k_stride_h + int64(t.k_begin) * p.k_stride_s;
-    const uint16* gv = p.v + kv_batch * p.v_stride_b + kv_head * p.v_stride_h + int64(t.k_begin) * p.v_stride_s;
+    const int32 page = Config::kPaged ? 0 : t.batch_idx;  // others are found by the table
+    const uint16* gk = p.k + page * p.k_stride_b + kv_head * p.k_stride_h + int64(t.k_begin) * p.k_stride_s;
+    const uint16* gv = p.v + page * p.v_stride_b + kv_head * p.v_stride_h + int64(t.k_begin) * p.v_stride_s;
     uint32 smem_q = smem_addr_of(smem.q), smem_k = smem_addr_of(smem.k), smem_v = smem_addr_of(smem.v);
 
     const KvCopy kv_copy(p.head_dim, tid);
@@ -391,8 +389,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, MIN_CTAS) attn_fw
         const int64 row = int64(n) * Config::kBlockN;
         const int32 count = int32(min_of<int64>(t.seqlen_k - row, Config::kBlockN));
         if constexpr (Config::kPaged) {
-            const PageTable pages(p, t);
-            auto at = [&](int i) { return from + pages.offset(int32(row) + i, stride_b, stride_s); };
+            auto at = [&](int i) { return from + PageTable(p, t).offset(int32(row) + i, stride_b, stride_s); };
             columns.issue_rows(to, at, count, tid);
         } else {
             columns.issue(to, from + row * stride_s, stride_s, count, tid);

@@ -23,8 +23,8 @@
 #include "scheduler/split_tiles.cuh"
 
 template <typename Config>
-using TileOf = typename Select<Config::kSplitKeys, typename Select<Config::kVarlen, StreamKTile, SplitTile>::Type,
-                               FwdTile>::Type;
+using TileOf =
+    typename Select<Config::kSplitKeys, typename Select<Config::kVarlen, StreamKTile, SplitTile>::Type, FwdTile>::Type;
 
 template <typename Config>
 struct RoleBarrierStorage {
