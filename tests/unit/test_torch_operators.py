@@ -480,10 +480,10 @@ def _operators() -> dict[str, tuple[Any, ...]]:
     sinks, mask = torch.randn(4, requires_grad=True), torch.randn(6, 6, requires_grad=True)
     return {
         "attention": (q, k, v, None, mask, sinks, [], *score, "exact", True, None),
-        "attention_varlen": (*packed, starts, starts, 7, 7, None, None, [], *score, "exact", True),
+        "attention_varlen": (*packed, starts, starts, None, None, None, 7, 7, None, None, [], *score, "exact", True),
         "attention_backward": (do, *plain, o, lse, None, None, None, [], *score, wanted),
         "attention_varlen_backward": (
-            torch.randn_like(po), *(x.detach() for x in packed), po, plse, None, starts, starts, 7, 7, None, None, [],
+            torch.randn_like(po), *(x.detach() for x in packed), po, plse, None, starts, starts, None, None, 7, 7, None, None, [],
             *score, wanted,
         ),
         "merge_states": (o, lse, do, lse + 1),

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import difflib
 
-from .attention import attention_rows, merge_rows, packed_rows, paged_rows, split_rows
+from .attention import attention_rows, paged_rows, split_rows
 from .backward import backward_rows
 from .decode import decode_rows, unlisted_rows
 from .masks import mask_rows
+from .merging import combine_rows, merge_rows, packed_rows
 from .quantized import quantized_attention_rows, quantized_split_rows
 from .quantizers import quantizer_rows
 from .spec import PREBUILT_ARCHS, KernelSpec
@@ -33,6 +34,7 @@ REGISTRY: tuple[KernelSpec, ...] = tuple(
         *packed_rows(),
         *paged_rows(),
         *split_rows(),
+        *combine_rows(),
         *quantized_split_rows(),
         *backward_rows(),
         *quantizer_rows(),
