@@ -483,8 +483,8 @@ def _operators() -> dict[str, tuple[Any, ...]]:
         "attention_varlen": (*packed, starts, starts, None, None, None, 7, 7, None, None, [], *score, "exact", True),
         "attention_backward": (do, *plain, o, lse, None, None, None, [], *score, wanted),
         "attention_varlen_backward": (
-            torch.randn_like(po), *(x.detach() for x in packed), po, plse, None, starts, starts, None, None, 7, 7, None, None, [],
-            *score, wanted,
+            torch.randn_like(po), *(x.detach() for x in packed), po, plse, None, starts, starts, None,
+            None, 7, 7, None, None, [], *score, wanted,
         ),
         "merge_states": (o, lse, do, lse + 1),
     }  # fmt: skip
