@@ -72,8 +72,8 @@ def test_operator_passes_opcheck() -> None:
     q, k, v = low(32)
     torch.library.opcheck(
         torch.ops.omniattn.attention_e4m3.default,
-        (q, k, v, None, None, None, None, None, None, None, None, torch.ones(()), None, torch.ones(2, 2), "NHD", True, None, None,
-         0.0, False, "bfloat16", True),
+        (q, k, v, *(None,) * 8, torch.ones(()), None, torch.ones(2, 2), "NHD", True, None, None, 0.0, False,
+         "bfloat16", True),
         test_utils="test_faketensor",
     )  # fmt: skip
 
