@@ -9,7 +9,8 @@ struct alignas(64) TensorMap {
 
 // cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes: the map's box at the element coordinates
 // {c0 .. c3} (innermost first) to shared memory; elements outside the tensor arrive as zeros and count as bytes.
-// One thread; dst 1024-byte aligned for the 128-byte swizzle; completes on `bar`, which must expect the box's bytes.
+// One thread; dst 128-byte aligned: a row is swizzled by its place in 1024 bytes of shared memory. Completes on `bar`,
+// which must expect the box's bytes.
 OA_DEVICE void tma_load_4d(uint32 dst, const TensorMap* map, uint32 bar, int32 c0, int32 c1, int32 c2, int32 c3) {
     asm volatile(
         "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], "

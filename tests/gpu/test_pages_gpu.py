@@ -143,6 +143,8 @@ def test_masks_sinks_and_score_mods(family: str) -> None:
 
 def test_one_graph_for_other_lengths_and_tables() -> None:
     call = Call(16, 128)
+    for pool in call.pools:  # with other tables a sequence reads what nobody owned
+        pool.nan_to_num_(0.5)
     q = to_gpu(call.q, "bfloat16")
 
     def run() -> Any:
@@ -162,6 +164,30 @@ def test_one_graph_for_other_lengths_and_tables() -> None:
         table.copy_(torch.where(table == NOWHERE, table, table.roll(1, 0)) if count is keys else table)
         graph.replay()
         assert torch.equal(o, run())
+
+
+def test_the_longest_sequence_is_an_estimate(family: str) -> None:
+    """Lengths that a graph was captured with say nothing of those that it is replayed with."""
+    call = Call(16, 128)
+    call.longest["max_seqlen_k"] = call.paged["max_seqlen_k"] = 0
+    call.check(causal=True)
+
+
+def test_a_pool_without_pages(family: str) -> None:
+    call = Call(16, 128)
+    call.pools = [x[:0] for x in call.pools]
+    made, lse = call.run(causal=True)
+    rows = sum(queries for queries, _ in LENGTHS)
+    assert not made[:rows].any()
+    assert torch.isneginf(lse[:, :rows]).all()
+
+
+@pytest.mark.parametrize("page_size", [3, 1001])
+def test_a_page_a_sequence(family: str, page_size: int) -> None:
+    """Caches that are not in pages: copies of whole tiles, whatever the page's size."""
+    call = Call(page_size, 128, lengths=[(5, n) for n in (page_size, 1, page_size // 2)])
+    call.paged["block_table"] = call.paged["block_table"][:, :1].contiguous()
+    call.check(causal=True)
 
 
 def test_lengths_beyond_the_table_are_its_end() -> None:

@@ -164,9 +164,26 @@ def test_every_call_has_a_kernel_over_pages(
     assert spec.arch_specific == (gpu == (9, 0) and "mask" not in options)
 
 
+@pytest.mark.parametrize("longest", [0, 1, 10**6])
+def test_keys_are_none_only_where_no_page_can_be_read(gpu: tuple[int, int], longest: int) -> None:
+    """A graph is replayed with other lengths than the longest that it was captured with."""
+    for blocks, expected in ((40, 2 * min(longest or 7 * 16, 7 * 16)), (0, 0)):
+        q, pool = np.zeros((600, 4, 64), np.float16), np.zeros((blocks, 16, 2, 64), np.float16)
+        made = oa.explain(
+            q, pool, pool, cu_seqlens_q=starts([300, 300]), seqused_k=np.zeros(2, np.int32), max_seqlen_q=300,
+            max_seqlen_k=longest, block_table=np.zeros((2, 7), np.int32),
+        )  # fmt: skip
+        assert made.problem.seqlen_k == expected
+        assert made.problem.pages.capacity == (7 * 16 if blocks else 0)
+
+
+def test_copies_of_a_page_a_sequence_are_whole_tiles() -> None:
+    assert page_rows(Pages(1001, 8, 1, 1), 128) == 128
+    assert page_rows(Pages(1001, 8, 2, 2), 128) == 1
+
+
+@pytest.mark.parametrize("gpu", [(9, 0)], indirect=True)
 def test_what_the_kernel_is_told(gpu: tuple[int, int]) -> None:
-    if gpu != (9, 0):
-        pytest.skip("tensor maps are Hopper's")
     from omniattn.plan.attention import plan_attention
     from omniattn.plan.tuning import target_of
 

@@ -119,8 +119,8 @@ def check_attention(call: Call, tensors: dict[str, Tensor]) -> AttentionProblem:
         return canonical_strides(shape, strides, layout, len(shape) == 3)
 
     window = values.hiding_window(common.window, rows_q, rows_k)
-    if pages is not None:  # of all sequences, as other packed keys are counted
-        rows_k = batch * min(longest_k, rows_k)
+    if pages is not None:  # of all sequences, as other packed keys are counted; 0 only where no page can be read
+        rows_k = batch * min(longest_k or rows_k, rows_k)
     on_gpu = q.device == "cuda"
     # Quantized operands are the library's own.
     own = precision.quantized and descales is None
@@ -272,7 +272,8 @@ def _check_pages(tensors: dict[str, Tensor], batch: int, k: Tensor, seq: int, fu
     if size * count > arguments.MAX_ROWS:
         expected = f"at most {arguments.MAX_ROWS // size} pages of {size} keys"
         raise ShapeError("block_table", expected, f"{count}", function=function)
-    return Pages(size, k.shape[0], count, table.strides[0] if batch > 1 else 0)
+    # A pool without pages has no keys, whatever the table says.
+    return Pages(size, k.shape[0], count if k.shape[0] else 0, table.strides[0] if batch > 1 else 0)
 
 
 def _check_paged_call(q: Tensor, options: AttentionOptions, function: str) -> None:

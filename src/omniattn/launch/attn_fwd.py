@@ -20,7 +20,7 @@ SINKS_KINDS = {"none": 0, "float32": 1, "io": 2}
 
 def page_rows(pages: Pages, block_n: int) -> int:
     """Rows of a copy from a page: the largest power of two that divides pages and tiles."""
-    if not pages.has_table:  # no other page follows: rows behind it are zeros
+    if not pages.has_table or pages.max_pages == 1:  # no other page follows: rows behind it are zeros
         return block_n & -block_n
     return min(pages.page_size & -pages.page_size, block_n & -block_n)
 

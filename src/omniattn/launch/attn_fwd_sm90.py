@@ -41,10 +41,15 @@ def operand_map(
     return mapped(name, 0, dtype, (head_dim, seqlen, heads, batch), strides_bytes, (PANEL, rows, 1, 1))
 
 
-def key_value_maps(spec: KernelSpec, problem: AttentionProblem) -> tuple[TensorMap, TensorMap]:
-    """Of k and v: of batches, of packed sequences, or of pools of pages, whose copies lie within a page."""
+def key_value_maps(spec: KernelSpec, problem: AttentionProblem, q: TensorMap) -> tuple[TensorMap, TensorMap]:
+    """Of k and v: of batches, of packed sequences, or of pools of pages, whose copies lie within a page.
+
+    Without keys nothing is copied, but a map of no rows cannot be made: that of ``q`` stands in.
+    """
     p, s, pages = problem, problem.strides, problem.pages
     assert s is not None
+    if p.seqlen_k == 0:
+        return q, q
     lead = (1 if p.varlen else p.batch, p.seqlen_k) if pages is None else (pages.num_pages, pages.page_size)
     rows = spec.block_n if pages is None else page_rows(pages, spec.block_n)
     return (
@@ -87,10 +92,7 @@ def build(
     q = operand_map(
         "q", problem.dtype, (batch, problem.seqlen_q, problem.num_q_heads, problem.head_dim), s.q, spec.block_m
     )
-    k = v = q
-    # Without keys nothing is copied, but a map of zero rows cannot be made: the rows of q stand in.
-    if problem.seqlen_k:
-        k, v = key_value_maps(spec, problem)
+    k, v = key_value_maps(spec, problem, q)
     values = {"map_q": q, "map_k": k, "map_v": v, **tile_values(order.tiles)}
     values |= member("fwd", forward_values(problem, blocks, mask_extent=problem.mask_extent, block_n=spec.block_n))
     layout = ATTN_FWD_SM90

@@ -96,9 +96,10 @@ def _on_16_bits(
     spec: KernelSpec, p: AttentionProblem, told: AttentionProblem, pack_gqa: PackGQA, partial: dict[str, object]
 ) -> tuple[HostStruct, dict[str, object]]:
     """Arguments of attention, but for its tiles; told: the problem of packed heads."""
-    k, v = key_value_maps(spec, p)
+    q = packed_gqa_map(p, pack_gqa, spec.block_m)
+    k, v = key_value_maps(spec, p, q)
     values = {
-        "map_q": packed_gqa_map(p, pack_gqa, spec.block_m),
+        "map_q": q,
         "map_k": k,
         "map_v": v,
         **member("fwd", forward_values(told, 0, block_n=spec.block_n)),

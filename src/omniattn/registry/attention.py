@@ -90,6 +90,8 @@ def _attn_fwd_sm80(
     paged: bool = False,
 ) -> KernelSpec:
     """own_head_dim_v: v has a head_dim of its own; split: keys are split over CTAs; paged: K and V lie in pages."""
+    # Tiles of 16 rows search cu_seqlens_k for their sequence, and splits are of dense calls.
+    assert not paged or (tile.block_m >= 32 and not split)
     short, tag = IO_TYPES[dtype]
     smem_bytes = 2 * tile.head_dim * (tile.block_m + 2 * tile.num_stages * tile.block_n)
     if score_mods:
