@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import omniattn as oa
-from omniattn.errors import ArgumentError, ShapeError, UnsupportedError
+from omniattn.errors import ArgumentError, DtypeError, ShapeError, UnsupportedError
 
 torch = pytest.importorskip("torch")
 from omniattn.compat import common  # noqa: E402
@@ -432,3 +432,18 @@ def test_keys_in_blocks(slopes: bool, by_used: bool) -> None:
     else:
         made = fa2.flash_attn_varlen_func(q, *pools, *sizes, causal=True, block_table=table, **options)
     torch.testing.assert_close(made, expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(("keys", "error", "text"), [
+    (torch.tensor(9, dtype=torch.int32), ShapeError, r"shape \(3,\), like cu_seqlens_q, received \(\)"),
+    (starts([9]), ShapeError, r"shape \(3,\), like cu_seqlens_q, received \(2,\)"),
+    (starts([9, 4]).long(), DtypeError, "int32, received int64"),
+    (starts([9, -4]), ArgumentError, "0, and never less than before"),
+    (starts([9, 4]) + 1, ArgumentError, "0, and never less than before"),
+    (None, ArgumentError, r"a torch\.Tensor, received NoneType"),
+])  # fmt: skip
+@pytest.mark.parametrize("slopes", [None, torch.zeros(2)])
+def test_counts_of_keys_in_blocks(keys: Any, error: type[Exception], text: str, slopes: Any) -> None:
+    q, pool, table = torch.randn(5, 2, 8), torch.randn(4, 4, 2, 8), torch.zeros(2, 3, dtype=torch.int32)
+    with pytest.raises(error, match=r"flash_attn_varlen_func\(\): argument 'cu_seqlens_k': expected " + text):
+        fa2.flash_attn_varlen_func(q, pool, pool, starts([2, 3]), keys, 3, 9, block_table=table, alibi_slopes=slopes)

@@ -107,6 +107,15 @@ def test_errors(changes: dict[str, Any], error: type[Exception], text: str) -> N
         oa.attention_varlen(SOME.q, SOME.k, SOME.v, **{**SOME.given, **changes})
 
 
+def test_no_heads_and_no_pages() -> None:
+    made = oa.attention_varlen(SOME.q[:, :0], SOME.k[:, :, :0], SOME.v[:, :, :0], **SOME.given)
+    assert made.shape == (len(SOME.q), 0, DIM)
+    none = {**SOME.given, "seqused_k": np.zeros(4, np.int32)}
+    o, lse = oa.attention_varlen(SOME.q, SOME.k[:0], SOME.v[:0], **none, return_lse=True)
+    assert not o.any()
+    assert np.isneginf(lse).all()
+
+
 def test_ranks() -> None:
     with pytest.raises(ShapeError, match=r"'k': expected 4 dimensions \(blocks, tokens, heads, head_dim\)"):
         oa.attention_varlen(SOME.q, SOME.k[0], SOME.v[0], **SOME.given)
@@ -175,6 +184,24 @@ def test_keys_are_none_only_where_no_page_can_be_read(gpu: tuple[int, int], long
         )  # fmt: skip
         assert made.problem.seqlen_k == expected
         assert made.problem.pages.capacity == (7 * 16 if blocks else 0)
+
+
+def test_bounds_are_those_of_a_sequence(gpu: tuple[int, int]) -> None:
+    """Positions are counted within a sequence, however many keys all of them have; pages are counted in 32 bits."""
+    mod = oa.ScoreMod("score + 0.1f * (q - k)")
+    q, table = np.zeros((128, 4, 128), np.float16), np.zeros((128, 4096), np.int32)
+    call = {
+        "cu_seqlens_q": starts([1] * 128), "seqused_k": np.ones(128, np.int32), "max_seqlen_q": 1,
+        "max_seqlen_k": 196_608, "block_table": table,
+    }  # fmt: skip
+
+    def explained(blocks: int) -> Any:
+        pool = np.broadcast_to(np.zeros((1, 48, 2, 128), np.float16), (blocks, 48, 2, 128))
+        return oa.explain(q, pool, pool, score_mod=mod, **call)
+
+    assert "paged" in explained(40).kernel
+    with pytest.raises(ShapeError, match=r"'k': expected at most 2147483136 pages, received 2147483653"):
+        explained(2**31 + 5)
 
 
 def test_copies_of_a_page_a_sequence_are_whole_tiles() -> None:

@@ -269,6 +269,8 @@ def _check_pages(tensors: dict[str, Tensor], batch: int, k: Tensor, seq: int, fu
     size, count = k.shape[seq], table.shape[1]
     if size == 0:
         raise ShapeError("k", "pages of at least one key", "0", function=function)
+    if k.shape[0] > arguments.MAX_ROWS:
+        raise ShapeError("k", f"at most {arguments.MAX_ROWS} pages", f"{k.shape[0]}", function=function)
     if size * count > arguments.MAX_ROWS:
         expected = f"at most {arguments.MAX_ROWS // size} pages of {size} keys"
         raise ShapeError("block_table", expected, f"{count}", function=function)

@@ -76,7 +76,8 @@ def check_score_mod(
     """The score modification of a call."""
     function = call.operation.name
     expression, mask, checked, no_reference = texts[:4]
-    most = max(problem.seqlen_q, problem.seqlen_k)
+    # Of keys in pages a sequence has so many at most; others may all be one sequence's.
+    most = max(problem.seqlen_q, problem.seqlen_k if problem.pages is None else problem.pages.capacity)
     if most > MAX_POSITIONS:
         raise UnsupportedError(f"{function}(): score_mod with {most} queries or keys", instead=f"up to {MAX_POSITIONS}")
     found = mod_arrays(tensors, function)

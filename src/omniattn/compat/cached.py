@@ -199,6 +199,8 @@ def _cache_of(
             if x is not None:
                 raise ArgumentError(other, f"None with {name}", "a tensor", function=function)
         table = _check_numbers(table, name, (batch, None), q, function)
+        if page == 0:
+            raise ShapeError("k_cache", "blocks of at least one token", "0", function=function)
         return _Cache(k, v, table, page, table.shape[1] * page, None, name)
     if leftpad is not None:
         leftpad = _check_numbers(leftpad, "cache_leftpad", (batch,), q, function)

@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional
 
 from .. import arguments
-from ..errors import ArgumentError, ShapeError, UnsupportedError
+from ..errors import ArgumentError, DtypeError, ShapeError, UnsupportedError
 from ..ops import ScoreMod, attention, attention_backward, attention_varlen, attention_varlen_backward
 
 #: Why there is no dropout.
@@ -233,8 +233,8 @@ def packed_of(
     if block_table is not None:
         check_tensors(function, block_table=block_table)
         if seqused_k is None:
-            check_tensors(function, cu_seqlens_k=cu_seqlens_k)
-            seqused_k = cu_seqlens_k.diff()
+            seqused_k = _counted(cu_seqlens_q, cu_seqlens_k, function)
+        check_tensors(function, seqused_k=seqused_k)
         cu_seqlens_k = None
     made = {
         "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "max_seqlen_q": max_seqlen_q,
@@ -242,6 +242,23 @@ def packed_of(
     }  # fmt: skip
     used = {"seqused_q": seqused_q, "seqused_k": seqused_k, "block_table": block_table}
     return made | {name: x for name, x in used.items() if x is not None}
+
+
+def _counted(cu_seqlens_q: Any, cu_seqlens_k: Any, function: str) -> torch.Tensor:
+    """Keys of each sequence in blocks, which cu_seqlens_k counts although they do not follow one another."""
+    name = "cu_seqlens_k"
+    check_tensors(function, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    if cu_seqlens_k.dtype != torch.int32:
+        dtype = str(cu_seqlens_k.dtype).removeprefix("torch.")
+        raise DtypeError(name, "int32", dtype, function=function)
+    if cu_seqlens_k.ndim != 1 or cu_seqlens_k.shape != cu_seqlens_q.shape:
+        expected = f"shape {tuple(cu_seqlens_q.shape)}, like cu_seqlens_q"
+        raise ShapeError(name, expected, f"{tuple(cu_seqlens_k.shape)}", function=function)
+    counts = cu_seqlens_k.diff()
+    on_cpu = cu_seqlens_k.device.type == "cpu" and not torch.compiler.is_compiling()
+    if on_cpu and (bool((cu_seqlens_k[:1] != 0).any()) or bool((counts < 0).any())):
+        raise ArgumentError(name, "0, and never less than before", f"{cu_seqlens_k.tolist()}", function=function)
+    return counts
 
 
 def func(

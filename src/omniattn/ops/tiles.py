@@ -14,7 +14,7 @@ from ..plan.engine import Call, Plan, operand_names, workspace_of
 from ..problems.memory import WORKSPACE_ALIGNMENT
 from ..registry.masks import MASK_TILE
 from ..runtime import load
-from ..runtime.driver import device_context, get_driver
+from ..runtime.driver import Driver, device_context, get_driver
 from ..runtime.record import LaunchRecord, Program
 
 #: Operations of the kernels that prepare a mask; the last one lists what is left.
@@ -86,22 +86,26 @@ def count_tiles(call: Call, plan: Plan, tensors: dict[str, Tensor]) -> TileCount
     with device_context(driver, plan.ordinal):
         kinds = driver.read(at[MASK_LIST.offsets["kinds"]], masks * number["m_tiles"] * n_tiles, handle)
         listed = driver.read(at[MASK_LIST.offsets["lists"]], 4 * lists * entries, handle)
-        starts = [
-            driver.read(tensors[name].ptr, 4 * tensors[name].size, handle)
-            for name in ("cu_seqlens_q", "cu_seqlens_k")
-            if packed
-        ]
+        lengths = [_lengths(driver, tensors, side, handle) for side in "qk" if packed]
     arrays.release(everything, handle)
     counts = [struct.unpack_from("<i", listed, 4 * i * entries)[0] for i in range(lists)]
     hidden, cut, whole = (kinds.count(kind) for kind in (EMPTY, MIXED, FULL))
     if not packed:
         return TileCounts(hidden, cut, whole, sum(counts), lists * n_tiles)
     tiles_k, tiles_q, blocks = (
-        [-(-max(b - a, 0) // size) for a, b in itertools.pairwise(struct.unpack(f"<{len(of) // 4}i", of))]
-        for of, size in ((starts[1], MASK_TILE), (starts[0], MASK_TILE), (starts[0], number["block_m"]))
+        [-(-n // size) for n in of]
+        for of, size in ((lengths[1], MASK_TILE), (lengths[0], MASK_TILE), (lengths[0], number["block_m"]))
     )
     if number["kinds_of_slots"]:
         hidden = heads * sum(map(operator.mul, tiles_q, tiles_k)) - cut - whole
     of_sequence = (struct.unpack_from("<i", listed, 4 * i * entries + 4)[0] for i in range(lists))
     steps = sum(tiles_k[b] if count == NO_LIST else count for count, b in zip(counts, of_sequence, strict=True))
     return TileCounts(hidden, cut, whole, steps, heads * sum(map(operator.mul, blocks, tiles_k)))
+
+
+def _lengths(driver: Driver, tensors: dict[str, Tensor], side: str, stream: int) -> list[int]:
+    """Used rows of each packed sequence."""
+    found = [tensors[name] for name in (f"cu_seqlens_{side}", f"seqused_{side}") if name in tensors]
+    starts, *used = (struct.unpack(f"<{t.size}i", driver.read(t.ptr, 4 * t.size, stream)) for t in found)
+    lengths = [max(b - a, 0) for a, b in itertools.pairwise(starts)]
+    return [max(min(pair), 0) for pair in zip(lengths, *used, strict=True)]

@@ -58,7 +58,7 @@ class UsedRows:
         """The used keys of an array."""
         if self._pages is not None:  # (pages, tokens, heads, dim) or (pages, heads, tokens, dim) -> one row a token
             x = x if self._axis == 0 else x.swapaxes(1, 2)
-            x = x.reshape(-1, *x.shape[2:])
+            x = x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
             return x[self._k] if self._axis == 0 else x[self._k].swapaxes(0, 1)
         return np.take(x, self._k, self._axis)
 

@@ -273,15 +273,15 @@ def order_of_keys(row: KernelSpec, problem: BackwardProblem, target: Target) -> 
         return head_by_head(heads, blocks)
     # A query sees keys to its right as a key is seen by queries to its left.
     of = HeadTiles(f.seqlen_k, f.seqlen_q, row.block_n, row.block_m, f.window_right, f.window_left, 0, True)
-    return _ends_first(f, of, heads, blocks, f.num_q_heads / f.num_kv_heads, target)
+    return _ends_first(f, of, heads, blocks, f.num_q_heads / max(f.num_kv_heads, 1), target)
 
 
 def order_of_queries(row: KernelSpec, problem: BackwardProblem, target: Target) -> TileList:
     """In which order the persistent kernel ``row`` takes the tiles of queries of every query head."""
     f = problem.forward
     of = HeadTiles(f.seqlen_q, f.seqlen_k, row.block_m, row.block_n, f.window_left, f.window_right)
-    blocks = num_m_blocks(f, row.block_m)
-    return _ends_first(f, of, f.num_q_heads * f.batch, blocks, f.num_kv_heads / f.num_q_heads, target)
+    heads, blocks = f.num_q_heads * f.batch, num_m_blocks(f, row.block_m)
+    return _ends_first(f, of, heads, blocks, f.num_kv_heads / max(f.num_q_heads, 1), target)
 
 
 def _ends_first(

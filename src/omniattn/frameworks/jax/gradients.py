@@ -117,3 +117,8 @@ def _check(signature: Signature, moving: Sequence[str]) -> None:
             f"{function}(): a gradient is asked for, which block_mask does not have",
             instead="the blocks in mask, or a ScoreMod with mask= and grad=",
         )
+    if "block_table" in signature.names:
+        raise UnsupportedError(
+            f"{function}(): a gradient is asked for, which block_table does not have",
+            instead="k and v as packed sequences, or jax.lax.stop_gradient of them",
+        )

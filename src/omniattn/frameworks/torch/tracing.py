@@ -112,6 +112,14 @@ def trace(
         for name, x in needed if block_table is None else needed[:1]:
             if not isinstance(x, torch.Tensor):
                 fail("argument", name, "an int32 tensor of shape (batch + 1,)", type(x).__name__, function=function)
+        if block_table is not None:
+            for name, x in (("block_table", block_table), ("seqused_k", seqused_k)):
+                if not isinstance(x, torch.Tensor):
+                    fail("argument", name, "an int32 tensor", type(x).__name__, function=function)
+            if cu_seqlens_k is not None:
+                fail(
+                    "argument", "cu_seqlens_k", "None with block_table", type(cu_seqlens_k).__name__, function=function
+                )
         for name, x in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
             if x is None:
                 fail("argument", name, "an integer", "None", function=function)
