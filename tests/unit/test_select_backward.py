@@ -13,6 +13,7 @@ from omniattn.problems.backward import BackwardProblem
 from omniattn.problems.score_mod import ScoreModProblem
 from omniattn.registry import REGISTRY, KernelSpec
 from omniattn.select import select_backward, select_backward_rows, select_dq
+from omniattn.select.orders import order_of_keys, order_of_queries
 
 GPUS = {
     (8, 0): Target((8, 0), 163 << 10, 108),
@@ -181,3 +182,17 @@ def test_kernels_before_and_behind(dtype: str, fragments: bool) -> None:
     assert (behind.spec.op, behind.spec.dtype) == ("attention_backward_finish", dtype)
     assert behind.spec.fragments == fragments
     assert dict(behind.spec.defines)["FRAGMENTS"] == str(int(fragments))
+
+
+@pytest.mark.parametrize("heads", [(0, 0), (0, 2)])
+@pytest.mark.parametrize("window", [(UNLIMITED, UNLIMITED), (UNLIMITED, 0), (5, 200)])
+@pytest.mark.parametrize("head_dim", [64, 256])
+def test_orders_of_no_heads(heads: tuple[int, int], window: tuple[int, int], head_dim: int) -> None:
+    forward = dataclasses.replace(
+        FORWARD, batch=3, seqlen_q=4096, seqlen_k=128, num_q_heads=heads[0], num_kv_heads=heads[1], head_dim=head_dim,
+        window_left=window[0], window_right=window[1],
+    )  # fmt: skip
+    problem, target = BackwardProblem(forward, ("dq", "dk", "dv")), GPUS[9, 0]
+    for row in (spec for spec in REGISTRY if spec.arch_specific and spec.op.startswith("attention_backward")):
+        assert order_of_queries(row, problem, target).num_items == 0, row.name
+        assert (order_of_keys(row, problem, target).num_items == 0) == (heads[1] == 0), row.name
