@@ -23,7 +23,7 @@ def build(folder: Path) -> None:
     assert COMPILER is not None
     for name, source in _SOURCES.items():
         command = [*COMPILER, "-shared", "-fPIC", "-O1", "-o", str(folder / name), str(ROOT / source), "-ldl"]
-        subprocess.run(command, check=True, timeout=60)
+        subprocess.run(command, check=True, timeout=600)
     build_native.build(ROOT, folder / build_native.NAME)
 
 

@@ -220,7 +220,7 @@ def test_importing_installs_nothing() -> None:
         "assert not {'torch', 'flash_attn', 'sageattention'} & sys.modules.keys()\n"
         "assert not [f for f in sys.meta_path if 'omniattn' in type(f).__module__]\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=600)
 
 
 # bert_padding

@@ -12,7 +12,9 @@ from pathlib import Path
 
 import pytest
 
-fcntl = pytest.importorskip("fcntl")
+pytest.importorskip("fcntl")
+
+import fcntl
 
 from tests.gpu.memory_turns import Turn, alone, beside_others, in_background
 

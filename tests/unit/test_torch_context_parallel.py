@@ -19,7 +19,7 @@ SAID = 2 * 18 + 2
 def test_two_processes_give_the_results_of_one(tmp_path: Path) -> None:
     """Output, gradients, LSE."""
     command = [sys.executable, str(CHILD), str(tmp_path / "store")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     said = done.stdout.splitlines()
     assert len(set(said)) == len(said) == SAID
