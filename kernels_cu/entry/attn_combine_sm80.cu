@@ -10,7 +10,7 @@
 //
 // A thread has a column, four channels of a row; a CTA of 256 threads has 2^threads_log2 columns, and as many threads
 // of each as that leaves, which take the splits in turns. The order of the sum depends on the launch alone. Rows that
-// attend to nothing become O = 0, LSE = -inf (or the sink).
+// attend to nothing become O = 0, LSE = -inf (or the sink, where a sequence has them).
 //
 // OWN_LSE: of partial_lse, laid out as partial_ml, the LSE alone (attn_int8_sm90, whose O is divided by sums of P as
 // rounded).
@@ -74,7 +74,10 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads) attn_combine_sm80
     }
     if (!active) return;
     int32 batch_idx = place / p.heads, head = (place - batch_idx * p.heads) * p.pack_heads + own_head;
-    RowResult result = finish_row(sum.m, sum.l, sink_log2<Config::Io>(p.sinks, p.sinks_kind, head));
+    const bool owned = p.cu_seqlens_q == nullptr ||
+                       (query >= __ldg(p.cu_seqlens_q) && query < __ldg(p.cu_seqlens_q + p.num_sequences));
+    const float sink = owned ? sink_log2<Config::Io>(p.sinks, p.sinks_kind, head) : neg_inf();
+    RowResult result = finish_row(sum.m, sum.l, sink);
     uint16* to = p.o + batch_idx * p.o_stride_b + query * p.o_stride_s + head * p.o_stride_h + chunk * Config::kWidth;
     *reinterpret_cast<uint2*>(to) =
         make_uint2(pack2(Config::Io{}, sum.o[0] * result.o_scale, sum.o[1] * result.o_scale),
@@ -83,7 +86,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads) attn_combine_sm80
         if (chunk == 0) {
             PartialSum<1> sums;
             add_parts<Config::kUnroll>(sums, 0, 1, p.num_splits, row_of, p.partial_lse, nullptr, 0, 0);
-            result.lse = finish_row(sums.m, sums.l, sink_log2<Config::Io>(p.sinks, p.sinks_kind, head)).lse;
+            result.lse = finish_row(sums.m, sums.l, sink).lse;
         }
     }
     if (p.lse != nullptr && chunk == 0) p.lse[batch_idx * p.lse_stride_b + head * p.lse_stride_h + query] = result.lse;

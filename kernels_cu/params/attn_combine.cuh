@@ -22,7 +22,8 @@ struct AttnCombineParams {
     // Not 0: `rows` are those of tiles of so many rows, of which a head has `blocks`, from first_tile on in the order
     // of head by head (TileList); of a head num_queries rows exist.
     int32 tile_rows, first_tile, blocks, num_queries;
-    int32 zero;  // makes the size a multiple of 8
+    int32 num_sequences;
+    const int32* cu_seqlens_q;  // of packed sequences; else null
 };
 
 // Partial results of a CTA that has even shares of packed sequences (scheduler/stream_k.cuh), of each class.

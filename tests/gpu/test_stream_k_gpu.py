@@ -12,6 +12,7 @@ torch = pytest.importorskip("torch")
 
 import omniattn as oa  # noqa: E402
 from omniattn.registry import REGISTRY  # noqa: E402
+from omniattn.testing.pages import pools  # noqa: E402
 
 from .test_few_queries_gpu import exact  # noqa: E402
 
@@ -41,12 +42,19 @@ def packed(
     return (*arrays, starts(lengths_q, first), starts(lengths_k, first))
 
 
-def call(args: tuple[Any, ...], longest_q: int, longest_k: int, **options: Any) -> tuple[Any, Any]:
+def call(args: tuple[Any, ...], longest_q: int, longest_k: int, page_size: int = 0, **options: Any) -> tuple[Any, Any]:
+    """page_size: the keys lie in pages of a pool."""
     q, k, v, of_q, of_k = args
+    options |= {"cu_seqlens_k": of_k} if not page_size else {}
+    if page_size:
+        lengths, first = of_k.diff(), int(of_k[0])
+        arrays = [x[first:].float().cpu().numpy() for x in (k, v)]
+        made, table = pools(arrays, lengths.tolist(), page_size, page_size)
+        k, v = (torch.from_numpy(x).to(q) for x in made)
+        options |= {"seqused_k": lengths, "block_table": torch.from_numpy(table).cuda()}
     return oa.attention_varlen(
-        q, k, v, cu_seqlens_q=of_q, cu_seqlens_k=of_k, max_seqlen_q=longest_q, max_seqlen_k=longest_k,
-        return_lse=True, **options,
-    )  # fmt: skip
+        q, k, v, cu_seqlens_q=of_q, max_seqlen_q=longest_q, max_seqlen_k=longest_k, return_lse=True, **options
+    )
 
 
 def close_to_float64(made: tuple[Any, Any], args: tuple[Any, ...], sinks: Any = None, **options: Any) -> None:
@@ -92,7 +100,8 @@ def test_beside_float64(case: str, spec: Any, monkeypatch: pytest.MonkeyPatch) -
     sinks = torch.randn(extents[2][0], device="cuda") if case in ("lengths", "one of many") else None
     if spec.score_mods and case != "8 of 32":
         options = {**options, "softcap": 5.0}
-    made, again = (call(args, *longest, sinks=sinks, **options) for _ in range(2))
+    page_size = 16 if spec.paged else 0
+    made, again = (call(args, *longest, page_size, sinks=sinks, **options) for _ in range(2))
     close_to_float64(made, args, sinks, **options)
     assert all(torch.equal(a, b) for a, b in zip(made, again, strict=True))
 
@@ -122,7 +131,7 @@ def test_random(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
         lengths_q, lengths_k, (group * heads_k, heads_k), spec.head_dim, getattr(torch, spec.dtype), first, behind
     )
     monkeypatch.setenv("OMNIATTN_FORCE_KERNEL", spec.name)
-    made = call(args, max(lengths_q), max(lengths_k), **options)
+    made = call(args, max(lengths_q), max(lengths_k), of.choice([1, 7, 16, 256]) if spec.paged else 0, **options)
     close_to_float64(made, args, **options)
 
 

@@ -300,7 +300,8 @@ def _merge(combine: KernelSpec, split: _Split, partial: dict[str, At | None]) ->
         "sinks_kind": SINKS_KINDS[p.sinks],
         "pack_heads": split.pack_gqa.heads,
         **of_tail,
-        "zero": 0,
+        "num_sequences": p.batch,
+        "cu_seqlens_q": At("cu_seqlens_q") if p.varlen else None,
     }
     return LaunchRecord(
         combine, (-(-columns // threads), 1, 1), _COMBINE_THREADS, *ATTN_COMBINE.pack(values), overlap=True
