@@ -29,7 +29,7 @@ from omniattn.problems.target import Coefficients
 from omniattn.select import candidates
 from omniattn.select.cost import cost_us
 from omniattn.select.features import Kept, features
-from omniattn.select.model import Rates, expected, expected_costs
+from omniattn.select.model import NAMES, Rates, expected, expected_costs
 from omniattn.tune.fit import judge
 from omniattn.tune.operations import fit_operations, judged, read_rows
 from omniattn.tune.run import TuneResult, fitted, measured, with_a_choice
@@ -123,8 +123,8 @@ def report(found: TuneResult, device: str) -> list[str]:
     return lines
 
 
-def _rounded(coefficients: Any) -> dict[str, float]:
-    return {name: float(f"{x:.4g}") for name, x in dataclasses.asdict(coefficients).items()}
+def _rounded(numbers: Mapping[str, float]) -> dict[str, float]:
+    return {name: float(f"{x:.4g}") for name, x in numbers.items()}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -155,7 +155,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         data = {
             "device": device, "source": f"{options.file.name}, {len(usable)} calls", "cc": list(target.cc),
             "sm_count": target.sm_count, "clock_mhz": clock, "memory_gb_s": memory,
-            "coefficients": _rounded(shared),
+            "coefficients": _rounded({name: getattr(shared, name) for name in NAMES}),
+            "rows": _rounded(shared.rows),
         }  # fmt: skip
     elif data.get("device") != device:
         print(f"{options.file}: no calls of attention, and {path.name} is of {data.get('device')}", file=sys.stderr)
@@ -164,7 +165,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if fits:
         print("operation | calls | by the rule: mean, worst | by the model, held out: mean, worst")
         print("\n".join(of.text for of in fits))
-    if operations := kept | {of.op: _rounded(of.costs) for of in fits}:
+    kept = {op: costs for op, costs in kept.items() if op not in {of.op for of in fits}}
+    if operations := kept | {of.op: _rounded(dataclasses.asdict(of.costs)) for of in fits if of.is_better}:
         data["operations"] = operations
     if other is not None:
         there, name = other

@@ -58,7 +58,10 @@ def parse(data: Any, name: str) -> tuple[Gpu, Coefficients, tuple[tuple[str, Ope
                 raise refuse(f"coefficient {key} is {value!r}")
         return {key: float(of[key]) for key in names}
 
-    coefficients = Coefficients(**numbers(given, NAMES))
+    rows = data.get("rows")
+    if not isinstance(rows, Mapping):
+        raise refuse(f"rows {rows!r}")
+    coefficients = Coefficients(**numbers(given, NAMES), rows=numbers(rows, tuple(rows)))
     others = data.get("operations", {})
     if not isinstance(others, Mapping) or not set(others) <= set(COSTS):
         raise refuse(f"operations other than {', '.join(COSTS)}")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from .costs import OperationCosts
@@ -82,6 +83,8 @@ class Coefficients:
         Besides, for each key, with numbers that are added to scores.
     sync_item, sync_wait, sync_product : float
         The same on mma.sync, for 16 rows of a warp; softmax, which products overlap with, is that of wgmma.
+    rows : mapping of str to float
+        Of few kernels, by their names without a dtype: how much longer their calls take than the rest says.
     """
 
     launch: float
@@ -110,6 +113,7 @@ class Coefficients:
     sync_item: float
     sync_wait: float
     sync_product: float
+    rows: Mapping[str, float] = field(default_factory=dict, hash=False)
 
 
 @dataclass(frozen=True)

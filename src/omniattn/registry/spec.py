@@ -164,6 +164,11 @@ class KernelSpec:
         return self.own_head_dim_v or self.head_dim
 
     @property
+    def twin(self) -> str:
+        """The name without the dtype: what this row and that of the other 16-bit type have in common."""
+        return self.name.replace(f"_{IO_TYPES[self.dtype][0]}_", "_", 1) if self.dtype in IO_TYPES else self.name
+
+    @property
     def quantized(self) -> bool:
         """Whether it is attention on quantized operands."""
         return self.qk != "io"

@@ -3,7 +3,8 @@
 A CTA takes one tile of queries after the other: to begin and end each, and a step for each tile of keys. A step takes
 as long as its own chain of products, softmax and waiting, or as the SM needs for what all its warps issue. A launch
 takes what its busiest CTA takes, or the time of its bytes from memory or L2; to it come launches, the quantization of
-operands, what prepares the mask, and the merging of partial results.
+operands, what prepares the mask, and the merging of partial results. Few kernels have a factor besides, for what that
+leaves out.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ def cost_us(found: Features, c: Coefficients) -> float:
         time += found.preparing * c.launch_more + found.prepared / c.memory
     if found.merged:
         time += c.merge + found.merged / c.partial
-    return time
+    return time * c.rows.get(found.row, 1.0)
 
 
 def step_us(one: Pass, c: Coefficients) -> float:

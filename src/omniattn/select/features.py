@@ -102,6 +102,8 @@ class Features(NamedTuple):
         These kernels.
     merged : float
         Bytes of partial results, written and read; 0: there is nothing to merge.
+    row : str
+        The kernel's name without its dtype.
     """
 
     passes: tuple[Pass, ...]
@@ -109,6 +111,7 @@ class Features(NamedTuple):
     prepared: float
     preparing: int
     merged: float
+    row: str
 
 
 class _Tiles(NamedTuple):
@@ -162,7 +165,7 @@ def features(candidate: Candidate, problem: AttentionProblem, target: Target, ke
             _launch(found, row, target, schedule.num_tiles, schedule.splits, stored, 1 - share),
         )
         merged = _partial_bytes(p, schedule.num_tiles * schedule.splits * row.block_m)
-        return Features(passes, quantized, prepared, preparing, merged)
+        return Features(passes, quantized, prepared, preparing, merged, row.twin)
     pack = candidate.pack_gqa.pack
     stored = 0.0
     if not isinstance(schedule, Whole) and row.arch_specific:
@@ -182,7 +185,7 @@ def features(candidate: Candidate, problem: AttentionProblem, target: Target, ke
         if isinstance(schedule, SplitKV) and not is_final(p, splits):
             rows = found.rows * p.num_q_heads // candidate.pack_gqa.heads * pack
             merged = _partial_bytes(p, rows * splits)
-    return Features((one,), quantized, prepared, preparing, merged)
+    return Features((one,), quantized, prepared, preparing, merged, row.twin)
 
 
 def _launch(

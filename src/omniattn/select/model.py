@@ -13,7 +13,7 @@ from ..problems.costs import COSTS, OperationCosts
 from ..problems.target import PER_CYCLE, Coefficients, PerCycle, Target
 
 #: In the order of the class.
-NAMES = tuple(field.name for field in fields(Coefficients))
+NAMES = tuple(field.name for field in fields(Coefficients) if field.name != "rows")
 _FILE = Path(__file__).with_name("coefficients") / "sm_90.json"
 
 
@@ -49,7 +49,7 @@ def _measured() -> tuple[Rates, Coefficients]:
     data = _file()
     major, minor = data["cc"]
     rates = Rates((major, minor), data["sm_count"], data["clock_mhz"], data["memory_gb_s"])
-    return rates, Coefficients(**data["coefficients"])
+    return rates, Coefficients(**data["coefficients"], rows=data["rows"])
 
 
 def _rates_of(target: Target) -> Rates:

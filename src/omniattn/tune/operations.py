@@ -61,6 +61,11 @@ class OperationFit:
     error: float
 
     @property
+    def is_better(self) -> bool:
+        """Whether the model chooses better than the rule: else the rule stays."""
+        return sum(self.model) < sum(self.rule)
+
+    @property
     def text(self) -> str:
         """Mean and worst of both, in a line."""
         said = []

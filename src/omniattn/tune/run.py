@@ -13,8 +13,8 @@ from omniattn.bench.timing import BenchError
 from omniattn.plan.tuning import FORMAT, target_of
 from omniattn.problems.target import Coefficients
 from omniattn.runtime.device import DeviceInfo
-from omniattn.select.model import Rates, expected
-from omniattn.tune.fit import Measured, Quality, fit, judge
+from omniattn.select.model import NAMES, Rates, expected
+from omniattn.tune.fit import Measured, Quality, fit, fit_rows, judge
 from omniattn.tune.operations import FEWEST, PARTS, OperationFit, fit_operations
 from omniattn.version import __version__
 
@@ -99,8 +99,9 @@ class TuneResult:
             "calls": len(self.report.results),
             "error": round(self.error, 4),
             "gains": [{"class": name, **asdict(gain)} for name, gain in self.gains_of_all.items()],
-            "coefficients": asdict(self.coefficients),
-            "operations": {of.op: asdict(of.costs) for of in self.operations},
+            "coefficients": {name: getattr(self.coefficients, name) for name in NAMES},
+            "rows": dict(self.coefficients.rows),
+            "operations": {of.op: asdict(of.costs) for of in self.operations if of.is_better},
         }
 
 
@@ -152,11 +153,12 @@ def fitted(report: CandidateReport, results: Sequence[CandidateResult], start: C
     if len(results) < FEWEST:
         raise BenchError(f"{len(results)} calls have times of several ways, and a fit needs {FEWEST}")
     calls = [measured(result) for result in results]
+    start = replace(start, rows={})  # factors of kernels are found behind the rest, and anew
     after: dict[str, float] = {}
     for part in range(PARTS):
         others = [call for i, call in enumerate(calls) if i % PARTS != part]
-        after.update(judge(calls[part::PARTS], fit(others, start)).regrets)
-    found = fit(calls, start)
+        after.update(judge(calls[part::PARTS], fit_rows(others, fit(others, start))).regrets)
+    found = fit_rows(calls, fit(calls, start))
     return TuneResult(report, found, _gains(results, after), judge(calls, found).error)
 
 
