@@ -14,8 +14,9 @@
 #include "scheduler/persistent_roles.cuh"
 
 // Derived: prefetch_maps(), copy_q(t, stage, bar), copy_k(t, kv_head, n, stage, bar), copy_v(...): copies of kQBytes,
-// k_bytes(t, n) and v_bytes(t, n) to buffer `stage` that complete on `bar`. Issued by one thread; with Config::kPaged a
-// warp calls copy_k and copy_v.
+// k_bytes(t, n) and v_bytes(t, n) to buffer `stage` that complete on `bar`. Issued by one thread. With Config::kPaged
+// producer warps have K or V or both, copies_k() and copies_v(), and call look_up(t, n, exists) before they wait for
+// K's stage; by_threads(): copies are not announced, every thread completes its own.
 template <typename Config, typename Derived>
 class ForwardProducer : public PersistentProducer<Config, Derived> {
     using Base = PersistentProducer<Config, Derived>;
@@ -30,11 +31,12 @@ class ForwardProducer : public PersistentProducer<Config, Derived> {
         // n: the tile of K; that of V is n + 1.
 #pragma unroll 1
         for (int32 n = keys.end - 1; n >= keys.first - 1; --n) {
-            bool has_k = n >= keys.first, has_v = n < keys.end - 1;
+            bool has_k = copies_k() && n >= keys.first, has_v = copies_v() && n < keys.end - 1;
+            look_up(t, n, n >= keys.first);
             uint32 bar = begin_step((has_k ? derived().k_bytes(t, n) : 0) + (has_v ? derived().v_bytes(t, n + 1) : 0));
             if (has_v) derived().copy_v(t, kv_head, n + 1, inner_at_.stage, bar);
             if (has_k) derived().copy_k(t, kv_head, n, inner_at_.stage, bar);
-            inner_at_.advance();
+            end_step(bar);
         }
     }
 
@@ -58,8 +60,9 @@ class ForwardProducer : public PersistentProducer<Config, Derived> {
         int32 before = 0, entry = steps.entry(0);
 #pragma unroll 1
         for (int32 i = 0; i <= steps.count; ++i) {
-            bool has_k = i < steps.count, has_v = i > 0;
+            bool has_k = copies_k() && i < steps.count, has_v = copies_v() && i > 0;
             int32 next = i + 1 < steps.count ? steps.entry(i + 1) : 0;  // one ahead: it comes from global memory
+            look_up(t, Steps::tile(entry), i < steps.count);
             // Keys in pages come without masks.
             uint32 mask_bytes = has_k && !Config::kPaged ? Masks::bytes(params.mods, entry) : 0;
             uint32 bar = begin_step((has_k ? derived().k_bytes(t, Steps::tile(entry)) + mask_bytes : 0) +
@@ -70,14 +73,25 @@ class ForwardProducer : public PersistentProducer<Config, Derived> {
             if (mask_bytes != 0) Masks::copy(params, t, entry, inner_at_.stage, bar);
             before = Steps::tile(entry);
             entry = next;
-            inner_at_.advance();
+            end_step(bar);
         }
     }
 
   private:
     OA_DEVICE Derived& derived() { return static_cast<Derived&>(*this); }
     // The thread that speaks to the barriers.
-    OA_DEVICE static bool leads() { return !Config::kPaged || (threadIdx.x & 31) == 0; }
+    OA_DEVICE static bool leads() { return !Config::kPaged || (Base::is_first_warp() && (threadIdx.x & 31) == 0); }
+    OA_DEVICE bool copies_k() const {
+        if constexpr (Config::kPaged) return Derived::Pages::copies_k(p_);
+        return true;
+    }
+    OA_DEVICE bool copies_v() const {
+        if constexpr (Config::kPaged) return Derived::Pages::copies_v(p_);
+        return true;
+    }
+    OA_DEVICE void look_up(const TileOf<Config>& t, int32 n, bool exists) {
+        if constexpr (Config::kPaged) derived().look_up(t, n, exists);
+    }
 
     // Copies Q.
     OA_DEVICE void begin_tile(const TileOf<Config>& t) {
@@ -87,9 +101,20 @@ class ForwardProducer : public PersistentProducer<Config, Derived> {
     // Waits until the stage is free; the barrier on which copies of so many bytes complete.
     OA_DEVICE uint32 begin_step(uint32 bytes) {
         bars_.inner.wait_empty(inner_at_);
-        if (leads()) bars_.inner.announce(inner_at_, bytes);
-        if (Config::kPaged) __syncwarp();  // no copy ends before its bytes are expected
+        if constexpr (Config::kPaged) {
+            if (!derived().by_threads()) {
+                if ((threadIdx.x & 31) == 0) bars_.inner.announce(inner_at_, bytes);
+                __syncwarp();  // no copy ends before its bytes are expected
+            }
+        } else {
+            bars_.inner.announce(inner_at_, bytes);
+        }
         return bars_.inner.full + 8 * inner_at_.stage;
+    }
+    OA_DEVICE void end_step(uint32 bar) {
+        if constexpr (Config::kPaged)
+            if (derived().by_threads()) mbarrier_arrive_after_copies(bar);
+        inner_at_.advance();
     }
 };
 

@@ -139,13 +139,29 @@ class Producer : public ForwardProducer<Config, Producer> {
         }
     }
     OA_DEVICE void copy_k(const FwdTile& t, int32 kv_head, int32 n, int32 stage, uint32 bar) const {
-        copy_keys<Config::kPanels>(t, kv_head, n, smem_addr_at(&SharedStorage::k) + stage * kKBytes, &params_.map_k,
-                                   bar);
+        const uint32 smem = smem_addr_at(&SharedStorage::k) + stage * kKBytes;
+        if constexpr (Config::kPaged) {
+            pages_.template copy<Config::kPanels, false>(p_, t, &params_.map_k, n, kv_head,
+                                                         p_.k + kv_head * p_.k_stride_h, p_.k_stride_b, p_.k_stride_s,
+                                                         p_.head_dim_qk, smem, bar);
+        } else {
+            copy_keys<Config::kPanels>(t, kv_head, n, smem, &params_.map_k, bar);
+        }
     }
     OA_DEVICE void copy_v(const FwdTile& t, int32 kv_head, int32 n, int32 stage, uint32 bar) const {
-        copy_keys<Config::kPanelsV>(t, kv_head, n, smem_addr_at(&SharedStorage::v) + stage * kVBytes, &params_.map_v,
-                                    bar);
+        const uint32 smem = smem_addr_at(&SharedStorage::v) + stage * kVBytes;
+        if constexpr (Config::kPaged) {
+            pages_.template copy<Config::kPanelsV, true>(p_, t, &params_.map_v, n, kv_head,
+                                                         p_.v + kv_head * p_.v_stride_h, p_.v_stride_b, p_.v_stride_s,
+                                                         p_.head_dim, smem, bar);
+        } else {
+            copy_keys<Config::kPanelsV>(t, kv_head, n, smem, &params_.map_v, bar);
+        }
     }
+    // With kPaged.
+    using Pages = PagedKeys<Config::kBlockN, producer_warps<Config>()>;
+    OA_DEVICE bool by_threads() const { return Pages::by_threads(p_); }
+    OA_DEVICE void look_up(const FwdTile& t, int32 n, bool exists) { pages_.look_up(p_, t, n, exists); }
 
   private:
     template <typename P>
@@ -159,23 +175,20 @@ class Producer : public ForwardProducer<Config, Producer> {
     }
     template <int kPanels>
     OA_DEVICE uint32 bytes_of(const FwdTile& t, int32 n) const {
-        if constexpr (Config::kPaged) return PagedKeys<Config::kBlockN>(p_, t).template bytes<kPanels>(n);
+        if constexpr (Config::kPaged) return Pages::template bytes<kPanels>(p_, t, n);
         return kPanels * kKvPanelBytes;
     }
     template <int kPanels>
     OA_DEVICE void copy_keys(const FwdTile& t, int32 kv_head, int32 n, uint32 smem, const TensorMap* map,
                              uint32 bar) const {
-        if constexpr (Config::kPaged) {
-            PagedKeys<Config::kBlockN>(p_, t).template copy<kPanels>(map, n, kv_head, smem, bar);
-        } else {
 #pragma unroll
-            for (int c = 0; c < kPanels; ++c)
-                tma_load_4d(smem + c * kKvPanelBytes, map, bar, c * 64, t.k_begin + n * Config::kBlockN, kv_head,
-                            t.batch_idx);
-        }
+        for (int c = 0; c < kPanels; ++c)
+            tma_load_4d(smem + c * kKvPanelBytes, map, bar, c * 64, t.k_begin + n * Config::kBlockN, kv_head,
+                        t.batch_idx);
     }
 
     const Params& params_;
+    Pages pages_;  // with kPaged
 };
 
 class Consumer : public ForwardConsumer<Config, Consumer>, FwdProducts<Config> {
@@ -481,7 +494,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kCtas) at
     RoleBarriers<Config> bars(smem_addr_at(&SharedStorage::roles));
     if (threadIdx.x == 0) {
         check_smem_base(smem_raw);
-        bars.init();
+        bars.init(Config::kPaged ? Producer::Pages::arrivals(params.fwd) : 1);
         note_no_cut<Config::kSplitKeys && Config::kVarlen>(params);
     }
     __syncthreads();
@@ -490,6 +503,6 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kCtas) at
         if constexpr (Config::kWaitsForMasks) wait_for_kernel_ahead();  // at the latest: every CTA has to
     };
     auto consume = [&](int32 group) { Consumer(params, smem, bars, group).run(); };
-    if constexpr (Config::kCtas == 1) run_roles<Config::kConsumers>(produce, consume);
+    if constexpr (Config::kCtas == 1) run_roles<Config::kConsumers, producer_warps<Config>()>(produce, consume);
     if constexpr (Config::kCtas > 1) run_small_roles<Config::kConsumers>(produce, consume);
 }

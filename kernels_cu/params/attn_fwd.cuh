@@ -44,7 +44,7 @@ struct AttnFwdParams {
     int32 mask_kind, sinks_kind;
     float softmax_scale;
     float softcap;  // 0: none
-    // attn_fwd_sm80 with OWN_HEAD_DIM_V: of q and k. Elsewhere 0, which the compiler does not know.
+    // attn_fwd_sm80 with OWN_HEAD_DIM_V, and keys in pages: of q and k. Else 0, which the compiler does not know.
     int32 head_dim_qk;
 };
 

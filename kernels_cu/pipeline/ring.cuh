@@ -22,9 +22,9 @@ template <int kStages>
 struct Ring {
     uint32 full, empty;  // shared addresses of kStages barriers each
 
-    OA_DEVICE void init(uint32 arrivals) const {
+    OA_DEVICE void init(uint32 arrivals, uint32 of_full = 1) const {
         for (int s = 0; s < kStages; ++s) {
-            mbarrier_init(full + 8 * s, 1);
+            mbarrier_init(full + 8 * s, of_full);
             mbarrier_init(empty + 8 * s, arrivals);
         }
     }

@@ -11,27 +11,31 @@ struct PageRow {
 class PageTable {
   public:
     OA_DEVICE PageTable(const AttnFwdParams& p, const FwdTile& t)
-        : own_(p.batch_index == nullptr ? t.sequence : __ldg(p.batch_index + t.sequence)),
+        : p_(p),
+          own_(p.batch_index == nullptr ? t.sequence : __ldg(p.batch_index + t.sequence)),
           table_(p.block_table == nullptr ? nullptr : p.block_table + own_ * p.table_stride),
-          page_size_(p.page_size),
-          last_page_(p.num_pages - 1) {}
+          page_size_(p.page_size) {}
 
     // Of a key that the sequence has: others have no entry that could be read.
     OA_DEVICE PageRow at(int32 key) const {
         if (table_ == nullptr) return {own_, key};
-        const uint32 place = uint32(key) / page_size_;
+        // Most pages have a power of two of rows, and a division takes as long as a copy.
+        const bool shifts = (page_size_ & (page_size_ - 1)) == 0;
+        const uint32 place = shifts ? uint32(key) >> (31 - __clz(int(page_size_))) : uint32(key) / page_size_;
         return {__ldg(table_ + place), int32(key - place * page_size_)};
+    }
+    OA_DEVICE int64 offset(int32 key, int64 stride_page, int64 stride_row) const {
+        return offset(p_, at(key), stride_page, stride_row);
     }
     // Elements from the pool's beginning; strides of pages and of rows in them. An entry that is no page of the pool is
     // taken for its nearest one: nothing else may be read. (Tensor maps give zeros.)
-    OA_DEVICE int64 offset(int32 key, int64 stride_page, int64 stride_row) const {
-        const PageRow found = at(key);
-        return min_of(max_of(found.page, 0), last_page_) * stride_page + found.row * stride_row;
+    OA_DEVICE static int64 offset(const AttnFwdParams& p, const PageRow& found, int64 stride_page, int64 stride_row) {
+        return min_of(max_of(found.page, 0), p.num_pages - 1) * stride_page + found.row * stride_row;
     }
 
   private:
+    const AttnFwdParams& p_;
     int32 own_;  // its row of the table, or its page where there is no table
     const int32* table_;
     uint32 page_size_;
-    int32 last_page_;
 };

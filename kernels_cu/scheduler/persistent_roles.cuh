@@ -16,7 +16,9 @@
 #include "pipeline/ring.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/shared.cuh"
+#include "ptx/tma.cuh"
 #include "ptx/types.cuh"
+#include "ptx/warpgroup.cuh"
 #include "scheduler/fwd_tile.cuh"
 #include "scheduler/stream_k.cuh"
 #include "scheduler/persistent.cuh"
@@ -25,6 +27,14 @@
 template <typename Config>
 using TileOf =
     typename Select<Config::kSplitKeys, typename Select<Config::kVarlen, StreamKTile, SplitTile>::Type, FwdTile>::Type;
+
+// Warps of a CTA's producer: of several CTAs an SM each has one.
+template <typename Config>
+OA_DEVICE constexpr int producer_warps() {
+    if constexpr (Config::kPaged) return Config::kCtas == 1 ? 4 : 1;
+    return 1;
+}
+constexpr int32 kProducersMeet = 15;  // named barrier of producer warps; PingPong has the first ones
 
 template <typename Config>
 struct RoleBarrierStorage {
@@ -52,17 +62,18 @@ struct RoleBarriers {
                 smem_addr_at(&RoleBarrierStorage<Config>::inner_empty, storage)} {}
 
     // One thread; a CTA barrier must follow.
-    OA_DEVICE void init() const {
+    // of_inner_full: who announces bulk copies of inner operands, or threads that copy by themselves.
+    OA_DEVICE void init(uint32 of_inner_full = 1) const {
         // Of packed sequences every lane has read the tile: each orders its own read before the producer's next write.
         outer.init(Config::kConsumers * (Config::kVarlen ? 128 : 4));
-        inner.init(4 * Config::kConsumers);
+        inner.init(4 * Config::kConsumers, of_inner_full);
         fence_barrier_init();
     }
 };
 
 // Derived: prefetch_maps(); Span, built from (arguments, tile), with is_empty(): the steps of a tile; copy_tile(t,
 // span), which fills the outer operand's buffer, free already, and the inner ones', and advances both rings. One thread
-// calls it; with kPaged a warp.
+// calls it; with kPaged all producer warps.
 template <typename Config, typename Derived>
 class PersistentProducer {
   public:
@@ -70,8 +81,12 @@ class PersistentProducer {
                                  const RoleBarriers<Config>& bars)
         : p_(p), list_(list), smem_(smem), bars_(bars) {}
 
-    // The producer warpgroup's first warp.
+    // The producer warpgroup's first warp; with kPaged all of its warps.
     OA_DEVICE void run(int lane) {
+        if constexpr (Config::kPaged) {
+            run_paged(lane);
+            return;
+        }
         if (lane == 0) derived().prefetch_maps();
         if constexpr (Config::kVarlen) {
             run_varlen(lane);
@@ -88,9 +103,16 @@ class PersistentProducer {
     RingState<Config::kOuterStages> outer_at_;
     RingState<Config::kInnerStages> inner_at_;
 
+    OA_DEVICE static bool is_first_warp() { return !Config::kPaged || kWarps == 1 || threadIdx.x < 32; }
+
   private:
+    static constexpr int kWarps = producer_warps<Config>();
+
     OA_DEVICE Derived& derived() { return static_cast<Derived&>(*this); }
 
+    OA_DEVICE void meet() {
+        if constexpr (kWarps > 1) named_barrier_sync(kProducersMeet, 32 * kWarps);
+    }
     OA_DEVICE void run_dense() {
         TilesOf<Config> tiles;
         for (TileOf<Config> t; tiles.next<Config::kBlockM, Config::kRotateHeads>(p_, list_, t);) {
@@ -113,20 +135,11 @@ class PersistentProducer {
     OA_DEVICE void run_varlen(int lane) {
         auto tiles = packed_tiles();
         for (TileOf<Config> t; tiles.next(t);) {
-            if (Config::kPaged || lane == 0) {
+            if (lane == 0) {
                 typename Derived::Span span(p_, t);
                 bars_.outer.wait_empty(outer_at_);
-                if (lane == 0) smem_.tile[outer_at_.stage] = t;
-                if (Config::kPaged) __syncwarp();
-                if (!span.is_empty()) {
-                    // From shared memory: a producer has few registers. (Every copy below clobbers memory, so none of
-                    // the tile's fields stays in a register over one.)
-                    asm volatile("" ::: "memory");
-                    derived().copy_tile(smem_.tile[outer_at_.stage], span);
-                } else {
-                    if (lane == 0) bars_.outer.announce(outer_at_, 0);
-                    outer_at_.advance();
-                }
+                smem_.tile[outer_at_.stage] = t;
+                copy_given(span);
             }
             __syncwarp();
         }
@@ -134,6 +147,43 @@ class PersistentProducer {
             bars_.outer.wait_empty(outer_at_);
             smem_.tile[outer_at_.stage].m0 = kNoMoreTiles;
             bars_.outer.announce(outer_at_, 0);
+        }
+    }
+
+    // The first warp gives the others each tile as it does the consumers.
+    OA_DEVICE void run_paged(int lane) {
+        if (lane == 0 && is_first_warp()) derived().prefetch_maps();
+        auto tiles = packed_tiles();
+        TileOf<Config>& given = smem_.tile[0];
+        static_assert(Config::kOuterStages == 1, "one tile at a time");
+        for (bool more = true; more;) {
+            if (is_first_warp()) {
+                TileOf<Config> t;
+                if (!tiles.next(t)) t.m0 = kNoMoreTiles;
+                bars_.outer.wait_empty(outer_at_);
+                meet();  // all have left the tile before
+                if (lane == 0) given = t;
+                __syncwarp();
+            } else {
+                meet();
+            }
+            meet();
+            more = __any_sync(0xffffffffu, given.m0 != kNoMoreTiles);
+            if (more) copy_given(typename Derived::Span(p_, given));
+        }
+        if (lane == 0 && is_first_warp()) bars_.outer.announce(outer_at_, 0);
+    }
+
+    // From shared memory: a producer has few registers. (Every copy clobbers memory, so none of the tile's fields stays
+    // in a register over one.)
+    template <typename Span>
+    OA_DEVICE void copy_given(const Span& span) {
+        if (!span.is_empty()) {
+            asm volatile("" ::: "memory");
+            derived().copy_tile(smem_.tile[outer_at_.stage], span);
+        } else {
+            if (!Config::kPaged || (is_first_warp() && (threadIdx.x & 31) == 0)) bars_.outer.announce(outer_at_, 0);
+            outer_at_.advance();
         }
     }
 };
@@ -167,8 +217,17 @@ class PersistentConsumer {
 
     OA_DEVICE void wait_outer() const { bars_.outer.wait(outer_at_); }
     OA_DEVICE void release_outer() const { bars_.outer.release(outer_at_, Config::kVarlen ? 0 : lane_); }
-    OA_DEVICE void wait_inner() const { bars_.inner.wait(inner_at_); }
-    OA_DEVICE bool is_inner_full() const { return bars_.inner.is_full(inner_at_); }
+    // Products read what threads have copied through another proxy than these wrote.
+    OA_DEVICE void wait_inner() const {
+        bars_.inner.wait(inner_at_);
+        if (Config::kPaged) fence_proxy_async();
+    }
+    OA_DEVICE bool is_inner_full() const {
+        if constexpr (!Config::kPaged) return bars_.inner.is_full(inner_at_);
+        const bool is_full = bars_.inner.is_full(inner_at_);
+        fence_proxy_async();
+        return is_full;
+    }
     OA_DEVICE void release_inner() {
         bars_.inner.release(inner_at_, lane_);
         inner_at_.advance();
@@ -176,7 +235,8 @@ class PersistentConsumer {
     // The same of a stage that was loaded from: not before the loads have returned (Ring::release). used: something of
     // each of them.
     OA_DEVICE void release_inner(uint32 used) {
-        const uint32 zero = uint32(p_.head_dim_qk);  // which the compiler does not know
+        // Which the compiler does not know.
+        const uint32 zero = uint32(Config::kPaged ? p_.tile_offset : p_.head_dim_qk);
         const uint32 empty = bars_.inner.empty + in_register(int32(used & zero));
         if (lane_ == 0) mbarrier_arrive(empty + 8 * inner_at_.stage);
         inner_at_.advance();

@@ -222,7 +222,7 @@ def test_what_the_kernel_is_told(gpu: tuple[int, int]) -> None:
     problem = made.problem
     assert (problem.pages, problem.seqlen_k) == (Pages(48, 40, 7, 10), 600)
     target = target_of(oa.runtime.device_info(0))
-    launches = plan_attention(problem, target, "attn_fwd_sm90_fp16_d128_m192n64_varlen_paged")
+    launches = plan_attention(problem, target, "attn_fwd_sm90_fp16_d128_m128n128_varlen_paged")
     (record,) = launches.records
     found = fields_of_record(record, ATTN_FWD_SM90)
     assert (found["fwd.page_size"], found["fwd.page_rows_log2"], found["fwd.table_stride"]) == (48, 4, 10)

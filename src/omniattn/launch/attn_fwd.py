@@ -81,7 +81,7 @@ def forward_values(
         "sinks_kind": SINKS_KINDS[problem.sinks],
         "softmax_scale": problem.softmax_scale,
         "softcap": problem.softcap,
-        "head_dim_qk": 0,
+        "head_dim_qk": 0 if pages is None else problem.head_dim,
     }
 
 
