@@ -28,13 +28,13 @@ T = TypeVar("T")
 #: the fastest way - 1), and the largest one of a call.
 BOUNDS: dict[str, tuple[tuple[float, float], tuple[float, float]]] = {
     "8 bits": ((0.003, 0.05), (0.003, 0.05)),
-    "few queries": ((0.02, 0.12), (0.021, 0.12)),
-    "long sequences": ((0.004, 0.09), (0.003, 0.05)),
-    "masks and softcap": ((0.008, 0.07), (0.012, 0.18)),
-    "packed sequences": ((0.009, 0.09), (0.009, 0.09)),
-    "short sequences": ((0.005, 0.09), (0.006, 0.1)),
-    "windows": ((0.009, 0.04), (0.008, 0.04)),
-    "all": ((0.008, 0.12), (0.0085, 0.18)),
+    "few queries": ((0.02, 0.12), (0.018, 0.12)),
+    "long sequences": ((0.003, 0.09), (0.002, 0.04)),
+    "masks and softcap": ((0.007, 0.07), (0.012, 0.18)),
+    "packed sequences": ((0.008, 0.09), (0.008, 0.09)),
+    "short sequences": ((0.004, 0.09), (0.006, 0.1)),
+    "windows": ((0.004, 0.025), (0.004, 0.025)),
+    "all": ((0.0075, 0.12), (0.008, 0.18)),
 }
 #: The same of all calls, were there only the kernels of every GPU: how good choices are where a GPU has no others.
 OF_EVERY_GPU = (0.011, 0.37), (0.011, 0.32)
