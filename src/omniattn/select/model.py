@@ -64,8 +64,8 @@ def coefficients_of(target: Target) -> Coefficients:
 def costs_of(op: str, target: Target) -> OperationCosts | None:
     """What work costs in an operation beside attention; None where that was measured neither here nor for the file.
 
-    The file's are for GPUs of the compute capability that was measured. Others lack the ways that are the fastest there,
-    and a fit says little about the order of ways that are far from the fastest.
+    The file's are for GPUs of the compute capability that was measured. Others lack the ways that are the fastest
+    there, and a fit says little about the order of ways that are far from the fastest.
     """
     own = None if target.tuning is None else dict(target.tuning.operations).get(op)
     return own or _expected_costs(op, _rates_of(target))
