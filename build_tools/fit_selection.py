@@ -5,8 +5,8 @@ chosen ones take, by what the run chose and by the model, fitted to two thirds o
 ``--other``: the result of another GPU, on which the coefficients that follow from its rates are judged, unfitted.
 Of operations beside attention that the file has enough calls of, their own coefficients are fitted besides, and what
 they choose is compared with what rules do; a file without attention leaves its coefficients as they are.
-``--write``: the coefficients go to ``src/omniattn/select/coefficients``; rules no longer choose in an operation that
-has some there.
+``--write``: the coefficients go to ``src/omniattn/select/coefficients``, those of an operation where they choose better
+than its rule, held out; rules no longer choose in an operation that has some there.
 """
 
 from __future__ import annotations
@@ -166,6 +166,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("operation | calls | by the rule: mean, worst | by the model, held out: mean, worst")
         print("\n".join(of.text for of in fits))
     kept = {op: costs for op, costs in kept.items() if op not in {of.op for of in fits}}
+    data.pop("operations", None)
     if operations := kept | {of.op: _rounded(dataclasses.asdict(of.costs)) for of in fits if of.is_better}:
         data["operations"] = operations
     if other is not None:

@@ -13,6 +13,7 @@ from omniattn.bench.candidates import CandidateReport
 from omniattn.bench.document import write
 from omniattn.bench.way_cases import way_cases
 from omniattn.plan.tuning import parse
+from omniattn.tune.operations import OperationFit
 from tests.unit.test_tune import CASES, USUAL, other_gpu, simulated
 from tests.unit.way_fakes import other_costs, simulated_ways
 
@@ -51,6 +52,7 @@ def test_operations_are_fitted_beside_attention_that_stays(
     """A file without calls of attention: its coefficients stay, those of the operations come to them."""
     path = tmp_path / "sm_90.json"
     before = json.loads((fit_selection.FOLDER / "sm_90.json").read_text())
+    del before["operations"]
     write(before, path)
     monkeypatch.setattr(fit_selection, "FOLDER", tmp_path)
     h100, h200 = "NVIDIA H100 80GB HBM3", "NVIDIA H200"
@@ -66,6 +68,12 @@ def test_operations_are_fitted_beside_attention_that_stays(
     assert {name: value for name, value in data.items() if name != "operations"} == before
     truth, _, found = other_costs(7), *parse({**data, "format": 1}, "sm_90.json")[1:]
     assert dict(found)["decode"].begin == pytest.approx(truth["decode"].begin, rel=0.15)
+    # Where a model chooses no better than the rule, what is in the file of the operation goes.
+    for better in ({"quantize"}, set[str]()):
+        monkeypatch.setattr(OperationFit, "is_better", property(lambda of, better=better: of.op in better))
+        assert fit_selection.main([str(here), "--write"]) == 0
+        assert set(json.loads(path.read_text()).get("operations", {})) == better
+    write(data, path)
     # What was found of operations stays where attention is fitted anew on that GPU, and goes with another one.
     assert fit_selection.main([str(result_file(tmp_path / "again.json", h100, 6)), "--write"]) == 0
     assert json.loads(path.read_text())["operations"] == data["operations"]

@@ -223,9 +223,11 @@ def test_what_is_left_to_the_quantizer_for_anything(changes: dict[str, Any], tar
 def test_named_quantizers_are_taken() -> None:
     for name in ("quantize_values_sm80_bf16_d128", "quantize_fp8_sm80_bf16_d128_sums"):
         ops = [record.spec.op for record in plan_attention(problem(), HOPPER, name).records]
-        assert ops == ["quantize_fp8_sums", "quantize_values", "attention"]
+        assert ops[:2] == ["quantize_fp8_sums", "quantize_values"]
+        assert ops[2] in ("attention", "attention_split")
     for name in ("quantize_sm80_bf16_d128", "quantize_fp8_sm80_bf16_d128"):
         ops = [record.spec.op for record in plan_attention(problem(), HOPPER, name).records]
-        assert ops == ["quantize_fp8", "quantize", "quantize", "attention"]
+        assert ops[:3] == ["quantize_fp8", "quantize", "quantize"]
+        assert ops[3] in ("attention", "attention_split")
     with pytest.raises(oa.errors.ArgumentError, match="compiled for float16"):
         plan_attention(problem(), HOPPER, "quantize_values_sm80_fp16_d128")

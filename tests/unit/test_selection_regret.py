@@ -1,7 +1,8 @@
 """How much longer the chosen ways take than the fastest ones: choices are made anew for calls whose ways were measured.
 
-Results are those of ``omniattn bench candidates``. Of a call whose chosen way was not measured, the first one by the
-model that was counts, and there may be few of these.
+Results are those of ``omniattn bench candidates`` on an H100, whose times the coefficients and the factors of kernels
+are fitted to, and on an H200, of which they know nothing but its rates. Of a call whose chosen way was not measured,
+the first one by the model that was counts, and there may be few of these.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import functools
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import pytest
 
@@ -22,22 +23,23 @@ from omniattn.tune.run import class_of
 
 RESULTS = Path(__file__).parents[2] / "docs/performance/results"
 FILES = ("candidates-h100.json", "candidates-h200.json")
-#: By class of calls (`tune.run.class_of`): the mean of (time of what is chosen / time of the fastest way - 1), and the
-#: largest one of a call.
-BOUNDS = {
-    "8 bits": (0.005, 0.05),
-    "few queries": (0.04, 0.18),
-    "long sequences": (0.004, 0.04),
-    "masks and softcap": (0.015, 0.18),
-    "packed sequences": (0.01, 0.10),
-    "short sequences": (0.008, 0.10),
-    "windows": (0.02, 0.12),
-    "all": (0.0125, 0.18),
+T = TypeVar("T")
+#: By class of calls (`tune.run.class_of`), of the H100 and of the H200: the mean of (time of what is chosen / time of
+#: the fastest way - 1), and the largest one of a call.
+BOUNDS: dict[str, tuple[tuple[float, float], tuple[float, float]]] = {
+    "8 bits": ((0.003, 0.05), (0.003, 0.05)),
+    "few queries": ((0.02, 0.12), (0.018, 0.12)),
+    "long sequences": ((0.003, 0.09), (0.002, 0.04)),
+    "masks and softcap": ((0.007, 0.07), (0.012, 0.18)),
+    "packed sequences": ((0.008, 0.09), (0.008, 0.09)),
+    "short sequences": ((0.004, 0.09), (0.006, 0.1)),
+    "windows": ((0.004, 0.025), (0.004, 0.025)),
+    "all": ((0.0075, 0.12), (0.008, 0.18)),
 }
 #: The same of all calls, were there only the kernels of every GPU: how good choices are where a GPU has no others.
-OF_EVERY_GPU = (0.0125, 0.4)
+OF_EVERY_GPU = (0.011, 0.37), (0.011, 0.32)
 #: Of all calls, those whose chosen way was not measured, at most.
-UNMEASURED = 0.05
+UNMEASURED = 0.0, 0.03
 
 
 class Regret(NamedTuple):
@@ -78,10 +80,15 @@ def of(file: str, name: str) -> list[Regret]:
     return [regret for regret in regrets(file) if name in (regret.of_class, "all")]
 
 
+def of_gpu(bounds: tuple[T, T], file: str) -> T:
+    """What holds on the GPU of a file."""
+    return bounds[FILES.index(file)]
+
+
 @pytest.mark.parametrize("name", BOUNDS)
 @pytest.mark.parametrize("file", FILES)
 def test_regrets_are_small(file: str, name: str) -> None:
-    calls, (mean, most) = of(file, name), BOUNDS[name]
+    calls, (mean, most) = of(file, name), of_gpu(BOUNDS[name], file)
     worst = max(calls, key=lambda regret: regret.of_chosen)
     assert sum(regret.of_chosen for regret in calls) / len(calls) <= mean
     assert worst.of_chosen <= most, worst
@@ -89,7 +96,7 @@ def test_regrets_are_small(file: str, name: str) -> None:
 
 @pytest.mark.parametrize("file", FILES)
 def test_regrets_are_small_among_the_kernels_of_every_gpu(file: str) -> None:
-    calls, (mean, most) = regrets(file, of_every_gpu=True), OF_EVERY_GPU
+    calls, (mean, most) = regrets(file, of_every_gpu=True), of_gpu(OF_EVERY_GPU, file)
     worst = max(calls, key=lambda regret: regret.of_chosen)
     assert len(calls) > 250
     assert sum(regret.of_chosen for regret in calls) / len(calls) <= mean
@@ -100,9 +107,10 @@ def test_regrets_are_small_among_the_kernels_of_every_gpu(file: str) -> None:
 @pytest.mark.parametrize("file", FILES)
 def test_it_matters_which_way_is_chosen(file: str) -> None:
     """Were the slowest way chosen everywhere, no class would keep its bound."""
-    for name, (mean, _) in BOUNDS.items():
-        calls = of(file, name)
-        assert sum(regret.of_slowest for regret in calls) / len(calls) > 2 * mean
+    for name, bounds in BOUNDS.items():
+        calls, (mean, most) = of(file, name), of_gpu(bounds, file)
+        assert sum(regret.of_slowest for regret in calls) / len(calls) > 20 * mean
+        assert max(regret.of_slowest for regret in calls) > 2 * most
 
 
 @pytest.mark.parametrize("file", FILES)
@@ -111,7 +119,7 @@ def test_classes_and_ways_are_known(file: str) -> None:
     assert len(calls) >= 300
     assert {regret.of_class for regret in calls} | {"all"} == set(BOUNDS)
     unknown = [regret.name for regret in calls if not regret.was_measured]
-    assert len(unknown) <= UNMEASURED * len(calls), unknown
+    assert len(unknown) <= of_gpu(UNMEASURED, file) * len(calls), unknown
 
 
 def test_what_is_ranked_first_is_what_a_call_launches() -> None:

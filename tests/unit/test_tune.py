@@ -21,12 +21,13 @@ from omniattn.plan import tuning
 from omniattn.plan.attention import plan_attention
 from omniattn.problems import AttentionProblem, Target
 from omniattn.problems.target import Coefficients, Tuning
+from omniattn.registry import REGISTRY
 from omniattn.runtime.device import DeviceInfo
 from omniattn.select import candidates, choices, ranked
 from omniattn.select.cost import cost_us
 from omniattn.select.features import features, tile_steps
 from omniattn.select.model import NAMES, Rates, coefficients_of, expected
-from omniattn.tune.fit import fit, judge
+from omniattn.tune.fit import Measured, fit, fit_rows, judge
 from omniattn.tune.run import class_of, fitted, measured
 from tests.unit.every_call import call
 from tests.unit.shape_plans import GPUS, problem_of
@@ -34,6 +35,8 @@ from tests.unit.shape_plans import GPUS, problem_of
 HOPPER = GPUS["H200"]
 DEVICE = DeviceInfo(0, "NVIDIA H100", (9, 0), 132, 227 << 10, 50 << 20, (13, 0))
 USUAL = expected(Rates((9, 0), 132))
+#: Without factors of kernels.
+PLAIN = dataclasses.replace(USUAL, rows={})
 CASES = candidate_cases()[::9]
 
 
@@ -86,8 +89,8 @@ def test_a_step_more_and_a_tile_more_take_longer() -> None:
 
 
 def test_times_are_those_of_results_in_docs() -> None:
-    """Measured on an H200: what the coefficients are fitted to, and so no more than a check of units."""
-    times = {(4, 4096, 4096, 16, 16): 688.0, (1, 1024, 1024, 8, 8): 16.6, (16, 1024, 1024, 16, 16): 205.0}
+    """Measured on an H200 (`candidates-h200.json`), which the coefficients are not fitted to: a check of units."""
+    times = {(4, 4096, 4096, 16, 16): 688.0, (1, 1024, 1024, 8, 8): 18.2, (16, 1024, 1024, 16, 16): 205.0}
     for shape, us in times.items():
         found = ranked(call(shape, (128, 0)), HOPPER)[0][0]
         assert found == pytest.approx(us, rel=0.15)
@@ -165,12 +168,81 @@ def test_explain_says_whose_coefficients_were_scaled(changes: dict[str, Any], sc
 def test_fit_finds_what_made_the_times() -> None:
     truth = other_gpu(3)
     calls = [measured(result) for result in simulated(CASES, truth)]
-    before, after = judge(calls, USUAL), judge(calls, fit(calls, USUAL))
+    found = fit(calls, PLAIN)
+    before, after = judge(calls, PLAIN), judge(calls, found)
+    assert found.apart == PLAIN.apart, "it comes from measurements of orders alone"
     assert after.error < 0.03 < before.error
     assert after.mean < 0.01
     assert after.mean <= before.mean + 0.001
     assert after.worst[0] <= 0.1
     assert judge(calls, truth).mean < 0.01
+
+
+def with_factors(factors: dict[str, float]) -> list[Measured]:
+    """Calls on a GPU on which few kernels take longer or shorter than the model says."""
+    truth = dataclasses.replace(USUAL, rows=factors)
+    return [measured(result) for result in simulated(CASES, truth, noise=0.005)]
+
+
+@pytest.mark.parametrize(
+    "factors",
+    [
+        {"attn_fwd_sm90_d128_m192n64": 1.13},
+        {"attn_fwd_sm80_d128_split": 0.8},
+        {"attn_fwd_sm90_d128_m128n128": 1.18, "attn_fwd_sm90_d64_m64n64": 0.85},
+    ],
+    ids=str,
+)
+def test_factors_of_kernels_are_found(factors: dict[str, float]) -> None:
+    """Not only as far as choices need them: the factors are those of the kernels' times."""
+    calls = with_factors(factors)
+    found = fit_rows(calls, PLAIN)
+    assert found.rows == pytest.approx(factors)
+    assert judge(calls, found).mean < 0.1 * judge(calls, PLAIN).mean
+    assert dataclasses.replace(found, rows={}) == PLAIN, "nothing else is fitted"
+
+
+def test_no_factors_where_the_model_is_right() -> None:
+    assert fit_rows(with_factors({}), PLAIN).rows == {}
+    assert fit_rows([], PLAIN).rows == {}
+
+
+def test_a_factor_that_helps_one_call_alone_is_not_kept() -> None:
+    calls = with_factors({"attn_fwd_sm90_d128_m192n64": 1.25})
+    helped = [call for call in calls if judge([call], PLAIN).mean > 0.02]
+    assert len(helped) >= 2
+    others = [call for call in calls if call not in helped]
+    assert fit_rows([helped[0], *others], PLAIN).rows == {}
+    assert list(fit_rows([*helped[:2], *others], PLAIN).rows) == ["attn_fwd_sm90_d128_m192n64"]
+
+
+def test_a_factor_that_harms_as_many_calls_is_not_kept() -> None:
+    """Of the same calls on two GPUs: on one the kernel takes longer than the model says, on the other less."""
+    slow, fast = (with_factors({"attn_fwd_sm90_d128_m192n64": factor}) for factor in (1.25, 0.8))
+    assert fit_rows(slow, PLAIN).rows
+    assert fit_rows([*slow, *fast], PLAIN).rows == {}
+
+
+def test_factors_multiply_a_kernels_times_of_both_dtypes() -> None:
+    for dtype in ("bfloat16", "float16"):
+        problem = dataclasses.replace(call((2, 1000, 1000, 8, 8), (128, 0)), dtype=dtype)
+        for way in candidates(problem, HOPPER):
+            work = features(way, problem, HOPPER)
+            other = dataclasses.replace(PLAIN, rows={way.row.twin: 1.5})
+            assert work.row == way.row.twin
+            assert cost_us(work, other) == pytest.approx(1.5 * cost_us(work, PLAIN))
+            assert cost_us(work, dataclasses.replace(PLAIN, rows={"another": 1.5})) == cost_us(work, PLAIN)
+
+
+def test_rows_of_both_dtypes_are_twins() -> None:
+    rows: dict[str, list[str]] = {}
+    for row in REGISTRY:
+        if row.op in ("attention", "attention_split"):
+            assert not set(row.twin.split("_")) & {"fp16", "bf16"}
+            rows.setdefault(row.twin, []).append(row.dtype)
+    assert all(sorted(dtypes) == ["bfloat16", "float16"] for dtypes in rows.values())
+    # Factors of kernels that there are no more would do nothing.
+    assert set(USUAL.rows) <= set(rows)
 
 
 def test_gains_are_of_calls_that_were_not_fitted() -> None:
@@ -197,10 +269,14 @@ def test_every_call_has_a_class() -> None:
 # The file
 
 
+def numbers(**changes: Any) -> dict[str, Any]:
+    return {name: getattr(USUAL, name) for name in NAMES} | changes
+
+
 def content(**changes: Any) -> dict[str, Any]:
     data = {
         "format": tuning.FORMAT, "device": "NVIDIA H100", "cc": [9, 0], "sm_count": 132,
-        "coefficients": dataclasses.asdict(USUAL),
+        "coefficients": numbers(), "rows": dict(USUAL.rows),
     }  # fmt: skip
     return {**data, **changes}
 
@@ -211,8 +287,8 @@ def write(path: Path, data: Any) -> Path:
 
 
 def test_a_file_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    slow = dataclasses.asdict(USUAL) | {"merge": 1e6}
-    monkeypatch.setenv(tuning.VARIABLE, str(write(tmp_path / "t.json", content(coefficients=slow))))
+    slow = content(coefficients=numbers(merge=1e6))
+    monkeypatch.setenv(tuning.VARIABLE, str(write(tmp_path / "t.json", slow)))
     target = tuning.target_of(DEVICE)
     assert target.tuning is not None
     few = call((1, 16, 32768, 32, 8), (128, 0))
@@ -229,6 +305,32 @@ def test_a_file_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert plan_attention(few, target, name).selection.spec.name == name
     with pytest.raises(ArgumentError, match="OMNIATTN_FORCE_KERNEL"):
         plan_attention(few, target, "no_such_kernel")
+
+
+def test_a_factor_in_a_file_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = call((2, 1000, 1000, 8, 8), (128, 0))
+    usual = choices(problem, HOPPER)[0].candidate.row
+    path = tmp_path / "t.json"
+    monkeypatch.setenv(tuning.VARIABLE, str(write(path, content(rows={}))))
+    without = tuning.target_of(DEVICE).tuning
+    monkeypatch.setenv(tuning.VARIABLE, str(write(path, content(rows={usual.twin: 10.0}))))
+    tuning.forget()
+    target = tuning.target_of(DEVICE)
+    assert choices(problem, target)[0].candidate.row != usual
+    assert target.tuning is not None
+    assert without is not None
+    assert (target.tuning.digest, target.tuning.coefficients) != (without.digest, without.coefficients)
+
+
+def test_a_fit_is_what_its_file_says() -> None:
+    results = simulated(CASES, dataclasses.replace(other_gpu(3), rows={"attn_fwd_sm80_d128_split": 0.7}))
+    found = fitted(CandidateReport({"date": "2026-11-26"}, tuple(results)), results, USUAL)
+    assert "attn_fwd_sm80_d128_split" in found.coefficients.rows
+    data = json.loads(json.dumps(found.to_dict(DEVICE)))
+    gpu, coefficients, operations = tuning.parse(data, "t.json")
+    assert gpu == (DEVICE.name, DEVICE.cc, DEVICE.sm_count)
+    assert coefficients == found.coefficients
+    assert operations == ()
 
 
 def test_a_kernel_that_cannot_be_had_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -272,10 +374,19 @@ def test_every_call_of_the_measured_ones_can_be_planned(monkeypatch: pytest.Monk
         (content(cc="9.0"), "cc '9.0'"),
         (content(coefficients={}), "coefficients of other names"),
         (content(sm_count="132"), "sm_count '132'"),
-        (content(coefficients=dataclasses.asdict(USUAL) | {"launch": float("nan")}), "coefficient launch is nan"),
-        (content(coefficients=dataclasses.asdict(USUAL) | {"launch": -1.0}), "coefficient launch is -1.0"),
-        (content(coefficients=dataclasses.asdict(USUAL) | {"l2": True}), "coefficient l2 is True"),
-        (content(coefficients=dataclasses.asdict(USUAL) | {"l2": "fast"}), "coefficient l2 is 'fast'"),
+        (content(coefficients=numbers(launch=float("nan"))), "coefficient launch is nan"),
+        (content(coefficients=numbers(launch=-1.0)), "coefficient launch is -1.0"),
+        (content(coefficients=numbers(l2=True)), "coefficient l2 is True"),
+        (content(coefficients=numbers(l2="fast")), "coefficient l2 is 'fast'"),
+        (content(coefficients=numbers(rows={})), "coefficients of other names"),
+        ({name: value for name, value in content().items() if name != "rows"}, "rows None"),
+        (content(rows=[]), "rows []"),
+        (content(rows="attn_fwd_sm80_d64"), "rows 'attn_fwd_sm80_d64'"),
+        (content(rows={"attn_fwd_sm80_d64": float("nan")}), "coefficient attn_fwd_sm80_d64 is nan"),
+        (content(rows={"attn_fwd_sm80_d64": 0.0}), "coefficient attn_fwd_sm80_d64 is 0.0"),
+        (content(rows={"attn_fwd_sm80_d64": -1.0}), "coefficient attn_fwd_sm80_d64 is -1.0"),
+        (content(rows={"attn_fwd_sm80_d64": True}), "coefficient attn_fwd_sm80_d64 is True"),
+        (content(rows={"attn_fwd_sm80_d64": None}), "coefficient attn_fwd_sm80_d64 is None"),
     ],
     ids=lambda x: x if isinstance(x, str) else "",
 )

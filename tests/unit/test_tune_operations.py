@@ -16,9 +16,11 @@ from omniattn.errors import ArgumentError
 from omniattn.plan import tuning
 from omniattn.problems import Target
 from omniattn.problems.costs import COSTS
+from omniattn.runtime.device import DeviceInfo
 from omniattn.select import model
 from omniattn.select.model import Rates, costs_of, expected
 from omniattn.tune.operations import FEWEST, MODELS, OperationFit, fit_operations, judged, read_rows
+from omniattn.tune.run import TuneResult
 from tests.unit.way_fakes import other_costs, simulated_ways
 
 HOPPER = Target((9, 0), 227 << 10, 132)
@@ -62,6 +64,22 @@ def test_what_is_fitted_chooses_better_than_rules_on_calls_that_it_has_not_seen(
         assert of.text.startswith(f"{of.op} | {of.calls} | ")
 
 
+def test_only_what_chooses_better_than_its_rule_goes_to_a_file() -> None:
+    """Of an operation whose model does no better, held out, the rule stays."""
+    decode, backward, quantize = fits(1)
+    equal = dataclasses.replace(backward, model=backward.rule)
+    worse = dataclasses.replace(quantize, model=tuple(2 * regret + 0.01 for regret in quantize.rule))
+    assert [of.is_better for of in (decode, equal, worse)] == [True, False, False]
+    found = TuneResult(CandidateReport({}, ()), USUAL, {}, 0.0, (decode, equal, worse))
+    data = json.loads(json.dumps(found.to_dict(DeviceInfo(0, "a GPU", (9, 0), 132, 227 << 10, 50 << 20, (13, 0)))))
+    assert tuning.parse(data, "t.json")[1:] == (USUAL, (("decode", decode.costs),))
+    # What a user reads has all that were measured, with what the file leaves to a rule by the rule.
+    gains = {gain["class"]: (gain["before"], gain["after"]) for gain in data["gains"]}
+    assert list(gains) == ["decode", "backward", "quantize"]
+    assert gains["decode"][1] < gains["decode"][0]
+    assert all(before == after for before, after in (gains["backward"], gains["quantize"]))
+
+
 def test_few_calls_are_not_fitted_and_a_way_without_a_rule_is_no_call() -> None:
     few = [result for result in results(1) if result.op == "decode"][: FEWEST - 1]
     assert fit_operations(few, USUAL, HOPPER) == ()
@@ -102,7 +120,7 @@ def test_another_gpus_results_judge_what_was_not_fitted_to_them() -> None:
 def content(**operations: Any) -> dict[str, Any]:
     return {
         "format": tuning.FORMAT, "device": "NVIDIA H100", "cc": [9, 0], "sm_count": 132,
-        "coefficients": dataclasses.asdict(USUAL), "operations": operations,
+        "coefficients": {name: getattr(USUAL, name) for name in model.NAMES}, "rows": {}, "operations": operations,
     }  # fmt: skip
 
 

@@ -62,7 +62,11 @@ def coefficients_of(target: Target) -> Coefficients:
 
 
 def costs_of(op: str, target: Target) -> OperationCosts | None:
-    """What work costs in an operation beside attention; None where that was measured neither here nor for the file."""
+    """What work costs in an operation beside attention; None where that was measured neither here nor for the file.
+
+    The file's are for GPUs of the compute capability that was measured. Others lack the ways that are the fastest
+    there, and a fit says little about the order of ways that are far from the fastest.
+    """
     own = None if target.tuning is None else dict(target.tuning.operations).get(op)
     return own or _expected_costs(op, _rates_of(target))
 
@@ -70,7 +74,8 @@ def costs_of(op: str, target: Target) -> OperationCosts | None:
 @functools.lru_cache(64)
 def _expected_costs(op: str, rates: Rates) -> OperationCosts | None:
     data = _file().get("operations", {}).get(op)
-    return None if data is None else expected_costs(COSTS[op](**data), rates, _measured()[0])
+    measured = _measured()[0]
+    return None if data is None or rates.cc != measured.cc else expected_costs(COSTS[op](**data), rates, measured)
 
 
 def expected_costs(found: OperationCosts, rates: Rates, measured: Rates) -> OperationCosts:

@@ -25,6 +25,9 @@ _FAR = 2.5
 _HOLD = 0.002
 #: Step of a numerical derivative, in logarithms.
 _STEP = 1e-4
+#: Not fitted: what results have of it are the orders that were compared on the day of the run, which are those that it
+#: finds good. It comes from measurements of orders alone (docs/performance/attn_fwd_sm90.md).
+HELD = frozenset({"apart"})
 #: Kernels with a factor of their own, at most, and by how much each has to lessen the mean regret, as a part of it.
 _MOST_ROWS, _GAIN = 24, 0.03
 #: Calls that a factor has to help at least, and the regret that counts as help.
@@ -108,7 +111,7 @@ def fit(calls: Sequence[Measured], start: C, rounds: int = 40, cost: Callable[[A
     cost : callable
         As `judge` takes it.
     """
-    names = [field.name for field in fields(start) if field.type in ("float", float)]
+    names = [field.name for field in fields(start) if field.type in ("float", float) and field.name not in HELD]
     ways: list[Any] = []
     logs: list[float] = []
     near: list[float] = []
@@ -165,7 +168,8 @@ def fit_rows(calls: Sequence[Measured], found: Coefficients) -> Coefficients:
     """Factors of the kernels for which the model is far off, the one with the largest gain first.
 
     What of a kernel no feature counts (its stages, what its loops wait for) shows in its times only. A factor is kept
-    if choices get better by it: regrets that it adds count twice, and it has to help several calls.
+    if choices get better by it: regrets that it adds count twice, and it has to help several calls. Of factors that
+    choose as well the one nearest to the kernel's times is taken, as it counts in calls too that nobody has measured.
 
     Parameters
     ----------
@@ -174,6 +178,7 @@ def fit_rows(calls: Sequence[Measured], found: Coefficients) -> Coefficients:
         Without factors.
     """
     slower = [np.array(call.us) / call.fastest - 1.0 for call in calls]
+    times = [np.log(call.us) for call in calls]
     logs = [np.log([cost_us(way, found) for way in call.ways]) for call in calls]
     is_row = [{name: np.array([way.row == name for way in call.ways]) for name in _rows(call)} for call in calls]
     of_row: dict[str, list[int]] = {}
@@ -192,9 +197,16 @@ def fit_rows(calls: Sequence[Measured], found: Coefficients) -> Coefficients:
         helped = int((less > _FELT).sum()) >= _FEWEST_HELPED
         return float(less.sum() + np.minimum(less, 0.0).sum()) if helped else 0.0
 
+    def error(name: str) -> float:
+        return float(np.median(np.concatenate([(times[i] - logs[i])[is_row[i][name]] for i in of_row[name]])))
+
     while len(factors) < _MOST_ROWS:
-        tries = [(gain(name, factor), name, factor) for name in of_row for factor in _FACTORS]
-        best, name, factor = max(tries, default=(0.0, "", 1.0))
+        tries = [
+            (gain(name, factor), -abs(math.log(factor) - off), name, factor)
+            for name, off in ((name, error(name)) for name in of_row)
+            for factor in _FACTORS
+        ]
+        best, _, name, factor = max(tries, default=(0.0, 0.0, "", 1.0))
         if best <= _GAIN * regrets.sum():
             break
         regrets[of_row[name]] = with_factor(name, factor)

@@ -81,9 +81,10 @@ class TuneResult:
 
     @property
     def gains_of_all(self) -> dict[str, Gain]:
-        """`gains`, and those of other operations beside what rules choose, which others' files do not change."""
+        """`gains`, and those of other operations beside what rules choose, which stay where no model is better."""
+        after = {of.op: of.model if of.is_better else of.rule for of in self.operations}
         return self.gains | {
-            of.op: Gain(of.calls, fmean(of.rule), fmean(of.model), max(of.rule), max(of.model))
+            of.op: Gain(of.calls, fmean(of.rule), fmean(after[of.op]), max(of.rule), max(after[of.op]))
             for of in self.operations
         }
 
