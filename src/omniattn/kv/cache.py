@@ -173,7 +173,9 @@ class KVCache(OnArrays, WithLeaves):
         ref = arrays.describe(like, "like")
         # Of `like` only the place is kept: it may be a large array that its owner wants to be rid of.
         self._device, self._ordinal, self._device_name = ref.device, ref.ordinal, ref.device_name
-        self._key_arrays = describe_key_arrays(self, {"k_mean": k_mean, "k_channel_scale": k_channel_scale}, ref, name)
+        self._key_arrays = describe_key_arrays(
+            {"k_mean": k_mean, "k_channel_scale": k_channel_scale}, heads, self.k_format, ref, name
+        )
         if self.hadamard and not self.k_format.quantized:
             raise ArgumentError("hadamard", f"False with k_dtype {k_dtype!r}, which is exact", "True", function=name)
         self.recent_window, self.recent_slots, self.recent_format = self._check_recent(name, *recent)

@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from .. import arguments, arrays
 from ..arrays import Tensor
 from ..errors import ArgumentError, DtypeError, ShapeError
-
-if TYPE_CHECKING:
-    from .cache import KVCache
+from .formats import KVFormat
 
 
-def describe_key_arrays(cache: KVCache, given: dict[str, Any], ref: Tensor, function: str) -> dict[str, Tensor]:
-    """The caller's arrays that change a cache's K, checked; ``ref`` is where the cache is."""
+def describe_key_arrays(
+    given: dict[str, Any], num_kv_heads: int, fmt: KVFormat, ref: Tensor, function: str
+) -> dict[str, Tensor]:
+    """The caller's arrays that change K, which is in ``fmt``, checked; ``ref`` is where the cache is."""
     found: dict[str, Tensor] = {}
-    shape = (cache.num_kv_heads, cache.head_dim)
+    shape = (num_kv_heads, fmt.head_dim)
     for argument, value in given.items():
         if value is None:
             continue
-        if not cache.k_format.quantized:
-            expected = f"None with k_dtype {cache.k_format.dtype!r}, which is exact"
+        if not fmt.quantized:
+            expected = f"None with k_dtype {fmt.dtype!r}, which is exact"
             raise ArgumentError(argument, expected, "an array", function=function)
         t = arrays.describe(value, argument)
         if t.dtype != "float32":
