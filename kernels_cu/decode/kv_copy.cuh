@@ -216,8 +216,7 @@ template <typename Stage, int kStages>
 struct KvRing {
     uint32 address;
     int32 stage = 0;
-    OA_DEVICE KvRing(Stage (&stages)[kStages], int lane)
-        : address(of_lane(smem_addr_of(&stages[0]), lane)) {}
+    OA_DEVICE KvRing(Stage (&stages)[kStages], int lane) : address(of_lane(smem_addr_of(&stages[0]), lane)) {}
     OA_DEVICE void advance() {
         bool last = ++stage == kStages;
         address += last ? uint32(sizeof(Stage)) * uint32(1 - kStages) : uint32(sizeof(Stage));

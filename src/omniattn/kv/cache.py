@@ -349,14 +349,15 @@ class KVCache(OnArrays, WithLeaves):
 
     def _settle(self, planes: dict[str, Tensor], *, is_known: bool = False) -> None:
         """Facts and addresses, once the arrays are there; ``is_known``: the facts are."""
-        self._planes = planes
-        self._order = LaunchOrder()
-        self._addresses = tuple(self.address(name) for name in ADDRESSES)
-        self._key = key_of(self)
-        self._operands = (tuple(t.obj for t in planes.values()), tuple(t.obj for t in self._key_arrays.values()))
+        own, keys = self.__dict__, self._key_arrays  # of a cache on known arrays it is made at each call
+        tensors = {**planes, **keys} if keys else planes
+        operands = tuple([t.obj for t in planes.values()])
+        own["_planes"], own["_order"], own["_key"] = planes, LaunchOrder(), key_of(self)
+        own["_addresses"] = tuple([tensors[name].ptr if name in tensors else 0 for name in ADDRESSES])
+        own["_operands"] = operands, tuple([t.obj for t in keys.values()])
         if not is_known:
             self._find_facts()
-        self._written = self._operands[0] if self._apart else None
+        own["_written"] = operands if own["_apart"] else None
 
     def _find_facts(self) -> None:
         """What does not depend on the arrays' addresses."""

@@ -72,34 +72,35 @@ class OnArrays:
 
 
 def _on(cls: Any, k: Any, v: Any, layout: Any, scales: dict[str, Any]) -> Any:
-    function = f"{cls.__name__}.from_arrays"
     if layout not in ORDERS or not isinstance(layout, str):
-        raise ArgumentError("layout", " or ".join(map(repr, ORDERS)), repr(layout), function=function)
+        raise ArgumentError("layout", " or ".join(map(repr, ORDERS)), repr(layout), function=_name(cls))
     for name, x in scales.items():
         if x is not None:
             raise UnsupportedError(
-                f"{function}(): argument {name!r}; arrays are read as they are",
+                f"{_name(cls)}(): argument {name!r}; arrays are read as they are",
                 instead="float16 or bfloat16 arrays, or a quantized cache of the package's own (k_dtype='fp8')",
             )
-    planes = dict(zip(("k", "v"), _two(k, v, function), strict=True))
-    first, second = planes.values()
-    facts = (
-        cls, layout, second.ptr - first.ptr, first.ptr % CHUNK_BYTES, *map(_facts_of, planes.values()),
-    )  # fmt: skip
+    first, second = (arrays.describe(k, "k"), arrays.describe(v, "v")) if v is not None else _halves(k, _name(cls))
+    facts = cls, layout, second.ptr - first.ptr, first.ptr % CHUNK_BYTES, _facts_of(first), _facts_of(second)
     known = _known.get(facts)
     cache: Any = cls.__new__(cls)
     if known is None:
-        _check(first, second, layout, function)
+        _check(first, second, layout, _name(cls))
     cache.__dict__.update(_extents(first, layout) if known is None else known)
-    for name, t in planes.items():
-        t.argument = f"cache.{name}"
-        t.readonly = t.readonly and t.framework != "jax"
-    cache._settle(planes, is_known=known is not None)
+    first.argument, second.argument = "cache.k", "cache.v"
+    if "jax" in (first.framework, second.framework):
+        for t in (first, second):
+            t.readonly = t.readonly and t.framework != "jax"
+    cache._settle({"k": first, "v": second}, is_known=known is not None)
     if known is None:
         if len(_known) >= _MOST_KNOWN:
             _known.clear()
         _known[facts] = {name: x for name, x in cache.__dict__.items() if name not in _ITS_OWN}
     return cache
+
+
+def _name(cls: Any) -> str:
+    return f"{cls.__name__}.from_arrays"
 
 
 def _facts_of(t: Tensor) -> tuple[Any, ...]:
@@ -108,10 +109,8 @@ def _facts_of(t: Tensor) -> tuple[Any, ...]:
     return t.framework, t.device, t.ordinal, t.dtype, t.readonly, inference, tuple(t.shape), tuple(t.strides)
 
 
-def _two(k: Any, v: Any, function: str) -> tuple[Tensor, Tensor]:
-    """K's and V's arrays; without V the two halves of K's rows."""
-    if v is not None:
-        return arrays.describe(k, "k"), arrays.describe(v, "v")
+def _halves(k: Any, function: str) -> tuple[Tensor, Tensor]:
+    """K's and V's halves of one array's rows."""
     both = arrays.describe(k, "k")
     if both.framework not in _WITH_VIEWS:
         raise UnsupportedError(
