@@ -177,13 +177,30 @@ def _check_arrays(function: str, q: Any, k_cache: Any, v_cache: Any, k: Any, v: 
     allowed = (torch.float16, torch.bfloat16) + ((torch.float32, torch.float64) if q.device.type == "cpu" else ())
     if q.dtype not in allowed:
         raise DtypeError("q", " or ".join(map(str, allowed)), q.dtype, function=function)
-    if new:  # both caches are written, one behind the other
-        named = {"q": q, "k_cache": k_cache, "v_cache": v_cache, **new}
+    if new:
+        _check_apart(function, {"q": q, "k_cache": k_cache, "v_cache": v_cache, **new})
+
+
+#: Places of tensors to each other that `_check_apart` has found apart.
+_apart: set[tuple[Any, ...]] = set()
+
+
+def _check_apart(function: str, named: dict[str, torch.Tensor]) -> None:
+    """Both caches are written, one behind the other: they share no memory, with each other and with the others."""
+    base = named["k_cache"].data_ptr()
+    places = (
+        torch.is_inference_mode_enabled(),
+        *((x.data_ptr() - base, x.dtype, x.shape, x.stride(), x.is_inference()) for x in named.values()),
+    )
+    if places not in _apart:
         tensors = {name: arrays.describe(x, name) for name, x in named.items()}
         written = [tensors.pop("k_cache"), tensors.pop("v_cache")]
         for t in written:
             check_no_overlap(t, function)
         check_written(written, tensors.values(), function)
+        if len(_apart) >= 4096:
+            _apart.clear()
+        _apart.add(places)
 
 
 def _check_numbers(x: Any, name: str, shape: tuple[int | None, ...], q: torch.Tensor, function: str) -> torch.Tensor:

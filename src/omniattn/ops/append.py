@@ -65,7 +65,7 @@ def append(
         Packed, (rows, num_kv_heads, head_dim), with cu_seqlens or slot_mapping.
         float16 or bfloat16, on the CPU float32 and float64 too; head_dim contiguous, the other strides free (on a GPU
         multiples of 8 elements, addresses multiples of 16 bytes). Nothing of them lies in the cache.
-    seq_lens : array, (batch,), int32, on k's device
+    seq_lens : array, (batch,), int32, on k's device; with slot_mapping left out
         Tokens of each sequence, the new ones included: what `decode` takes afterwards. Checked on the CPU; on a GPU
         that would need a synchronization, and tokens whose place is outside the cache are not written.
     cu_seqlens : array, (batch + 1,), int32, optional
