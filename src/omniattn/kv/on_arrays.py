@@ -66,7 +66,8 @@ class OnArrays:
         Notes
         -----
         A read-only array can be decoded from, and `append` refuses it. Of JAX, whose arrays never change, the cache
-        takes the arrays over as those of its own: nobody else may read them.
+        takes the arrays over as those of its own: nobody else may read them. Launches on arrays of JAX or another
+        DLPack library are kept in order by their cache: one cache for an array. (Torch and CuPy have streams for that.)
         """
         return _on(cls, k, v, layout, {"k_scale": k_scale, "v_scale": v_scale})
 
