@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Protocol
 
+from build_tools import sass
+
 #: Folders of ``kernels_cu`` from bottom to top. A file may include its own layer and those below.
 LAYERS: tuple[str, ...] = ("ptx", "params", "tile", "pipeline", "scheduler", "attention", "quantize", "decode", "entry")
 
@@ -45,6 +47,18 @@ def log_complaints(row: Row, arch: str, log: str) -> list[str]:
                 complaints.append(f"{row.name} (sm_{arch}): {meaning}: {line.strip()}")
                 break
     return complaints
+
+
+def code_complaints(row: Row, arch: str, cubin: bytes) -> list[str]:
+    """Return why the machine code of ``row`` would not run.
+
+    All copies of decode_sm80 have an L2 policy. ptxas encodes such a copy as an illegal instruction where it takes a
+    part of an address from a uniform register (kernels_cu/decode/kv_copy.cuh keeps it from that).
+    """
+    if row.source != "entry/decode_sm80.cu" or not arch.startswith("9"):
+        return []
+    copies = sass.uniform_copies(cubin)
+    return [f"{row.name} (sm_{arch}): {copies} copies with a policy and a uniform address"] if copies else []
 
 
 def warnings(log: str) -> list[str]:

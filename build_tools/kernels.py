@@ -153,6 +153,7 @@ def _judge(
             continue
         built = results[job.key]
         texts = checks.log_complaints(job.spec, job.arch, built.log)
+        texts += checks.code_complaints(job.spec, job.arch, built.cubin)
         if table.is_current(job):
             texts.append(table.contradiction(job, built))
         elif not accept_spills:

@@ -24,6 +24,8 @@ PRODUCTS = ("IMMA", "HMMA", "QMMA")
 #: The predicate of an instruction that has none.
 ALWAYS = 7
 _NOP = 0x118
+#: Form of a copy's operands: an address is the sum of a register and a uniform one.
+_UNIFORM = 6
 
 
 @dataclass(frozen=True)
@@ -98,6 +100,20 @@ def instructions(cubin: bytes, arch: str = "80") -> list[Instruction]:
             target = i + 1 + distance(low | high << 64, arch) // 4
         found.append(Instruction(_NAMES.get(operation, hex(operation)), target, low >> 12 & 15 == ALWAYS))
     return found
+
+
+def uniform_copies(cubin: bytes) -> int:
+    """Copies to shared memory (LDGSTS) that have a part of an address in a uniform register; sm_80 to sm_90a.
+
+    Raises
+    ------
+    ValueError
+        The file is no 64-bit ELF file with one kernel.
+    """
+    text = code(cubin)
+    words = (struct.unpack_from("<Q", text, at)[0] for at in range(0, len(text), 16))
+    # Bits 9 to 11 are the form of the operands.
+    return sum(_NAMES.get(word & 0x1FF) == "LDGSTS" and word >> 9 & 7 == _UNIFORM for word in words)
 
 
 def count(code: Iterable[Instruction]) -> Counter[str]:

@@ -6,7 +6,7 @@
 
 // The tiles of warps that share keys, one of each behind the other; else one tile of one warp. Config: kHeadDim,
 // kKKind, kVKind, kQuantK, kQuantV, kKGroups, kVGroups, kTile (keys of a warp's copies), kRowWarps (warps that share
-// keys, or 1), kByMatrix (16 bits, read by ldmatrix).
+// keys, or 1), kByMatrix (16 bits, read by ldmatrix), kPlaces (K and V are in 16 bits and have any strides).
 template <typename Config>
 struct KvStage {
     static constexpr int kKeys = Config::kTile * Config::kRowWarps;
@@ -19,10 +19,23 @@ struct KvStage {
     static constexpr int kVParamsAt = kKParamsAt + sizeof(k_params);
 };
 
-// Copies by all 32 lanes of a warp. `row`: lane t's is the number of key t's row in the cache's planes; `count` keys
-// exist, the others become zeros. The caller commits the group of copies.
+// Where rows of 16 bits are, as `DecodeParams` has it.
+struct KvPlaces {
+    uint32 place_bytes, token_bytes;
+    int32 row_chunks;
+};
+
+// Copies by all 32 lanes of a warp. `row`: lane t's is the number of key t's row in the cache's planes (kPlaces: its
+// place); `count` keys exist, the others become zeros. The caller commits the group of copies.
 template <typename Config>
 struct KvCopy {
+    using Matrix = MatrixTile<Config::kHeadDim>;
+    using KRows = typename Select<Config::kByMatrix, Matrix, KTile<Config::kKKind, Config::kHeadDim>>::Type;
+    using VRows = typename Select<Config::kByMatrix, Matrix, VTile<Config::kVKind, Config::kHeadDim>>::Type;
+
+    // Registers are at their limit: what only the caller's rows need is in loops, or all copies would take more.
+    static constexpr bool kTight = Config::kHeadDim > 128 || Config::kNTiles > 1;
+
     const uint8* k;
     const uint8* v;
     const uint32* k_params;
@@ -30,11 +43,18 @@ struct KvCopy {
     uint64 policy;  // of L2
     int lane;
     int part;  // of a stage: which tile is this warp's; 0 if it has the stage alone
+    KvPlaces places;
 
     // Where its tile begins in a plane of the stage with rows of kRowBytes.
     template <int kRowBytes>
     OA_DEVICE uint32 place(uint32 plane) const {
         return Config::kRowWarps == 1 ? plane : plane + part * (Config::kTile * kRowBytes);
+    }
+
+    // Bytes before the row of a number, or at a place.
+    template <typename Row>
+    OA_DEVICE uint64 bytes_before(uint32 row) const {
+        return uint64(row) * (Config::kPlaces ? places.place_bytes : uint32(Row::kBytes));
     }
 
     template <typename Tile>
@@ -44,8 +64,21 @@ struct KvCopy {
         for (int i = 0; i < Config::kTile * kChunks / 32; ++i) {
             int at = i * 32 + lane, t = at / kChunks;
             uint32 from = __shfl_sync(0xffffffffu, row, t);
-            const uint8* address = src + uint64(from) * Tile::Row::kBytes + (at % kChunks) * 16;
+            const uint8* address = src + bytes_before<typename Tile::Row>(from) + (at % kChunks) * 16;
             cp_async_16(dst + ((at ^ Tile::swizzle(t)) << 4), address, t < count ? 16 : 0, policy);
+        }
+    }
+    // The same of rows that end before the kernel's: zeros behind them.
+    template <typename Tile>
+    OA_DEVICE void plane_of_short_rows(uint32 dst, const uint8* src, uint32 row, int32 count) const {
+        constexpr int kChunks = Tile::Row::kChunks;
+        bool there = int32(lane % kChunks) < places.row_chunks;
+#pragma unroll 4
+        for (int i = 0; i < Config::kTile * kChunks / 32; ++i) {
+            int at = i * 32 + lane, t = at / kChunks;
+            uint32 from = __shfl_sync(0xffffffffu, row, t);
+            const uint8* address = src + bytes_before<typename Tile::Row>(from) + lane % kChunks * 16;
+            cp_async_16(dst + ((at ^ Tile::swizzle(t)) << 4), address, there && t < count ? 16 : 0, policy);
         }
     }
     // The same of a whole tile whose keys' rows are contiguous in the plane, 16 at a time.
@@ -54,11 +87,33 @@ struct KvCopy {
         constexpr int kChunks = Tile::Row::kChunks, kCopies = kChunks / 2;
 #pragma unroll
         for (int run = 0; run < Config::kTile / 16; ++run) {
-            const uint8* from = src + uint64(runs[run]) * Tile::Row::kBytes + lane * 16;
+            const uint8* from = src + bytes_before<typename Tile::Row>(runs[run]) + lane * 16;
+            // One address and constants: beside the copies of other distances the compiler computes each address.
+            if (Config::kPlaces) asm volatile("" : "+l"(from));
 #pragma unroll
             for (int i = 0; i < kCopies; ++i) {
                 int at = (run * kCopies + i) * 32 + lane;
                 cp_async_16(dst + ((at ^ Tile::swizzle(at / kChunks)) << 4), from + i * 512, policy);
+            }
+        }
+    }
+    // The same where the rows have token_bytes from one to the next.
+    template <typename Tile>
+    OA_DEVICE void plane_of_steps(uint32 dst, const uint8* src, const uint32 (&runs)[Config::kTile / 16]) const {
+        constexpr int kChunks = Tile::Row::kChunks, kCopies = kChunks / 2;
+        constexpr int kRows = 32 / kChunks;  // that a warp copies at once
+        static_assert(kRows >= 1, "whole rows");
+        constexpr int kUnroll = kTight ? 4 : kCopies;
+#pragma unroll
+        for (int run = 0; run < Config::kTile / 16; ++run) {
+            const uint8* from = src + bytes_before<typename Tile::Row>(runs[run]) +
+                                uint64(uint32(lane / kChunks)) * places.token_bytes + lane % kChunks * 16;
+#pragma unroll kUnroll
+            for (int i = 0; i < kCopies; ++i) {
+                int at = (run * kCopies + i) * 32 + lane;
+                cp_async_16(dst + ((at ^ Tile::swizzle(at / kChunks)) << 4), from, policy);
+                from += kRows * places.token_bytes;
+                if (kTight) asm volatile("" : "+l"(from));  // or the compiler has all addresses at once
             }
         }
     }
@@ -75,6 +130,8 @@ struct KvCopy {
             }
         }
     }
+    OA_DEVICE uint32 k_at(uint32 stage) const { return place<KRows::Row::kBytes>(stage); }
+    OA_DEVICE uint32 v_at(uint32 stage) const { return place<VRows::Row::kBytes>(stage + KvStage<Config>::kVAt); }
     OA_DEVICE uint32 k_params_at(uint32 stage) const {
         return place<4 * Config::kKGroups>(stage + KvStage<Config>::kKParamsAt);
     }
@@ -115,54 +172,51 @@ struct KvCopy {
         params<Config::kKGroups, Row::kBytes / 4>(k_params_at(stage), words(k), row, count);
         params<Config::kVGroups, Row::kBytes / 4>(v_params_at(stage), words(v), row, count);
     }
-    // `stage`: address of a KvStage, see KvRing. `in_runs`: rows are contiguous 16 at a time.
+    // `stage`: address of a KvStage, see KvRing. `in_runs`: rows are contiguous, or of one distance, 16 at a time.
     OA_DEVICE void tile(uint32 stage, uint32 row, int32 count, bool in_runs) const {
         if constexpr (Config::kKKind == kKvFbgemm) {
             static_assert(Config::kVKind == kKvFbgemm && Config::kKGroups == Config::kVGroups, "one layout for both");
             fbgemm_rows(stage, row, count, in_runs);
             return;
         }
-        using KTileRows = KTile<Config::kKKind, Config::kHeadDim>;
-        using VTileRows = VTile<Config::kVKind, Config::kHeadDim>;
-        if constexpr (Config::kByMatrix) {
-            using Matrix = MatrixTile<Config::kHeadDim>;
-            uint32 to_k = place<Matrix::Row::kBytes>(stage),
-                   to_v = place<Matrix::Row::kBytes>(stage + KvStage<Config>::kVAt);
-            if (in_runs && count >= Config::kTile) {
-                uint32 runs[Config::kTile / 16];
-#pragma unroll
-                for (int run = 0; run < Config::kTile / 16; ++run) runs[run] = __shfl_sync(0xffffffffu, row, run * 16);
-                plane_of_runs<Matrix>(to_k, k, runs);
-                plane_of_runs<Matrix>(to_v, v, runs);
-            } else {
-                plane<Matrix>(to_k, k, row, count);
-                plane<Matrix>(to_v, v, row, count);
-            }
-        } else if (in_runs && count >= Config::kTile) {
-            // Addresses only behind the branch: before it the compiler takes more registers for codes and d256.
+        // Addresses only behind the branches: before them the compiler takes more registers for codes and d256.
+        const bool is_short = Config::kPlaces && places.row_chunks < int32(KRows::Row::kChunks);
+        if (kTight && is_short) {
+            plane_of_short_rows<KRows>(k_at(stage), k, row, count);
+            plane_of_short_rows<VRows>(v_at(stage), v, row, count);
+        } else if (in_runs && count >= Config::kTile && !is_short) {
             uint32 runs[Config::kTile / 16];
 #pragma unroll
             for (int run = 0; run < Config::kTile / 16; ++run) runs[run] = __shfl_sync(0xffffffffu, row, run * 16);
-            plane_of_runs<KTileRows>(place<KTileRows::Row::kBytes>(stage), k, runs);
-            plane_of_runs<VTileRows>(place<VTileRows::Row::kBytes>(stage + KvStage<Config>::kVAt), v, runs);
+            if (Config::kPlaces && places.token_bytes != KRows::Row::kBytes) {
+                plane_of_steps<KRows>(k_at(stage), k, runs);
+                plane_of_steps<VRows>(v_at(stage), v, runs);
+            } else {
+                plane_of_runs<KRows>(k_at(stage), k, runs);
+                plane_of_runs<VRows>(v_at(stage), v, runs);
+            }
         } else {
-            plane<KTileRows>(place<KTileRows::Row::kBytes>(stage), k, row, count);
-            plane<VTileRows>(place<VTileRows::Row::kBytes>(stage + KvStage<Config>::kVAt), v, row, count);
+            // Behind the caller's rows nothing is copied, either.
+            if (!kTight && Config::kPlaces && int32(lane % KRows::Row::kChunks) >= places.row_chunks) count = 0;
+            plane<KRows>(k_at(stage), k, row, count);
+            plane<VRows>(v_at(stage), v, row, count);
         }
         if (Config::kQuantK) params<Config::kKGroups>(k_params_at(stage), k_params, row, count);
         if (Config::kQuantV) params<Config::kVGroups>(v_params_at(stage), v_params, row, count);
     }
 };
 
-// Which stage a warp's next copy goes to. The address comes through a shuffle, of which each lane takes its own value,
-// so that the compiler does not know it to be uniform: ptxas 12.9 and 13.0 encode a cp.async that has both an L2 policy
-// and an address with a part in a uniform register as an illegal instruction (sm_90a).
+// A uniform number that the compiler does not know to be uniform: through a shuffle, of which each lane takes its own
+// value, and these differ. ptxas 12.9 and 13.0 encode a cp.async that has both an L2 policy and an address with a part
+// in a uniform register as an illegal instruction (sm_90a).
+OA_DEVICE uint32 of_lane(uint32 x, int lane) { return __shfl_sync(0xffffffffu, x + lane, lane) - lane; }
+
+// Which stage a warp's next copy goes to.
 template <typename Stage, int kStages>
 struct KvRing {
     uint32 address;
     int32 stage = 0;
-    OA_DEVICE KvRing(Stage (&stages)[kStages], int lane)
-        : address(__shfl_sync(0xffffffffu, smem_addr_of(&stages[0]), lane)) {}
+    OA_DEVICE KvRing(Stage (&stages)[kStages], int lane) : address(of_lane(smem_addr_of(&stages[0]), lane)) {}
     OA_DEVICE void advance() {
         bool last = ++stage == kStages;
         address += last ? uint32(sizeof(Stage)) * uint32(1 - kStages) : uint32(sizeof(Stage));

@@ -4,8 +4,9 @@
 //   S = softmax_scale * q (s_k c_k + z_k)^T;  S = softcap * tanh(S / softcap);  P = softmax([S, sink])
 //   O = P (s_v c_v + z_v);  LSE = log(sum(exp(S)) + exp(sink))
 //
-// q, o: [batch, q_len, num_q_heads, head_dim]; the cache: docs/kv_formats.md. Query token i of sequence b sees the keys
-// up to seq_lens[b] - q_len + i. lse: [batch, num_q_heads, q_len].
+// q, o: [batch, q_len, num_q_heads, head_dim]; the cache: docs/kv_formats.md. Rows of 16-bit K and V are wherever the
+// strides of the arguments say, also those of an engine's pool, and as wide as head_dim there. Query token i of
+// sequence b sees the keys up to seq_lens[b] - q_len + i. lse: [batch, num_q_heads, q_len].
 //
 // Keys are on the M side of both products (mma.m16n8k16), the rows (query token, head of the kv head's group) on the N
 // side, in tiles of 8: S^T = K Q^T and O^T = V^T P^T waste nothing for groups of up to 8 heads. Codes are multiplied as
@@ -43,6 +44,7 @@ struct Config {
     static constexpr int kHeadDim = HEAD_DIM;
     static constexpr int kKKind = K_KIND, kVKind = V_KIND;
     static constexpr bool kQuantK = kKKind != kKv16, kQuantV = kVKind != kKv16;
+    static constexpr bool kPlaces = !kQuantK && !kQuantV;  // rows are where the strides of the arguments say
     static constexpr int kKGroups = K_GROUPS, kVGroups = V_GROUPS;  // parameters of a row; 1 for 16 bits too
     static constexpr int kWarps = NUM_WARPS;
     static constexpr int kStages = NUM_STAGES;
@@ -98,11 +100,12 @@ OA_DEVICE uint32 block_of(const DecodeParams& p, int32 sequence, int32 token) {
 }
 
 // Number of a key's row in the planes, (block * num_kv_heads + head) * block_size + row: below 2^32, which the host
-// checks. FBGEMM's layout: (block * block_size + row) * num_kv_heads + head.
+// checks. FBGEMM's layout: (block * block_size + row) * num_kv_heads + head. K and V of 16 bits: its place.
 OA_DEVICE uint32 cache_row(const DecodeParams& p, uint32 block, int32 kv_head, int32 token) {
     if (p.recent_side == kRecentNewest) token = int32(uint32(token) % uint32(p.recent_ring));
     uint32 row = uint32(token) - block_index(p, token) * uint32(p.block_size);
     block = min_of(block, uint32(p.num_blocks - 1));  // a number out of range reads the last block, nothing outside
+    if (Config::kPlaces) return block * p.block_places + uint32(kv_head) * p.head_places + row * p.token_places;
     return Config::kKKind == kKvFbgemm ? (block * uint32(p.block_size) + row) * p.num_kv_heads + kv_head
                                        : (block * p.num_kv_heads + kv_head) * uint32(p.block_size) + row;
 }
@@ -199,15 +202,19 @@ OA_DEVICE void walk(QueryFragments& b, Rows& rows, const DecodeParams& p, const 
     const int32 computed = Config::kSharedKeys ? split.begin : first;  // first key that this warp computes
     int32 tiles = computed < split.end ? (split.end - computed + kStep - 1) / kStep : 0;
     const bool has_rows = !Config::kSharedKeys || first_row(split, warp_idx) < p.q_len * p.group;
-    KvCopy<Config> copy{p.k, p.v, p.k_params, p.v_params, policy, lane, warp_idx};
+    KvPlaces places{p.place_bytes, p.token_bytes, p.row_chunks};
+    int part = Config::kSharedKeys ? int(of_lane(uint32(warp_idx), lane)) : 0;
+    KvCopy<Config> copy{p.k, p.v, p.k_params, p.v_params, policy, lane, part, places};
     // A lane's key of a tile; behind the end of the split its last one, of which nothing is copied.
     auto key_of = [&](int32 tile) { return min_of(first + tile * kStep + lane % Config::kTile, split.end - 1); };
     // Loaded a tile ahead of its copy: the block table is another trip to memory.
     uint32 block = tiles > 0 ? block_of(p, split.sequence, key_of(0)) : 0;
-    // Where rows are contiguous at least 16 at a time, splits begin at multiples of 16. (Between FBGEMM's rows are
+    // Where rows follow each other at least 16 at a time, splits begin at multiples of 16. (Between FBGEMM's rows are
     // those of other heads.)
-    bool in_runs = p.recent_side != kRecentNewest && (p.block_table == nullptr || p.block_size % 16 == 0) &&
-                   (Config::kKKind != kKvFbgemm || p.num_kv_heads == 1);
+    bool in_runs = Config::kPlaces
+                       ? p.token_bytes != 0
+                       : p.recent_side != kRecentNewest && (p.block_table == nullptr || p.block_size % 16 == 0) &&
+                             (Config::kKKind != kKvFbgemm || p.num_kv_heads == 1);
     int32 copied = 0;
     KvRing<KvStage<Config>, Config::kStages> ring(stages, lane);
     auto copy_next = [&]() {

@@ -5,9 +5,9 @@
 // Formats: docs/kv_formats.md.
 //
 // k, v: [batch, tokens, num_kv_heads, head_dim] or packed [rows, num_kv_heads, head_dim], any strides, last dimension
-// contiguous. Token i of n new ones goes to position seq_lens[b] - n + i; positions and blocks outside the cache are
-// passed over. With a recent window the newest tokens go to its rings too, in 16 bits, rotated and not otherwise
-// changed.
+// contiguous. Token i of n new ones goes to position seq_lens[b] - n + i, or packed token i to slots[i]; positions,
+// blocks and slots outside the cache are passed over. With a recent window the newest tokens go to its rings too, in 16
+// bits, rotated and not otherwise changed.
 //
 // One CTA takes 2048 / head_dim tokens of one head (packed or not, one sequence behind the other); a lane has 16
 // channels of a token's K and 16 of its V: those that lie together in the cache's rows, so that what is read in 8 bytes
@@ -31,6 +31,7 @@ struct Config {
 };
 using KChunk = KvChunk<K_KIND, Config::kHeadDim, 4>;
 using VChunk = KvChunk<V_KIND, Config::kHeadDim, 8>;
+constexpr bool kPlaces = K_KIND == kKv16 && V_KIND == kKv16;  // rows are where the strides of the arguments say
 
 // The chunk's 16 channels of a row, padding as zeros.
 template <typename Chunk>
@@ -202,11 +203,14 @@ OA_DEVICE void transform_key(const KvAppendParams& p, int32 head, int at, ChunkV
 
 // `raw`: the elements of x, if nothing has changed them (`as_they_were`).
 template <int kKind, int kGroups, bool kIsKey>
-OA_DEVICE void store_row(uint8* data, uint32* params, uint64 row, const ChunkValues& x, const ChunkWords& raw,
-                         bool as_they_were, int32 valid_dim, bool zero_point, bool writes, int at) {
+OA_DEVICE void store_row(const KvAppendParams& p, uint8* data, uint32* params, uint64 row, const ChunkValues& x,
+                         const ChunkWords& raw, bool as_they_were, int32 valid_dim, bool zero_point, bool writes,
+                         int at) {
     using Chunk = KvChunk<kKind, Config::kHeadDim, kIsKey ? 4 : 8>;
     constexpr bool kFbgemm = kKind == kKvFbgemm;  // parameters in front of the codes
-    uint8* to = data + row * (kFbgemm ? FbgemmRow<Config::kHeadDim, kGroups>::kBytes : Chunk::Row::kBytes);
+    uint8* to = data + row * (kPlaces   ? p.place_bytes
+                              : kFbgemm ? FbgemmRow<Config::kHeadDim, kGroups>::kBytes
+                                        : Chunk::Row::kBytes);
     params = kFbgemm ? reinterpret_cast<uint32*>(to) : params + row * kGroups;
     if constexpr (kKind == kKv16) {
 #pragma unroll
@@ -216,7 +220,8 @@ OA_DEVICE void store_row(uint8* data, uint32* params, uint64 row, const ChunkVal
             Config::Io io;
             uint4 w =
                 make_uint4(pack2(io, a[0], a[1]), pack2(io, a[2], a[3]), pack2(io, b[0], b[1]), pack2(io, b[2], b[3]));
-            if (writes) *reinterpret_cast<uint4*>(to + 2 * Chunk::channel(at, 2 * i)) = w;
+            int channel = Chunk::channel(at, 2 * i);
+            if (writes && (!kPlaces || channel < 8 * p.row_chunks)) *reinterpret_cast<uint4*>(to + 2 * channel) = w;
         }
     } else {
         using Quantizer = KvQuantizer<kKind, Config::kHeadDim, kIsKey ? 4 : 8, kGroups>;
@@ -239,6 +244,18 @@ OA_DEVICE void store_row(uint8* data, uint32* params, uint64 row, const ChunkVal
             *reinterpret_cast<uint2*>(to) = make_uint2(w[0], w[1]);
         }
     }
+}
+
+// Number `at` of an array of 32 or 64 bits.
+OA_DEVICE int64 number_of(const void* from, int32 wide, int32 at) {
+    return wide ? static_cast<const int64*>(from)[at] : static_cast<const int32*>(from)[at];
+}
+
+// Where a row of the cache is: its number in the planes, or its place.
+OA_DEVICE uint32 cache_row(const KvAppendParams& p, uint32 block, int32 head, uint32 in_block) {
+    if (kPlaces) return block * p.block_places + uint32(head) * p.head_places + in_block * p.token_places;
+    return K_KIND == kKvFbgemm ? (block * p.block_size + in_block) * p.num_kv_heads + head
+                               : (block * p.num_kv_heads + head) * p.block_size + in_block;
 }
 
 // The sequence that a packed row belongs to.
@@ -288,26 +305,37 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kCtas) kv
     // Lanes beyond the last row work on it too, and write nothing: shuffles need every lane.
     bool writes = wanted < p.rows;
     int32 row = int32(min_of<int64>(wanted, p.rows - 1));
-    int32 sequence, begin, count;
-    if (p.cu_seqlens == nullptr) {
+    int32 sequence = 0, begin = 0, count = 0;
+    bool by_slot = p.slots != nullptr;
+    if (!by_slot && p.cu_seqlens == nullptr) {
         sequence = quotient(row, p.tokens_multiplier, p.tokens_shift);
         begin = sequence * p.tokens;
         count = p.tokens;
-    } else {
+    } else if (!by_slot) {
         sequence = sequence_of(p, row);
         begin = p.cu_seqlens[sequence];
         count = p.cu_seqlens[sequence + 1] - begin;
         writes &= row >= begin && row - begin < count;
     }
-    int64 position = int64(p.seq_lens[sequence]) - count + (row - begin);
+    int64 position = by_slot ? 0 : int64(p.seq_lens[sequence]) - count + (row - begin);
     uint64 recent_row = 0;
     bool recent = false;
-    if ((K_KIND != kKv16 || V_KIND != kKv16) && p.recent_ring > 0)
+    if (!kPlaces && p.recent_ring > 0)
         recent = recent_place(p, sequence, head, position, position - (row - begin), writes, at, recent_row);
     bool in_cache = position >= 0 && position < p.capacity;
     writes &= in_cache;
     uint32 at_row = 0;  // a cache has fewer than 2^32
-    if (writes) {
+    if (by_slot) {
+        int64 slot = number_of(p.slots, p.wide_slots, row);
+        in_cache = slot >= 0 && slot < int64(p.num_blocks) * p.block_size;
+        writes &= in_cache;
+        uint32 block = uint32(slot) / uint32(p.block_size);
+        at_row = cache_row(p, block, head, uint32(slot) - block * uint32(p.block_size));
+        if (p.rope != kRopeNone) {  // a position without angles is any such
+            position = number_of(p.positions, p.wide_positions, row);
+            if (position < 0 || position > p.rope_rows) position = p.rope_rows;
+        }
+    } else if (writes) {
         uint32 index = 0, block = sequence;
         if (p.block_table != nullptr) {
             index = uint32(quotient(int32(position), p.block_multiplier, p.block_shift));
@@ -315,8 +343,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kCtas) kv
         }
         writes = block < uint32(p.num_blocks);
         uint32 in_block = uint32(position) - index * p.block_size;
-        at_row = K_KIND == kKvFbgemm ? (block * p.block_size + in_block) * p.num_kv_heads + head
-                                     : (block * p.num_kv_heads + head) * p.block_size + in_block;
+        at_row = cache_row(p, block, head, in_block);
     }
     // The row's index in its own array: packed rows have stride_b 0.
     uint64 in_sequence = uint32(p.cu_seqlens == nullptr ? row - begin : row);
@@ -337,10 +364,10 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kCtas) kv
         changed = true;
         transform_key(p, head, at, x);
     }
-    store_row<K_KIND, K_GROUPS, true>(p.k_data, p.k_params, at_row, x, raw_key, !changed,
+    store_row<K_KIND, K_GROUPS, true>(p, p.k_data, p.k_params, at_row, x, raw_key, !changed,
                                       p.hadamard ? Config::kHeadDim : p.head_dim, p.zero_point, writes, at);
     to_values(raw_value, x);
     if (recent) store_recent<VChunk>(p.recent_v, recent_row, x, at);
-    store_row<V_KIND, V_GROUPS, false>(p.v_data, p.v_params, at_row, x, raw_value, true, p.head_dim, p.zero_point,
+    store_row<V_KIND, V_GROUPS, false>(p, p.v_data, p.v_params, at_row, x, raw_value, true, p.head_dim, p.zero_point,
                                        writes, at);
 }

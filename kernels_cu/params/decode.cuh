@@ -8,7 +8,8 @@ enum RecentSide : int32 { kRecentNone = 0, kRecentOlder = 1, kRecentNewest = 2 }
 
 struct DecodeParams {
     const uint16* q;
-    const uint8* k;  // data planes [num_blocks, num_kv_heads, block_size, row bytes]
+    // Data planes [num_blocks, num_kv_heads, block_size, row bytes]; those of 16 bits have any strides, see below.
+    const uint8* k;
     const uint8* v;
     const uint32* k_params;  // parameter planes [num_blocks, num_kv_heads, block_size, groups], or null
     const uint32* v_params;
@@ -55,6 +56,14 @@ struct DecodeParams {
     // there are (seq_lens has so many).
     int32 prefix_sequences;
     int32 least_seq_len;  // shorter lengths count as this: 0; of a shared prefix its capacity, as it is as long for all
+    // Where rows of 16-bit K and V are, in both planes alike: steps from a block, a head and a token to the next, in
+    // units of place_bytes, a multiple of 16. The last row's place is below 2^32.
+    uint32 block_places, head_places, token_places;
+    uint32 place_bytes;
+    // From a token's row to the next, where 16 tokens from a multiple of 16 on are in one block and the step is below
+    // 2^30; else 0: each row is looked up.
+    uint32 token_bytes;
+    int32 row_chunks;  // 16-byte chunks of a row; those beyond, up to the kernel's head_dim, are zeros and not read
 };
 
 constexpr int32 kSharedPrefix = -1;

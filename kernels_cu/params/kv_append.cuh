@@ -7,7 +7,7 @@ enum RopeStyle : int32 { kRopeNone = 0, kRopeHalf = 1, kRopeInterleaved = 2 };
 struct KvAppendParams {
     const uint16* k;
     const uint16* v;
-    const int32* seq_lens;  // [batch], new tokens included
+    const int32* seq_lens;  // [batch], new tokens included; null with slots
     const int32* cu_seqlens;  // [batch + 1]; null: `tokens` a sequence
     const int32* block_table;  // [batch, table_columns]; null: block b is sequence b
     const float* cos;  // [rope_rows, rope_pairs]
@@ -22,6 +22,9 @@ struct KvAppendParams {
     uint8* recent_k;  // [recent_num_slots, num_kv_heads, recent_ring, row], 16 bits
     uint8* recent_v;
     int32* recent_state;
+    // Places of packed rows, block * block_size + row of the block, negative: not written; null: by seq_lens.
+    const void* slots;  // [rows]
+    const void* positions;  // [rows], with slots and a rotation
     int64 k_stride_b, k_stride_s, k_stride_h;
     int64 v_stride_b, v_stride_s, v_stride_h;
     int64 rows;  // new tokens in all
@@ -36,5 +39,7 @@ struct KvAppendParams {
     int32 tokens_shift;
     uint32 block_multiplier;  // and by block_size
     int32 block_shift;
-    int32 reserved;
+    int32 wide_slots, wide_positions;  // 64 bits each
+    uint32 block_places, head_places, token_places, place_bytes;  // of 16-bit K and V, see params/decode.cuh
+    int32 row_chunks;
 };

@@ -23,6 +23,7 @@ import numpy as np
 from racecheck_rows import waits
 from sanitizer_arrays import check, poisoned, to_gpu
 from sanitizer_packed import stream_k
+from sanitizer_pools import pools
 
 import omniattn as oa
 from omniattn import runtime
@@ -376,6 +377,7 @@ def caches(rng: np.random.Generator) -> None:
             for queries, heads in ((16, 8), (8, 18), (8, 8)):
                 more = to_gpu(rng.standard_normal((3, queries, heads, 64)))
                 check(*oa.decode(more, cache, out=poisoned(more.shape), return_lse=True, deterministic=True, **pages))
+    pools(rng)
 
 
 def faulty() -> None:

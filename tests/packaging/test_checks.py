@@ -62,6 +62,25 @@ def test_silent_slowdowns_are_complaints(line: str, meaning: str) -> None:
     assert "k (sm_90a)" in text
 
 
+# LDGSTS.E.BYPASS.LTC128B.128 of decode_sm80 with an L2 policy, for sm_90a: [R97], [R94.64], and [R59+UR], [R46.64].
+COPY, UNIFORM_COPY = 0x000FE2000E901D46_0000000038517FAE, 0x0003E4000B901D40_000000002E3B7DAE
+
+
+@pytest.mark.parametrize(("word", "source", "arch", "count"), [
+    (COPY, "entry/decode_sm80.cu", "90a", 0),
+    (UNIFORM_COPY, "entry/decode_sm80.cu", "90a", 2),
+    (UNIFORM_COPY, "entry/decode_sm80.cu", "120", 0),  # other machine code
+    (UNIFORM_COPY, "entry/attn_fwd_sm80.cu", "90a", 0),  # no policy
+])  # fmt: skip
+def test_copies_that_would_be_illegal(
+    word: int, source: str, arch: str, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    instructions = b"".join(x.to_bytes(16, "little") for x in (COPY, word, COPY, word))
+    monkeypatch.setattr(checks.sass, "code", lambda cubin: instructions)
+    found = checks.code_complaints(row(source=source), arch, b"")
+    assert found == ([f"k (sm_{arch}): {count} copies with a policy and a uniform address"] if count else [])
+
+
 def test_warnings_are_shown() -> None:
     line = 'k.cu(3): warning #177-D: variable "x" was declared but never referenced'
     assert checks.warnings(CLEAN_LOG + line) == [line]

@@ -14,6 +14,7 @@ torch = pytest.importorskip("torch")
 from omniattn.compat import cached  # noqa: E402
 from omniattn.compat import flash_attn as fa2  # noqa: E402
 from omniattn.compat import flash_attn_interface as fa3  # noqa: E402
+from tests.foreign_pools import ORDERS, memory_shape, planes  # noqa: E402
 from tests.unit.compat_cases import close, naive, randoms  # noqa: E402
 
 pytestmark = pytest.mark.frameworks
@@ -112,7 +113,7 @@ def test_caches(
         out, lse = fa2.flash_attn_with_kvcache(q, *x.caches, *news, return_softmax_lse=True, **options)
         assert not (lse == -math.inf).any()
         x.check(q, out, lse.masked_fill(lse == math.inf, -math.inf), score)
-        possible = dim == 64 and kind in ("plain", "batch_idx", "paged") and "slopes" not in score
+        possible = dim == 64 and kind != "leftpad" and "slopes" not in score
         ordered = queries == 1 or score.get("window") != (1, 1)
         others = "_gathered" if kind == "leftpad" or dim % 8 else "_over_pages"
         assert taken.pop() == ("_decode" if possible and ordered else others)
@@ -127,6 +128,62 @@ def test_caches(
             assert len(made) == 4
             assert made[2].numel() == made[3].numel() == 0
             x.check(q, *made[:2], score)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize(("page", "dim"), [(1, 24), (3, 96), (16, 64)])
+def test_pools_of_engines(order: str, page: int, dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Read and written where they lie, by the caller's own table and page size."""
+    seen: list[Any] = []
+    for name in ("append", "decode"):
+        run = getattr(cached, name)
+        monkeypatch.setattr(cached, name, lambda *x, run=run, **y: seen.append((x, y)) or run(*x, **y))
+    columns = -(-12 // page)
+    blocks = 2 * columns + 3
+    memory = torch.full(memory_shape(order, blocks, page, KV, dim), math.nan, dtype=torch.float16)
+    k_cache, v_cache = planes(order, memory, blocks, page, KV, dim)
+    table = torch.randperm(blocks)[: 2 * columns].reshape(2, columns).int()
+    k, v, q = randoms((2, 11, KV, dim), (2, 11, KV, dim), (2, 1, HEADS, dim), dtype=torch.float16)
+    for first, last in ((0, 7), (7, 11)):
+        out = fa2.flash_attn_with_kvcache(
+            q, k_cache, v_cache, k[:, first:last], v[:, first:last], cache_seqlens=int32(first, first), causal=True,
+            block_table=table,
+        )  # fmt: skip
+    reference, _ = naive(q.double(), k.double(), v.double())
+    assert close(out.double(), reference, 3e-3)
+    assert int(torch.isfinite(memory).sum()) == 2 * 2 * 11 * KV * dim
+    assert len(seen) == 4
+    for given, options in seen:
+        cache = next(x for x in given if isinstance(x, cached.KVCache))
+        assert (cache.num_blocks, cache.block_size) == (blocks, page)
+        assert cache.k is k_cache
+        assert options["block_table"] is table
+
+
+def test_a_cache_without_a_table_needs_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = randoms((2, 1, HEADS, 64), (3, 9, KV, 64), (3, 9, KV, 64), dtype=torch.float16)
+    with monkeypatch.context() as patch:
+        patch.setattr(cached.torch, "arange", None)
+        out = fa2.flash_attn_with_kvcache(q, k, v, cache_seqlens=int32(9, 9))
+    assert close(out.double(), naive(q.double(), k[:2].double(), v[:2].double())[0], 3e-3)
+
+
+@pytest.mark.parametrize("case", ["other strides of v", "odd strides", "shifted by a half"])
+def test_caches_that_decode_cannot_read(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[str] = []
+    run = cached._over_pages
+    monkeypatch.setattr(cached, "_over_pages", lambda *x: taken.append("") or run(*x))
+    wide = 64 + (4 if case == "odd strides" else 0)
+    memory = torch.full((2, 3 * 16 * KV * wide + 8), math.nan, dtype=torch.float16)
+    k_cache, v_cache = (
+        x[4 * (case == "shifted by a half") :][: 3 * 16 * KV * wide].view(3, 16, KV, wide)[..., :64] for x in memory
+    )
+    if case == "other strides of v":
+        v_cache = v_cache.reshape(3, KV, 16, 64).transpose(1, 2)
+    k, v, q = randoms((3, 5, KV, 64), (3, 5, KV, 64), (3, 1, HEADS, 64), dtype=torch.float16)
+    out = fa2.flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=int32(0, 0, 0))
+    assert close(out.double(), naive(q.double(), k.double(), v.double())[0], 3e-3)
+    assert taken == [""]
 
 
 def rotated(

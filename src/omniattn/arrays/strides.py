@@ -15,6 +15,18 @@ def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
+def overlaps_itself(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether elements of an array may share memory: of nested dimensions it is certain that they do not."""
+    if 0 in shape:
+        return False
+    reach = 0
+    for step, n in sorted((abs(s), n) for n, s in zip(shape, strides, strict=True) if n > 1):
+        if step <= reach:
+            return True
+        reach += step * (n - 1)
+    return False
+
+
 def has_plain_rows(shape: Sequence[int], strides: Sequence[int], itemsize: int, multiple: int) -> bool:
     """Whether rows are contiguous, begin at multiples of so many bytes and share no memory: no zero strides."""
     if shape[-1] > 1 and strides[-1] != 1:

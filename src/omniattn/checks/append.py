@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from .. import arguments, arrays
 from ..arrays import Tensor
 from ..errors import ArgumentError, DtypeError, ShapeError
+from ..kv.cache import KVCache
 from ..kv.formats import KV_ARRAY_DTYPES
 from ..plan.engine import Call
 from ..problems import AppendProblem
@@ -17,7 +18,11 @@ from .caches import check_int32, check_slots, check_table
 
 _NAME = "append"
 #: The caller's arrays, in the order of a call.
-ARRAYS = ("k", "v", "seq_lens", "cu_seqlens", "block_table", "cos", "sin", "recent_slots")
+ARRAYS = (
+    "k", "v", "seq_lens", "cu_seqlens", "block_table", "cos", "sin", "recent_slots", "slot_mapping", "positions",
+)  # fmt: skip
+#: Those that say where tokens go by sequences, which slot_mapping takes the place of.
+_BY_SEQUENCE = ("seq_lens", "cu_seqlens", "block_table", "recent_slots")
 #: Those that kernels access 16 bytes at a time.
 ALIGNED = frozenset({"k", "v"})
 
@@ -34,8 +39,11 @@ def check_append(call: Call, tensors: dict[str, Tensor]) -> AppendProblem:
     assert cache is not None
     k, v = tensors["k"], tensors["v"]
     check_choice(rope, "rope", ROPE_STYLES, _NAME)
+    if not {"seq_lens", "slot_mapping"} & tensors.keys():
+        raise ArgumentError("seq_lens", "an int32 array (batch,), or slot_mapping", "None", function=_NAME)
     arrays.require_same_device([k, *(t for n, t in tensors.items() if n != "k"), *cache.tensors])
-    packed = "cu_seqlens" in tensors
+    by_slot = "slot_mapping" in tensors
+    packed = "cu_seqlens" in tensors or by_slot
     allowed = values.CPU_DTYPES if k.device == "cpu" else values.GPU_DTYPES
     if k.dtype not in allowed:
         raise DtypeError("k", f"{' or '.join(allowed)} on {k.device}", k.dtype, function=_NAME)
@@ -46,15 +54,13 @@ def check_append(call: Call, tensors: dict[str, Tensor]) -> AppendProblem:
         expected = f"the cache's (num_kv_heads, head_dim) = {(cache.num_kv_heads, cache.head_dim)} at the end"
         raise ShapeError("k", expected, f"shape {tuple(k.shape)}", function=_NAME)
     values.check_like(v, k.shape, k.dtype, _NAME)
-    lengths = tensors["seq_lens"]
-    # The batch of packed rows is that of seq_lens, 0 included.
-    extent = None if packed and len(lengths.shape) != 1 else lengths.shape[0] if packed else k.shape[0]
-    check_int32(lengths, (extent,), "(batch,)" if packed else f"({extent},)", _NAME)
-    batch = lengths.shape[0]
-    if packed:
-        check_int32(tensors["cu_seqlens"], (batch + 1,), f"({batch + 1},)", _NAME)
-    capacity = check_table(cache, tensors.get("block_table"), batch, _NAME)
-    check_slots(cache, tensors.get("recent_slots"), batch, _NAME)
+    if by_slot:
+        rows, batch, capacity = _check_slot_mapping(cache, tensors), 0, cache.block_size
+    else:
+        batch, capacity = _check_sequences(cache, tensors)
+        rows = k.shape[0] if packed else k.shape[0] * k.shape[1]
+        if batch == 0:
+            rows = 0  # packed rows of no sequence
     for t in (k, v):
         values.check_strides(t, _NAME)
     style, pairs, positions = "none", 0, 0
@@ -74,9 +80,7 @@ def check_append(call: Call, tensors: dict[str, Tensor]) -> AppendProblem:
                 received = f"strides {tuple(tensors[name].strides)}"
                 raise ArgumentError(name, "a contiguous array", received, function=_NAME)
         positions, pairs = cos.shape
-    rows = k.shape[0] if packed else k.shape[0] * k.shape[1]
-    if batch == 0:
-        rows = 0  # packed rows of no sequence
+    _check_positions(tensors, rows)
     if rows > arguments.MAX_ROWS:
         raise ShapeError("k", f"at most {arguments.MAX_ROWS} tokens", f"{rows}", function=_NAME)
     if k.device == "cuda":
@@ -87,7 +91,57 @@ def check_append(call: Call, tensors: dict[str, Tensor]) -> AppendProblem:
         k.dtype, cache.facts, batch, rows, 0 if packed else k.shape[1], cache.head_dim, cache.num_kv_heads, capacity,
         cache.block_size, cache.num_blocks, tensors["block_table"].shape[1] if "block_table" in tensors else 0, style,
         pairs, positions, tuple(k.strides), tuple(v.strides),
+        *(tensors[name].dtype if name in tensors else "" for name in ("slot_mapping", "positions")),
     )  # fmt: skip
+
+
+def _check_sequences(cache: KVCache, tensors: dict[str, Tensor]) -> tuple[int, int]:
+    """Batch, and tokens that a sequence can have at most, of a call with seq_lens."""
+    k, lengths, packed = tensors["k"], tensors["seq_lens"], "cu_seqlens" in tensors
+    # The batch of packed rows is that of seq_lens, 0 included.
+    extent = None if packed and len(lengths.shape) != 1 else lengths.shape[0] if packed else k.shape[0]
+    check_int32(lengths, (extent,), "(batch,)" if packed else f"({extent},)", _NAME)
+    batch = lengths.shape[0]
+    if packed:
+        check_int32(tensors["cu_seqlens"], (batch + 1,), f"({batch + 1},)", _NAME)
+    capacity = check_table(cache, tensors.get("block_table"), batch, _NAME)
+    check_slots(cache, tensors.get("recent_slots"), batch, _NAME)
+    return batch, capacity
+
+
+def _check_slot_mapping(cache: KVCache, tensors: dict[str, Tensor]) -> int:
+    """Tokens that a call by slots writes."""
+    for name in _BY_SEQUENCE:
+        if name in tensors:
+            raise ArgumentError(name, "None with slot_mapping", "an array", function=_NAME)
+    if cache.recent_window:
+        expected = "None with a cache that has a recent_window, which is by sequences"
+        raise ArgumentError("slot_mapping", expected, "an array", function=_NAME)
+    slots, tokens = tensors["slot_mapping"], tensors["k"].shape[0]
+    _check_numbers(slots, 0, tokens, f"(slots,) with at most {tokens} slots, as many as k has tokens")
+    return slots.shape[0]
+
+
+def _check_positions(tensors: dict[str, Tensor], rows: int) -> None:
+    positions = tensors.get("positions")
+    if positions is None:
+        if "slot_mapping" in tensors and "cos" in tensors:
+            raise ArgumentError("positions", "an array, with slot_mapping and cos", "None", function=_NAME)
+        return
+    if "slot_mapping" not in tensors or "cos" not in tensors:
+        raise ArgumentError("positions", "None without slot_mapping and cos", "an array", function=_NAME)
+    tokens = tensors["k"].shape[0]
+    _check_numbers(positions, rows, tokens, f"(positions,) with {rows} to {tokens} positions, as slot_mapping or k has")
+
+
+def _check_numbers(t: Tensor, least: int, most: int, expected: str) -> None:
+    """A contiguous array of so many integers."""
+    if t.dtype not in ("int32", "int64"):
+        raise DtypeError(t.argument, "int32 or int64", t.dtype, function=_NAME)
+    if len(t.shape) != 1 or not least <= t.shape[0] <= most:
+        raise ShapeError(t.argument, f"shape {expected}", f"{tuple(t.shape)}", function=_NAME)
+    if t.shape[0] > 1 and t.strides[0] != 1:
+        raise ArgumentError(t.argument, "a contiguous array", f"strides {tuple(t.strides)}", function=_NAME)
 
 
 def check_pairs(copies: Any, count: int, what: str, function: str) -> list[tuple[int, int]]:

@@ -7,6 +7,7 @@ from typing import Any
 
 from ..arguments import MAX_HEAD_DIM, MAX_ROWS, check_alignment, check_number
 from ..arrays import Tensor
+from ..arrays.strides import overlaps_itself
 from ..errors import ArgumentError, DtypeError, ShapeError, StrideError
 from ..problems import KNOBS, PRECISIONS, UNLIMITED, Precision
 from ..problems.precision import NAMED
@@ -177,15 +178,10 @@ def check_strides(t: Tensor, function: str, *, written: bool = False) -> None:
 
 def check_no_overlap(t: Tensor, function: str) -> None:
     """An output whose elements share memory would hold whatever was written last."""
-    if 0 in t.shape:
-        return
-    reach = 0
-    for s, n in sorted((abs(s), n) for n, s in zip(t.shape, t.strides, strict=True) if n > 1):
-        if s <= reach:
-            raise StrideError(
-                t.argument, "elements that do not share memory", f"strides {tuple(t.strides)}", function=function
-            )
-        reach += s * (n - 1)
+    if overlaps_itself(t.shape, t.strides):
+        raise StrideError(
+            t.argument, "elements that do not share memory", f"strides {tuple(t.strides)}", function=function
+        )
 
 
 def check_softcap(value: Any, function: str) -> float:

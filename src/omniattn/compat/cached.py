@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import weakref
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -12,24 +13,26 @@ from .. import arguments, arrays
 from ..checks.decode import MAX_Q_LEN
 from ..checks.memory import check_written
 from ..checks.values import check_no_overlap
-from ..errors import ArgumentError, DtypeError, ShapeError
-from ..kv.cache import MAX_CACHE_ROWS, PagedKVCache
-from ..kv.formats import ROW_DIMS
-from ..ops import attention_varlen, decode
+from ..errors import AlignmentError, ArgumentError, DtypeError, ShapeError, StrideError, UnsupportedError
+from ..kv.cache import KVCache, PagedKVCache
+from ..ops import append, attention_varlen, decode
 from . import common
 
-_CACHE_DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
+#: Element types that caches have.
+_CACHE_DTYPES = (torch.float16, torch.bfloat16)
 
 
-class _Cache(NamedTuple):
+@dataclass(frozen=True)
+class _Cache:
     """Where the tokens of each sequence are.
 
     Attributes
     ----------
-    k, v : tensor, (rows, num_kv_heads, head_dim) by `flat`
-        The caller's, (batch, seqlen, ...) or (blocks, page, ...).
-    table : tensor, (batch, places)
-        Block of each part of a sequence, ``page`` tokens long; of a cache without blocks its row of the cache.
+    k, v : tensor, (batch, seqlen, ...) or (blocks, page, num_kv_heads, head_dim)
+        The caller's.
+    table : tensor, (batch, places), or None
+        Block of each part of a sequence, ``page`` tokens long; of a cache without blocks its row of the cache. None:
+        row b is sequence b.
     page, capacity : int
         Tokens of a block, and of a sequence at most.
     first : tensor, (batch,), or None
@@ -40,7 +43,7 @@ class _Cache(NamedTuple):
 
     k: torch.Tensor
     v: torch.Tensor
-    table: torch.Tensor
+    table: torch.Tensor | None
     page: int
     capacity: int
     first: torch.Tensor | None
@@ -49,13 +52,31 @@ class _Cache(NamedTuple):
     @property
     def places(self) -> str:
         """What a sequence's blocks are, for errors."""
-        count = self.table.shape[1]
+        count = self.capacity // self.page
         return f" ({self.name} has {count} blocks of {self.page} tokens for a sequence)" if self.name else ""
+
+    def blocks(self, batch: int) -> torch.Tensor:
+        """The table of ``batch`` sequences."""
+        if self.table is not None:
+            return self.table
+        return torch.arange(batch, dtype=torch.int32, device=self.k.device)[:, None]
 
     def rows(self, sequences: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Numbers of the rows of tokens, counted through the whole cache."""
         at = positions.long()
+        if self.table is None:
+            return sequences * self.page + at
         return self.table[sequences, at // self.page].long() * self.page + at % self.page
+
+    @functools.cached_property
+    def own(self) -> KVCache | None:
+        """The package's cache on the caller's tensors; None where it has none on such."""
+        if self.k.dtype not in _CACHE_DTYPES or self.k.shape[3] % 8 or 0 in self.k.shape:
+            return None
+        try:
+            return (KVCache if self.table is None else PagedKVCache).from_arrays(self.k, self.v)
+        except (AlignmentError, ShapeError, StrideError, UnsupportedError):  # strides, or more rows than there may be
+            return None
 
 
 def attend_cached(function: str, *arrays: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -114,12 +135,8 @@ def _attend(
         q = rotate(q, start[:, None] + (torch.arange(q.shape[1], device=q.device) if local else 0))
         k = rotate(k, start[:, None] + torch.arange(k.shape[1], device=q.device))
     if k is not None:
-        positions = lengths[:, None] + torch.arange(k.shape[1], device=q.device)
-        rows = cache.rows(torch.arange(q.shape[0], device=q.device)[:, None], positions)
-        for into, new in ((k_cache, k), (v_cache, v)):
-            into[rows // cache.page, rows % cache.page] = new
-        lengths = lengths + k.shape[1]
-    if mod is None and _lies_as_decode_reads_it(cache, q, options):
+        lengths = _append(cache, k, v, lengths)
+    if mod is None and _is_for_decode(cache, q, options):
         return _decode(cache, q, lengths, options)
     if _lies_in_pages(cache, q):
         return _over_pages(cache, q, lengths, mod, options)
@@ -160,13 +177,30 @@ def _check_arrays(function: str, q: Any, k_cache: Any, v_cache: Any, k: Any, v: 
     allowed = (torch.float16, torch.bfloat16) + ((torch.float32, torch.float64) if q.device.type == "cpu" else ())
     if q.dtype not in allowed:
         raise DtypeError("q", " or ".join(map(str, allowed)), q.dtype, function=function)
-    if new:  # both caches are written, one behind the other
-        named = {"q": q, "k_cache": k_cache, "v_cache": v_cache, **new}
+    if new:
+        _check_apart(function, {"q": q, "k_cache": k_cache, "v_cache": v_cache, **new})
+
+
+#: Places of tensors to each other that `_check_apart` has found apart.
+_apart: set[tuple[Any, ...]] = set()
+
+
+def _check_apart(function: str, named: dict[str, torch.Tensor]) -> None:
+    """Both caches are written, one behind the other: they share no memory, with each other and with the others."""
+    base = named["k_cache"].data_ptr()
+    places = (
+        torch.is_inference_mode_enabled(),
+        *((x.data_ptr() - base, x.dtype, x.shape, x.stride(), x.is_inference()) for x in named.values()),
+    )
+    if places not in _apart:
         tensors = {name: arrays.describe(x, name) for name, x in named.items()}
         written = [tensors.pop("k_cache"), tensors.pop("v_cache")]
         for t in written:
             check_no_overlap(t, function)
         check_written(written, tensors.values(), function)
+        if len(_apart) >= 4096:
+            _apart.clear()
+        _apart.add(places)
 
 
 def _check_numbers(x: Any, name: str, shape: tuple[int | None, ...], q: torch.Tensor, function: str) -> torch.Tensor:
@@ -211,7 +245,7 @@ def _cache_of(
     elif batch > blocks:
         raise ShapeError("k_cache", f"at least {batch} sequences, as q has", f"{blocks}", function=function)
     else:
-        places = torch.arange(batch, dtype=torch.int32, device=q.device)
+        return _Cache(k, v, None, max(page, 1), page, leftpad)
     return _Cache(k, v, places[:, None], max(page, 1), page, leftpad)
 
 
@@ -238,8 +272,8 @@ def _lengths(function: str, cache: _Cache, given: Any, batch: int, k: Any) -> to
             expected = f"from 0 (cache_leftpad) to {most}, with room for {new} new tokens"
             raise CacheLengthError(name, expected + cache.places, f"{lengths.tolist()}", function=function)
         used = -(-(lengths + new) // cache.page)
-        for b, count in enumerate(used.tolist()):
-            blocks = cache.table[b, :count]
+        for b, count in enumerate([] if cache.table is None else used.tolist()):
+            blocks = cache.table[b, :count]  # type: ignore[index]
             if count and (int(blocks.min()) < 0 or int(blocks.max()) >= cache.k.shape[0]):
                 expected = f"blocks 0 to {cache.k.shape[0] - 1}"
                 raise ArgumentError(cache.name, expected, f"{blocks.tolist()} at {b}", function=function)
@@ -317,17 +351,36 @@ def _rotate(
     return torch.cat((made.flatten(-2).to(x.dtype), rest), dim=-1)
 
 
-# Split-KV decoding, on the caller's memory
+# New tokens, and split-KV decoding, on the caller's memory
 
 
-def _lies_as_decode_reads_it(cache: _Cache, q: torch.Tensor, options: dict[str, Any]) -> bool:
-    """Whether `decode` can read the cache where it lies: few queries, rows of a size that it has, 16 bits."""
-    queries, dim = q.shape[1], q.shape[-1]
-    if cache.first is not None or not 1 <= queries <= MAX_Q_LEN or dim not in ROW_DIMS or q.dtype not in _CACHE_DTYPES:
-        return False
-    if 0 in (q.shape[0], cache.k.numel(), cache.capacity) or cache.k[..., 0].numel() > MAX_CACHE_ROWS:
-        return False
-    if not all(x.is_contiguous() and x.data_ptr() % 16 == 0 for x in (cache.k, cache.v)):
+def _append(cache: _Cache, k: torch.Tensor, v: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    """Write new tokens behind those that are there; the lengths with them."""
+    batch, new = k.shape[:2]
+    total = lengths + new
+    if cache.own is not None:
+        append(
+            cache.own, *(_rows(x) for x in (k, v)), seq_lens=total,
+            block_table=None if cache.table is None else cache.table.contiguous(),
+        )  # fmt: skip
+        return total
+    positions = lengths[:, None] + torch.arange(new, device=k.device)
+    rows = cache.rows(torch.arange(batch, device=k.device)[:, None], positions)
+    for into, values in ((cache.k, k), (cache.v, v)):
+        into[rows // cache.page, rows % cache.page] = values
+    return total
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    """The tensor with rows as kernels read them; a copy where they are not."""
+    made: torch.Tensor = arrays.with_plain_rows(common.contiguous_rows(x))
+    return made
+
+
+def _is_for_decode(cache: _Cache, q: torch.Tensor, options: dict[str, Any]) -> bool:
+    """Whether `decode` serves a call: few queries, and a cache that it reads where it lies."""
+    queries = q.shape[1]
+    if cache.first is not None or not 1 <= queries <= MAX_Q_LEN or q.shape[0] == 0 or cache.own is None:
         return False
     left, right = options["window"] or (-1, -1)
     # One query has no keys behind it, and without any limit the order of queries does not matter.
@@ -337,6 +390,7 @@ def _lies_as_decode_reads_it(cache: _Cache, q: torch.Tensor, options: dict[str, 
 def _decode(
     cache: _Cache, q: torch.Tensor, lengths: torch.Tensor, options: dict[str, Any]
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    assert cache.own is not None
     batch, queries, heads, dim = q.shape
     groups = cache.k.shape[2]
     left, right = options["window"] or (-1, -1)
@@ -344,41 +398,15 @@ def _decode(
     if together:  # queries that all see the same keys are as many more heads of one
         q = q.unflatten(2, (groups, heads // groups)).permute(0, 2, 3, 1, 4).reshape(batch, 1, heads * queries, dim)
     out, lse = decode(
-        common.contiguous_rows(q), _on_memory(cache.k, cache.v), seq_lens=lengths.contiguous(),
-        block_table=_tokens(cache), window=None if left == -1 else (left, 0), softmax_scale=options["softmax_scale"],
-        softcap=options["softcap"], deterministic=options["deterministic"], return_lse=True,
+        _rows(q), cache.own, seq_lens=lengths.contiguous(),
+        block_table=None if cache.table is None else cache.table.contiguous(),
+        window=None if left == -1 else (left, 0), softmax_scale=options["softmax_scale"], softcap=options["softcap"],
+        deterministic=options["deterministic"], return_lse=True,
     )  # fmt: skip
     if together:
         out = out.reshape(batch, heads, queries, dim).transpose(1, 2)
         lse = lse.reshape(batch, heads, queries)
     return out, lse
-
-
-def _tokens(cache: _Cache) -> torch.Tensor:
-    """A table of blocks of one token: (batch, capacity), int32."""
-    within = torch.arange(cache.page, dtype=torch.int32, device=cache.k.device)
-    return (cache.table[:, :, None] * cache.page + within).flatten(1).contiguous()
-
-
-def _on_memory(k: torch.Tensor, v: torch.Tensor) -> PagedKVCache:
-    """A cache on the caller's tensors: (tokens, heads, head_dim) are blocks of one token, and nothing is copied."""
-    template = _template(k.shape[2], k.shape[3], _CACHE_DTYPES[k.dtype], k.device)
-    state = template.__getstate__()
-    planes = {"k": k, "v": v}
-    state["num_blocks"] = k.shape[0] * k.shape[1]
-    state["_planes"] = {
-        name: (argument, planes[name].detach().view(-1, k.shape[2], 1, k.shape[3]), readonly)
-        for name, (argument, _, readonly) in state["_planes"].items()
-    }
-    cache = PagedKVCache.__new__(PagedKVCache)
-    cache.__setstate__(state)
-    return cache
-
-
-@functools.lru_cache(maxsize=64)
-def _template(heads: int, dim: int, dtype: str, device: torch.device) -> PagedKVCache:
-    """One token's cache: everything about a cache but its memory."""
-    return PagedKVCache(1, 1, heads, dim, like=torch.empty(0, device=device), k_dtype=dtype)
 
 
 # Any number of queries, on the caller's memory
@@ -402,7 +430,7 @@ def _over_pages(
     out, lse = attention_varlen(
         common.contiguous_rows(q.reshape(batch * queries, heads, dim)), cache.k, cache.v,
         cu_seqlens_q=torch.arange(batch + 1, dtype=torch.int32, device=q.device) * queries,
-        seqused_k=lengths.contiguous(), block_table=cache.table.contiguous(), max_seqlen_q=queries,
+        seqused_k=lengths.contiguous(), block_table=cache.blocks(batch).contiguous(), max_seqlen_q=queries,
         max_seqlen_k=cache.capacity, score_mod=mod, return_lse=True, **options,
     )  # fmt: skip
     lse = lse.reshape(heads, batch, queries).transpose(0, 1).contiguous()

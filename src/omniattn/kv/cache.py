@@ -9,20 +9,24 @@ from .. import arguments, arrays
 from ..arrays import Tensor
 from ..arrays.identity import Same, key_of
 from ..arrays.order import LaunchOrder
-from ..errors import ArgumentError, DtypeError, ShapeError
+from ..errors import ArgumentError, StrideError
 from .formats import KV_ARRAY_DTYPES, KVFormat, check_format
-from .key_arrays import check_values
+from .key_arrays import describe_key_arrays
 from .layout import ADDRESSES, CacheLayout, intern
 from .leaves import WithLeaves
+from .on_arrays import MAX_CACHE_ROWS, OnArrays
+from .places import by_position
 
 #: Tokens that a ring of the newest ones has beyond the window: as many as `decode` takes may be dropped again, and the
 #: window is still whole.
 RECENT_SPARE = 16
-#: Rows (tokens times kv heads) of a cache: the kernels count them in 32 bits.
-MAX_CACHE_ROWS = 2**32 - 1
+#: What a copy does not have of a cache: it follows from its arrays.
+_OF_ADDRESSES = (
+    "_order", "_plain_torch", "_identity", "_key", "_operands", "_written", "_apart", "_leaves", "_of",
+)  # fmt: skip
 
 
-class KVCache(WithLeaves):
+class KVCache(OnArrays, WithLeaves):
     """A contiguous cache: room for ``max_seqlen`` tokens of each of ``batch`` sequences.
 
     Parameters
@@ -169,27 +173,30 @@ class KVCache(WithLeaves):
         ref = arrays.describe(like, "like")
         # Of `like` only the place is kept: it may be a large array that its owner wants to be rid of.
         self._device, self._ordinal, self._device_name = ref.device, ref.ordinal, ref.device_name
-        self._key_arrays = self._describe_key_arrays({"k_mean": k_mean, "k_channel_scale": k_channel_scale}, ref, name)
+        self._key_arrays = describe_key_arrays(
+            {"k_mean": k_mean, "k_channel_scale": k_channel_scale}, heads, self.k_format, ref, name
+        )
         if self.hadamard and not self.k_format.quantized:
             raise ArgumentError("hadamard", f"False with k_dtype {k_dtype!r}, which is exact", "True", function=name)
         self.recent_window, self.recent_slots, self.recent_format = self._check_recent(name, *recent)
-        self._planes: dict[str, Tensor] = {}
+        self.array_order: str | None = None
+        planes: dict[str, Tensor] = {}
         for argument, fmt in (("k", self.k_format), ("v", self.v_format)):
             lead = (blocks, heads, block_size) if layout != "fbgemm" else (blocks, block_size, heads)
             dtype = "uint8" if fmt.quantized else KV_ARRAY_DTYPES[fmt.dtype]
             width = fmt.row_bytes if fmt.quantized else fmt.row_dim
-            self._planes[argument] = arrays.empty_like_framework(ref, (*lead, width), dtype)
+            planes[argument] = arrays.empty_like_framework(ref, (*lead, width), dtype)
             if fmt.plane_words:
-                self._planes[argument + "_params"] = arrays.empty_like_framework(ref, (*lead, fmt.plane_words), "int32")
+                planes[argument + "_params"] = arrays.empty_like_framework(ref, (*lead, fmt.plane_words), "int32")
         if self.recent_format is not None:
             ring = (self.recent_slots, heads, self.recent_window + RECENT_SPARE)
             dtype = KV_ARRAY_DTYPES[self.recent_format.dtype]
             for plane in ("recent_k", "recent_v"):
-                self._planes[plane] = arrays.empty_like_framework(ref, (*ring, self.recent_format.row_dim), dtype)
-            self._planes["recent_state"] = arrays.zeros_like_framework(ref, (self.recent_slots, 2), "int32")
-        for plane, t in self._planes.items():
+                planes[plane] = arrays.empty_like_framework(ref, (*ring, self.recent_format.row_dim), dtype)
+            planes["recent_state"] = arrays.zeros_like_framework(ref, (self.recent_slots, 2), "int32")
+        for plane, t in planes.items():
             t.argument = f"cache.{plane}"
-        self._settle()
+        self._settle(planes)
 
     def _check_recent(self, name: str, window: Any, dtype: Any, slots: Any) -> tuple[int, int, KVFormat | None]:
         """The recent window's tokens, slots and format; (0, 0, None) for none."""
@@ -221,33 +228,6 @@ class KVCache(WithLeaves):
             raise ArgumentError("recent_window", expected, received, function=name)
         return tokens, count, KVFormat(dtype, self.head_dim, self.k_format.row_dim, False, True)
 
-    def _describe_key_arrays(self, given: dict[str, Any], ref: Tensor, name: str) -> dict[str, Tensor]:
-        """The caller's arrays that change K, checked."""
-        found: dict[str, Tensor] = {}
-        shape = (self.num_kv_heads, self.head_dim)
-        for argument, value in given.items():
-            if value is None:
-                continue
-            if not self.k_format.quantized:
-                raise ArgumentError(
-                    argument, f"None with k_dtype {self.k_format.dtype!r}, which is exact", "an array", function=name
-                )
-            t = arrays.describe(value, argument)
-            if t.dtype != "float32":
-                raise DtypeError(argument, "float32", t.dtype, function=name)
-            if tuple(t.shape) != shape:
-                raise ShapeError(argument, f"(num_kv_heads, head_dim) = {shape}", f"{tuple(t.shape)}", function=name)
-            if tuple(t.strides) != arrays.contiguous_strides(shape):
-                raise ArgumentError(argument, "a contiguous array", f"strides {tuple(t.strides)}", function=name)
-            if t.device == "cuda":
-                arguments.check_alignment(t, name)
-            else:
-                check_values(t, name)
-            found[argument] = t
-        if found:
-            arrays.require_same_device([ref, *found.values()])
-        return found
-
     def __setattr__(self, name: str, value: Any) -> None:
         # What kernels believe of the memory: another number would send them out of bounds.
         if "_planes" in self.__dict__ and not name.startswith("_"):
@@ -258,7 +238,7 @@ class KVCache(WithLeaves):
         """For copies and pickles: arrays without their addresses, which a copy of an array does not share."""
         self._planes  # noqa: B018 - looks at memory that nobody has looked at
         state = self.__dict__.copy()
-        for name in ("_order", "_plain_torch", "_identity", "_key", "_operands", "_written", "_leaves", "_of"):
+        for name in _OF_ADDRESSES:
             state.pop(name, None)
         state["_planes"] = {name: (t.argument, self._array(name), t.readonly) for name, t in self._planes.items()}
         state["_key_arrays"] = {name: (t.argument, t.obj, t.readonly) for name, t in self._key_arrays.items()}
@@ -275,7 +255,7 @@ class KVCache(WithLeaves):
         self.__dict__.update(state)
         place = self._planes["k"]  # an array on a GPU may have been unpickled onto another one
         self._device, self._ordinal, self._device_name = place.device, place.ordinal, place.device_name
-        self._settle()
+        self._settle(self._planes)
 
     def __repr__(self) -> str:
         return (
@@ -338,6 +318,8 @@ class KVCache(WithLeaves):
     @property
     def token_bytes(self) -> int:
         """Bytes that one token takes, all heads, K and V."""
+        if self.array_order is not None:
+            return 4 * self.num_kv_heads * self.head_dim
         return self.num_kv_heads * (self.k_format.token_bytes + self.v_format.token_bytes)
 
     @property
@@ -365,27 +347,39 @@ class KVCache(WithLeaves):
         """`facts` by identity, for the keys of plans."""
         return self._identity
 
-    def _settle(self) -> None:
-        """Facts and addresses, once the arrays are there."""
-        self._order = LaunchOrder()
+    def _settle(self, planes: dict[str, Tensor], *, is_known: bool = False) -> None:
+        """Facts and addresses, once the arrays are there; ``is_known``: the facts are."""
+        own, keys = self.__dict__, self._key_arrays  # of a cache on known arrays it is made at each call
+        tensors = {**planes, **keys} if keys else planes
+        operands = tuple([t.obj for t in planes.values()])
+        own["_planes"], own["_order"], own["_key"] = planes, LaunchOrder(), key_of(self)
+        own["_addresses"] = tuple([tensors[name].ptr if name in tensors else 0 for name in ADDRESSES])
+        own["_operands"] = operands, tuple([t.obj for t in keys.values()])
+        if not is_known:
+            self._find_facts()
+        own["_written"] = operands if own["_apart"] else None
+
+    def _find_facts(self) -> None:
+        """What does not depend on the arrays' addresses."""
         self._plain_torch = all(t.framework == "torch" for t in self.tensors)
-        self._addresses = tuple(self.address(name) for name in ADDRESSES)
+        strides = None
+        if self.array_order is not None:
+            strides, others = (
+                by_position(self._planes[name].shape, self._planes[name].strides, self.array_order)[1] for name in "kv"
+            )
+            if strides != others:
+                raise StrideError("cache.v", f"strides {strides} of blocks, heads and tokens, like k", f"{others}")
         self._facts = intern(
             CacheLayout(
                 self.paged, self.num_blocks, self.block_size, self.num_kv_heads, self.head_dim, self.k_format,
                 self.v_format, self.hadamard, tuple(self._key_arrays), self.recent_window, self.recent_ring,
-                self.recent_slots, self.recent_format, self._device, self._ordinal,
+                self.recent_slots, self.recent_format, self._device, self._ordinal, self.array_order, strides,
             )
         )  # fmt: skip
         self._identity = Same(self._facts)
-        self._key = key_of(self)
-        self._operands = (
-            tuple(t.obj for t in self._planes.values()), tuple(t.obj for t in self._key_arrays.values())
-        )  # fmt: skip
         planes = list(self._planes.values())
         alike = self._plain_torch and len({t.obj.is_inference() for t in planes}) == 1
-        apart = alike and arrays.first_shared(planes, self._key_arrays.values()) is None
-        self._written = self._operands[0] if apart else None
+        self._apart = alike and arrays.first_shared(planes, self._key_arrays.values()) is None
 
     @property
     def written(self) -> tuple[Any, ...] | None:

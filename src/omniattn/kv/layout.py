@@ -30,6 +30,11 @@ class CacheLayout:
     recent_format : KVFormat, optional
     device, ordinal : str, int
         Where the arrays are.
+    array_order : str, optional
+        "NHD" or "HND": how the caller's arrays have tokens and heads (`OnArrays.from_arrays`); None for planes of the
+        cache's own.
+    strides : (block, head, token), optional
+        Of the caller's arrays, in elements, 0 for extents of 1.
     """
 
     paged: bool
@@ -47,6 +52,8 @@ class CacheLayout:
     recent_format: KVFormat | None
     device: str
     ordinal: int
+    array_order: str | None = None
+    strides: tuple[int, int, int] | None = None
 
 
 _interned: weakref.WeakKeyDictionary[CacheLayout, weakref.ref[CacheLayout]] = weakref.WeakKeyDictionary()

@@ -19,12 +19,12 @@ from .layout import CacheLayout
 _OF_MEMORY = frozenset(
     (
         "_planes", "_key_arrays", "_device", "_ordinal", "_device_name", "_order", "_plain_torch", "_addresses",
-        "_facts", "_identity", "_key", "_operands", "_written",
+        "_facts", "_identity", "_key", "_operands", "_written", "_apart",
     )
 )  # fmt: skip
 _EXTENTS = (
     "num_blocks", "block_size", "num_kv_heads", "head_dim", "k_format", "v_format", "hadamard", "recent_window",
-    "recent_slots", "recent_format",
+    "recent_slots", "recent_format", "array_order",
 )  # fmt: skip
 
 
@@ -73,10 +73,9 @@ class CacheFacts:
         cache, place = self._empty(), tensors[self.planes[0]]
         cache.__dict__.update(
             _device=place.device, _ordinal=place.ordinal, _device_name=place.device_name,
-            _planes={name: tensors[name] for name in self.planes},
             _key_arrays={name: tensors[name] for name in self.layout.key_arrays},
         )  # fmt: skip
-        cache._settle()
+        cache._settle({name: tensors[name] for name in self.planes})
         return cache
 
     def holding(self, leaves: dict[str, Any]) -> Any:

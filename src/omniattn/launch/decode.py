@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..errors import UnsupportedError
+from ..kv.places import RowPlaces, own_strides, places_of, row_places
 from ..problems import DecodeProblem, MergeProblem, Target
 from ..problems.decode import NEWEST, DecodeSplit, KeyPass, passes
 from ..problems.memory import WORKSPACE_ALIGNMENT
@@ -54,6 +55,27 @@ def _planes(one: KeyPass) -> dict[str, At | None]:
         "recent_slots": slots,
         "recent_state": state,
     }
+
+
+def row_places_of(one: KeyPass) -> RowPlaces | None:
+    """Where a pass reads rows of 16 bits; None for quantized ones."""
+    p = one.problem
+    if one.side != NEWEST:
+        return places_of(p.cache, "decode")
+    row = one.k.row_dim
+    extents = (p.num_blocks, p.num_kv_heads, p.block_size)
+    return row_places(own_strides(p.num_kv_heads, p.block_size, row), extents, row, "decode")
+
+
+def _row_values(one: KeyPass) -> dict[str, object]:
+    """The arguments that say where rows are."""
+    names = ("block_places", "head_places", "token_places", "place_bytes", "token_bytes", "row_chunks")
+    rows = row_places_of(one)
+    if rows is None:
+        return dict.fromkeys(names, 0)
+    # Rows of a ring follow each other up to its end, which may be within 16 of them.
+    in_runs = 0 if one.side == NEWEST else rows.run_bytes(one.problem.block_size, not one.problem.cache.paged)
+    return dict(zip(names, (rows.block, rows.head, rows.token, rows.unit_bytes, in_runs, rows.chunks), strict=True))
 
 
 def build(
@@ -181,6 +203,7 @@ class _PassPlan:
             "first_key": one.first_key,
             "prefix_sequences": one.prefix_sequences,
             "least_seq_len": p.capacity if one.prefix_sequences else 0,
+            **_row_values(one),
         }
         arguments = DECODE.pack(values)
         grid = (self.segments, -(-min(self.rows, one.rows) * split // _COMBINE_WARPS), 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ..errors import UnsupportedError
+from ..kv.places import places_of
 from ..problems import AppendProblem, CopyProblem, Target
 from ..registry import KernelSpec
 from ..runtime.record import LaunchRecord
@@ -29,14 +30,22 @@ def build(spec: KernelSpec, problem: AppendProblem, target: Target) -> tuple[Lau
     if blocks > MAX_GRID_X:
         received = f"{p.rows} tokens of {p.num_kv_heads} heads"
         raise UnsupportedError(f"append(): {received} are more than one launch takes", instead="several calls")
-    rope = p.rope != "none"
+    rope, by_slot = p.rope != "none", bool(p.slots)
     recent = bool(cache.recent_window)
+    rows = places_of(cache, "append")
+    places = (0, 0, 0, 0, 0) if rows is None else (rows.block, rows.head, rows.token, rows.unit_bytes, rows.chunks)
+    names = ("block_places", "head_places", "token_places", "place_bytes", "row_chunks")
     values: dict[str, object] = {
         "k": At("k"),
         "v": At("v"),
-        "seq_lens": At("seq_lens"),
-        "cu_seqlens": At("cu_seqlens") if p.packed else None,
-        "block_table": At("block_table") if cache.paged else None,
+        "seq_lens": None if by_slot else At("seq_lens"),
+        "cu_seqlens": At("cu_seqlens") if p.packed and not by_slot else None,
+        "block_table": At("block_table") if cache.paged and not by_slot else None,
+        "slots": At("slot_mapping") if by_slot else None,
+        "positions": At("positions") if p.positions else None,
+        "wide_slots": int(p.slots == "int64"),
+        "wide_positions": int(p.positions == "int64"),
+        **dict(zip(names, places, strict=True)),
         "cos": At("cos") if rope else None,
         "sin": At("sin") if rope else None,
         "k_data": At("cache.k"),
@@ -64,7 +73,6 @@ def build(spec: KernelSpec, problem: AppendProblem, target: Target) -> tuple[Lau
         "zero_point": int(cache.k_format.zero_point or cache.v_format.zero_point),
         "recent_ring": cache.recent_ring,
         "recent_num_slots": cache.recent_slots,
-        "reserved": 0,
     }
     for name, n in (("heads", p.num_kv_heads), ("tokens", p.tokens), ("block", p.block_size)):
         values[f"{name}_multiplier"], values[f"{name}_shift"] = quotient_factors(max(n, 1))
@@ -75,20 +83,22 @@ def build_copies(spec: KernelSpec, problem: CopyProblem, target: Target) -> tupl
     """The launches of `copy_blocks` or `copy_recent`."""
     cache = problem.cache
     planes: list[At | None]
+    rows = None if problem.recent or cache.strides is None else places_of(cache, "copy_blocks")
     if problem.recent:
         assert cache.recent_format is not None
         ring = cache.num_kv_heads * cache.recent_ring * cache.recent_format.row_bytes
         planes = [At("cache.recent_k"), At("cache.recent_v"), At("cache.recent_state"), None]
         sizes = [ring, ring, 8, 0]
     else:
-        rows = cache.num_kv_heads * cache.block_size
+        count = cache.num_kv_heads * cache.block_size
         formats = (cache.k_format, cache.v_format)
         planes = [At("cache.k"), At("cache.v")]
         planes += [
             At(name) if fmt.plane_words else None
             for name, fmt in zip(("cache.k_params", "cache.v_params"), formats, strict=True)
         ]
-        sizes = [*(rows * f.row_bytes for f in formats), *(rows * 4 * f.plane_words for f in formats)]
+        widths = [f.row_bytes if rows is None else 16 * rows.chunks for f in formats]
+        sizes = [*(count * width for width in widths), *(count * 4 * f.plane_words for f in formats)]
     parts = max(1, min(32, max(sizes) // (16 * _COPY_THREADS)))
     records = []
     for first in range(0, len(problem.pairs), MAX_PAIRS):
@@ -97,6 +107,11 @@ def build_copies(spec: KernelSpec, problem: CopyProblem, target: Target) -> tupl
         values: dict[str, object] = {
             "planes": planes,
             "block_bytes": tuple(sizes),
+            "block_step": 0 if rows is None else rows.block * rows.unit_bytes,
+            "head_step": 0 if rows is None else rows.head * rows.unit_bytes,
+            "token_step": 0 if rows is None else rows.token * rows.unit_bytes,
+            "row_chunks": 0 if rows is None else rows.chunks,
+            "block_size": cache.block_size,
             "pairs": (*flat, *[0] * (2 * MAX_PAIRS - len(flat))),
         }
         records.append(LaunchRecord(spec, (len(some), 4, parts), _COPY_THREADS, *KV_COPY.pack(values)))

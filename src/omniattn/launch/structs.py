@@ -219,6 +219,7 @@ DECODE = HostStruct(
     ("f", "softmax_scale softcap"), ("i", "combine_split"), ("I", "block_multiplier"), ("i", "block_shift"),
     ("I", "worker_multiplier"), ("i", "worker_shift"), ("I", "two_1024"),
     ("i", "first_key prefix_sequences least_seq_len"),
+    ("I", "block_places head_places token_places place_bytes token_bytes"), ("i", "row_chunks"),
 )
 
 # params/kv_append.cuh
@@ -226,18 +227,20 @@ DECODE = HostStruct(
 KV_APPEND = HostStruct(
     "KvAppendParams",
     ("P", "k v seq_lens cu_seqlens block_table cos sin k_data v_data k_params v_params k_mean k_channel_scale"
-     " recent_slots recent_k recent_v recent_state"),
+     " recent_slots recent_k recent_v recent_state slots positions"),
     ("q", "k_stride_b k_stride_s k_stride_h v_stride_b v_stride_s v_stride_h rows"),
     ("i", "batch tokens num_kv_heads head_dim capacity block_size num_blocks table_columns rope rope_pairs"
      " rope_rows hadamard zero_point recent_ring recent_num_slots"),
     ("I", "heads_multiplier"), ("i", "heads_shift"), ("I", "tokens_multiplier"), ("i", "tokens_shift"),
-    ("I", "block_multiplier"), ("i", "block_shift reserved"),
+    ("I", "block_multiplier"), ("i", "block_shift wide_slots wide_positions"),
+    ("I", "block_places head_places token_places place_bytes"), ("i", "row_chunks"),
 )
 
 # params/kv_copy.cuh
 
 KV_COPY = HostStruct(
-    "KvCopyParams", ("4P", "planes"), ("4q", "block_bytes"), ("224i", "pairs"),
+    "KvCopyParams", ("4P", "planes"), ("4q", "block_bytes"), ("q", "block_step head_step token_step"),
+    ("i", "row_chunks block_size"), ("224i", "pairs"),
 )
 
 # params/layout_fp8.cuh

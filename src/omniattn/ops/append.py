@@ -21,7 +21,7 @@ from .traced import run_traced
 
 _APPEND = Operation(
     "append", checks.ARRAYS, checks.check_append, check_memory, plan_append, on_cpu.append,
-    ("k", "v", "seq_lens"), checks.ALIGNED, writes_cache=True, traced=run_traced,
+    ("k", "v"), checks.ALIGNED, writes_cache=True, traced=run_traced,
 )  # fmt: skip
 
 
@@ -41,9 +41,11 @@ def append(
     k: Any,
     v: Any,
     *,
-    seq_lens: Any,
+    seq_lens: Any = None,
     cu_seqlens: Any = None,
     block_table: Any = None,
+    slot_mapping: Any = None,
+    positions: Any = None,
     cos: Any = None,
     sin: Any = None,
     rope: str = "half",
@@ -52,16 +54,18 @@ def append(
 ) -> None:
     """Write new tokens into a cache: rotary embedding of K (optional), quantization and scatter in one kernel.
 
-    Token i of the n new ones of sequence b goes to position seq_lens[b] - n + i.
+    Token i of the n new ones of sequence b goes to position seq_lens[b] - n + i; or, with slot_mapping, token i to slot
+    slot_mapping[i].
 
     Parameters
     ----------
     cache : KVCache or PagedKVCache
         Written in place, as which torch counts it.
-    k, v : array, (batch, tokens, num_kv_heads, head_dim), or packed (rows, num_kv_heads, head_dim) with cu_seqlens
+    k, v : array, (batch, tokens, num_kv_heads, head_dim)
+        Packed, (rows, num_kv_heads, head_dim), with cu_seqlens or slot_mapping.
         float16 or bfloat16, on the CPU float32 and float64 too; head_dim contiguous, the other strides free (on a GPU
         multiples of 8 elements, addresses multiples of 16 bytes). Nothing of them lies in the cache.
-    seq_lens : array, (batch,), int32, on k's device
+    seq_lens : array, (batch,), int32, on k's device; with slot_mapping left out
         Tokens of each sequence, the new ones included: what `decode` takes afterwards. Checked on the CPU; on a GPU
         that would need a synchronization, and tokens whose place is outside the cache are not written.
     cu_seqlens : array, (batch + 1,), int32, optional
@@ -69,6 +73,14 @@ def append(
     block_table : array, (batch, max_blocks), int32
         With a `PagedKVCache`, as in `decode`. Blocks that are written must belong to one sequence only:
         `BlockManager.extend` sees to that.
+    slot_mapping : array, (slots,), int32 or int64, on k's device, optional
+        Where packed tokens go, in place of seq_lens, cu_seqlens and block_table: row slot % block_size of block slot //
+        block_size (of a `KVCache`, of a sequence). A token with a negative slot is not written, nor those of k and v
+        behind the last slot. A slot beyond the cache raises on the CPU; on a GPU its token is not written. Of tokens
+        with one slot any may be the one that stays. Not with a recent_window.
+    positions : array, (positions,), int32 or int64, on k's device
+        With slot_mapping and cos: position of each token, which its key is rotated by; at least as many as there are
+        slots.
     cos, sin : array, (positions, pairs), float32, contiguous, optional
         Both: K's first 2 * pairs channels are rotated by the angle of their position. A position without a row raises
         on the CPU; on a GPU its key is NaN.
@@ -93,7 +105,7 @@ def append(
     newer; on the CPU NumPy writes the same bytes.
     """
     check_cache(cache, "append")
-    objects = (k, v, seq_lens, cu_seqlens, block_table, cos, sin, recent_slots)
+    objects = (k, v, seq_lens, cu_seqlens, block_table, cos, sin, recent_slots, slot_mapping, positions)
     if compiling():
         run_traced(Call(_APPEND, objects, AppendOptions(rope), stream, cache))
     elif repeated(_APPEND, objects, (rope,), stream, cache) is None:

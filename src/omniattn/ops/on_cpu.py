@@ -272,6 +272,8 @@ def append(call: Call, problem: AppendProblem, tensors: Tensors) -> list[Any]:
     cache, function = call.cache, call.operation.name
     assert cache is not None
     arrays.prepare([tensors["k"]], call.stream)  # refuses a stream
+    if problem.slots:
+        return _append_by_slots(call, problem, tensors)
     k, v, lengths = (arrays.to_numpy(tensors[n]) for n in ("k", "v", "seq_lens"))
     if "cu_seqlens" in tensors:
         starts = [int(x) for x in arrays.to_numpy(tensors["cu_seqlens"])]
@@ -306,6 +308,35 @@ def append(call: Call, problem: AppendProblem, tensors: Tensors) -> list[Any]:
                 cos, sin = (arrays.to_numpy(tensors[n])[angles, None] for n in ("cos", "sin"))
                 keys = rotate(keys, cos, sin, problem.rope == "interleaved")
             append_tokens(host, keys, np.asarray(v[begin:end]), table[b], first, int(slots[b]))
+    return []
+
+
+def _append_by_slots(call: Call, problem: AppendProblem, tensors: Tensors) -> list[Any]:
+    """``append`` with slot_mapping; everything is checked before the first byte is written."""
+    import numpy as np
+
+    from ..reference.decode import on_host, write_tokens
+    from ..reference.kv_cache import rotate
+
+    cache, function = call.cache, call.operation.name
+    assert cache is not None
+    slots = arrays.to_numpy(tensors["slot_mapping"])
+    count = cache.num_blocks * cache.block_size
+    if problem.rows and int(slots.max()) >= count:
+        raise ArgumentError("slot_mapping", f"slots below {count}", f"{int(slots.max())}", function=function)
+    wanted = np.flatnonzero(slots >= 0)
+    k, v = (arrays.to_numpy(tensors[name])[wanted] for name in ("k", "v"))
+    if problem.rope != "none":
+        positions = arrays.to_numpy(tensors["positions"])[wanted]
+        bad = positions[(positions < 0) | (positions >= problem.rope_rows)]
+        if bad.size:
+            expected = f"positions from 0 to {problem.rope_rows - 1}, for which there are angles"
+            raise ArgumentError("positions", expected, f"{int(bad[0])}", function=function)
+        cos, sin = (arrays.to_numpy(tensors[name])[positions, None] for name in ("cos", "sin"))
+    with np.errstate(all="ignore"):  # IEEE arithmetic, as in `append`
+        if problem.rope != "none":
+            k = rotate(k, cos, sin, problem.rope == "interleaved")
+        write_tokens(on_host(cache), k, v, slots[wanted] // cache.block_size, slots[wanted] % cache.block_size)
     return []
 
 

@@ -30,6 +30,8 @@ class AppendProblem:
         Extents of cos and sin.
     k_strides, v_strides : tuple of int
         Element strides of k and v.
+    slots, positions : str
+        Element types of slot_mapping, by which tokens are written then, and of positions; "" for none.
     """
 
     dtype: str
@@ -48,10 +50,12 @@ class AppendProblem:
     rope_rows: int
     k_strides: tuple[int, ...] = ()
     v_strides: tuple[int, ...] = ()
+    slots: str = ""
+    positions: str = ""
 
     @property
     def packed(self) -> bool:
-        """Whether k and v are packed, with cu_seqlens."""
+        """Whether k and v are packed, with cu_seqlens or slot_mapping."""
         return len(self.k_strides) == 3
 
     @property

@@ -73,6 +73,7 @@ class CacheArrays:
     ----------
     k_format, v_format : KVFormat
     k, v : uint8 (blocks, heads, block_size, row_bytes)
+        Rows of the caller's arrays are not padded.
     k_params, v_params : uint32 (blocks, heads, block_size, words of the parameter plane)
     k_mean, k_channel_scale : float32 (heads, head_dim) or None
     hadamard : bool
@@ -112,7 +113,11 @@ def append_tokens(cache: CacheArrays, k: Array, v: Array, table: Array, first: i
         return
     if cache.recent is not None:
         cache.recent.append(slot, k, v, first)
-    blocks, rows = _places(table, np.arange(first, first + k.shape[0]), cache.block_size)
+    write_tokens(cache, k, v, *_places(table, np.arange(first, first + k.shape[0]), cache.block_size))
+
+
+def write_tokens(cache: CacheArrays, k: Array, v: Array, blocks: Array, rows: Array) -> None:
+    """Quantize tokens (tokens, heads, head_dim), and write them to rows of blocks."""
     stored = (
         kv_cache.transform_key(k, cache.k_format, cache.k_mean, cache.k_channel_scale, cache.hadamard)
         if cache.k_format.quantized
@@ -131,7 +136,7 @@ def append_tokens(cache: CacheArrays, k: Array, v: Array, table: Array, first: i
     )
     for data, params, fmt, values, valid in planes:
         row_data, row_params = kv_cache.encode(values, fmt, valid)
-        data[blocks, :, rows] = row_data
+        data[blocks, :, rows] = row_data[..., : data.shape[-1]]  # the caller's rows are not padded
         params[blocks, :, rows] = row_params
 
 
@@ -215,7 +220,8 @@ def on_host(cache: KVCache) -> CacheArrays:
         raw = arrays.raw_view(cache.planes[name])
         if fmt.layout == "fbgemm":
             return raw.swapaxes(1, 2)
-        return raw if fmt.quantized else raw.view(np.uint8)
+        raw = raw if fmt.quantized else raw.view(np.uint8)
+        return raw.swapaxes(1, 2) if cache.array_order == "NHD" else raw
 
     def params(name: str, fmt: KVFormat) -> Any:
         lead = (cache.num_blocks, cache.num_kv_heads, cache.block_size)

@@ -21,8 +21,9 @@ LIBRARY.define(
     tags=TAGS,
 )
 LIBRARY.define(
-    f"append(Tensor(a!)[] planes, Tensor[] key_arrays, int cache, Tensor k, Tensor v, {_TABLES}, Tensor? cu_seqlens, "
-    "Tensor? cos, Tensor? sin, str rope) -> ()",
+    "append(Tensor(a!)[] planes, Tensor[] key_arrays, int cache, Tensor k, Tensor v, Tensor? seq_lens, "
+    "Tensor? block_table, Tensor? recent_slots, Tensor? cu_seqlens, Tensor? cos, Tensor? sin, str rope, "
+    "Tensor? slot_mapping=None, Tensor? positions=None) -> ()",
     tags=TAGS,
 )
 
@@ -63,11 +64,12 @@ def _decode_shapes(
 
 def _append(
     planes: Any, key_arrays: Any, number: int, k: Any, v: Any, seq_lens: Any, block_table: Any, recent_slots: Any,
-    cu_seqlens: Any, cos: Any, sin: Any, rope: str,
+    cu_seqlens: Any, cos: Any, sin: Any, rope: str, slot_mapping: Any = None, positions: Any = None,
 ) -> None:  # fmt: skip
     FUNCTIONS["append"](
         _cache(number, planes, key_arrays, "append"), k, v, seq_lens=seq_lens, cu_seqlens=cu_seqlens,
-        block_table=block_table, cos=cos, sin=sin, rope=rope, recent_slots=recent_slots,
+        block_table=block_table, slot_mapping=slot_mapping, positions=positions, cos=cos, sin=sin, rope=rope,
+        recent_slots=recent_slots,
     )  # fmt: skip
 
 
@@ -103,7 +105,7 @@ def run(call: Call) -> list[Any]:
     if function == "append":
         torch.ops.omniattn.append.default(
             list(planes), list(key_arrays), cache.key, given["k"], given["v"], *tables, given["cu_seqlens"],
-            given["cos"], given["sin"], x.rope,
+            given["cos"], given["sin"], x.rope, given["slot_mapping"], given["positions"],
         )  # fmt: skip
         return []
     x = plain(x)

@@ -1,0 +1,188 @@
+"""Caches on arrays of the caller: nothing is copied, and rows are wherever the arrays have them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .. import arguments, arrays
+from ..arrays import Tensor
+from ..arrays.strides import overlaps_itself
+from ..errors import AlignmentError, ArgumentError, DtypeError, ShapeError, StrideError, UnsupportedError
+from .formats import KV_ARRAY_DTYPES, KVFormat, row_dim
+from .places import CHUNK_BYTES, ORDERS, by_position, row_places
+
+#: Rows (tokens times kv heads) of a cache: the kernels count them in 32 bits.
+MAX_CACHE_ROWS = 2**32 - 1
+#: Names of 16-bit caches by the element types of arrays.
+_DTYPES = {array: name for name, array in KV_ARRAY_DTYPES.items()}
+#: Libraries whose arrays can be divided without a copy.
+_WITH_VIEWS = ("torch", "numpy", "cupy")
+#: What a cache knows that depends on its arrays' facts and not on their addresses: by those facts.
+_known: dict[Any, dict[str, Any]] = {}
+_MOST_KNOWN = 1024
+#: Of a cache's attributes those that are not.
+_ITS_OWN = frozenset(("_planes", "_addresses", "_operands", "_written", "_key", "_order"))
+
+
+class OnArrays:
+    """What makes a `KVCache` or `PagedKVCache` of the caller's arrays."""
+
+    paged: bool
+
+    @classmethod
+    def from_arrays(
+        cls, k: Any, v: Any = None, *, layout: str = "NHD", k_scale: Any = None, v_scale: Any = None
+    ) -> Any:
+        """A cache on arrays that are there already: K and V in 16 bits, of any strides; nothing is copied.
+
+        Parameters
+        ----------
+        k, v : array, (blocks, tokens, heads, dim) for "NHD", (blocks, heads, tokens, dim) for "HND"
+            float16 or bfloat16, on the CPU too. Blocks are those of a `PagedKVCache`, ``tokens`` its block_size; of a
+            `KVCache` they are the sequences. dim is contiguous and a multiple of 8 from 8 to 256. All other strides are
+            free, the same for k and v: positive multiples of 8 elements, and no two elements in one place. Addresses
+            are multiples of 16 bytes. So a tensor (2, blocks, ...) or (blocks, 2, ...) is given as
+            ``*pool.unbind(0)`` or ``*pool.unbind(1)``. Padding between rows, and tails of blocks that no token owns,
+            may hold anything, NaN included.
+            v None: k has K and V side by side in its rows, 2 * dim elements (torch, CuPy, NumPy).
+        layout : "NHD" or "HND"
+            Order of the dimensions. It is not the byte order that the constructors' ``layout=`` names.
+        k_scale, v_scale : None
+            Scales of 8-bit arrays, which this version does not read.
+
+        Returns
+        -------
+        KVCache or PagedKVCache
+            Whose ``k`` and ``v`` are these arrays. It holds them, and is to be made anew for others; for arrays whose
+            shapes, strides and distance are known that takes a few microseconds.
+
+        Raises
+        ------
+        ArgumentError
+            Or a subclass: names argument, what was expected and what came.
+        UnsupportedError
+            Arrays of 8 bits; rows so far apart that the kernels cannot count them in 32 bits.
+
+        Notes
+        -----
+        A read-only array can be decoded from, and `append` refuses it. Of JAX, whose arrays never change, the cache
+        takes the arrays over as those of its own: nobody else may read them. Launches on arrays of JAX or another
+        DLPack library are kept in order by their cache: one cache for an array. (Torch and CuPy have streams for that.)
+        """
+        return _on(cls, k, v, layout, {"k_scale": k_scale, "v_scale": v_scale})
+
+
+def _on(cls: Any, k: Any, v: Any, layout: Any, scales: dict[str, Any]) -> Any:
+    if layout not in ORDERS or not isinstance(layout, str):
+        raise ArgumentError("layout", " or ".join(map(repr, ORDERS)), repr(layout), function=_name(cls))
+    for name, x in scales.items():
+        if x is not None:
+            raise UnsupportedError(
+                f"{_name(cls)}(): argument {name!r}; arrays are read as they are",
+                instead="float16 or bfloat16 arrays, or a quantized cache of the package's own (k_dtype='fp8')",
+            )
+    first, second = (arrays.describe(k, "k"), arrays.describe(v, "v")) if v is not None else _halves(k, _name(cls))
+    facts = cls, layout, second.ptr - first.ptr, first.ptr % CHUNK_BYTES, _facts_of(first), _facts_of(second)
+    known = _known.get(facts)
+    cache: Any = cls.__new__(cls)
+    if known is None:
+        _check(first, second, layout, _name(cls))
+    cache.__dict__.update(_extents(first, layout) if known is None else known)
+    first.argument, second.argument = "cache.k", "cache.v"
+    if "jax" in (first.framework, second.framework):
+        for t in (first, second):
+            t.readonly = t.readonly and t.framework != "jax"
+    cache._settle({"k": first, "v": second}, is_known=known is not None)
+    if known is None:
+        if len(_known) >= _MOST_KNOWN:
+            _known.clear()
+        _known[facts] = {name: x for name, x in cache.__dict__.items() if name not in _ITS_OWN}
+    return cache
+
+
+def _name(cls: Any) -> str:
+    return f"{cls.__name__}.from_arrays"
+
+
+def _facts_of(t: Tensor) -> tuple[Any, ...]:
+    """What a cache depends on, of one of its arrays."""
+    inference = t.framework == "torch" and t.obj.is_inference()
+    return t.framework, t.device, t.ordinal, t.dtype, t.readonly, inference, tuple(t.shape), tuple(t.strides)
+
+
+def _halves(k: Any, function: str) -> tuple[Tensor, Tensor]:
+    """K's and V's halves of one array's rows."""
+    both = arrays.describe(k, "k")
+    if both.framework not in _WITH_VIEWS:
+        raise UnsupportedError(
+            f"{function}(): K and V in one array of a library without views", instead="two arrays, k and v"
+        )
+    if len(both.shape) != 4 or both.shape[3] % 2:
+        expected = "4 dimensions, the last one with K and V side by side (v is None)"
+        raise ShapeError("k", expected, f"shape {tuple(both.shape)}", function=function)
+    dim = both.shape[3] // 2
+    return arrays.describe(both.obj[..., :dim], "k"), arrays.describe(both.obj[..., dim:], "v")
+
+
+def _check(k: Tensor, v: Tensor, layout: str, function: str) -> None:
+    """Everything that a cache's arrays have to be."""
+    arrays.require_same_device([k, v])
+    for t in (k, v):
+        if t.dtype not in _DTYPES:
+            if t.itemsize == 1:
+                raise UnsupportedError(
+                    f"{function}(): {t.argument} of {t.dtype}",
+                    instead="float16 or bfloat16 arrays, or a quantized cache of the package's own (k_dtype='fp8')",
+                )
+            raise DtypeError(t.argument, " or ".join(_DTYPES), t.dtype, function=function)
+        if len(t.shape) != 4:
+            names = "(blocks, tokens, heads, dim)" if layout == "NHD" else "(blocks, heads, tokens, dim)"
+            raise ShapeError(t.argument, f"4 dimensions {names}", f"shape {tuple(t.shape)}", function=function)
+    if v.dtype != k.dtype:
+        raise DtypeError("v", f"{k.dtype}, like k", v.dtype, function=function)
+    if tuple(v.shape) != tuple(k.shape):
+        raise ShapeError("v", f"shape {tuple(k.shape)}, like k", f"{tuple(v.shape)}", function=function)
+    dim = k.shape[3]
+    if not (8 <= dim <= arguments.MAX_HEAD_DIM and dim % 8 == 0):
+        expected = f"head_dim, the last dimension, a multiple of 8 from 8 to {arguments.MAX_HEAD_DIM}"
+        raise ShapeError("k", expected, f"{dim}", function=function)
+    extents, strides = by_position(k.shape, k.strides, layout)
+    rows = extents[0] * extents[1] * extents[2]
+    if min(extents) < 1 or max(extents) > arguments.MAX_ROWS or rows > MAX_CACHE_ROWS:
+        expected = f"from 1 to {arguments.MAX_ROWS} of each of blocks, tokens and heads, {MAX_CACHE_ROWS} rows in all"
+        raise ShapeError("k", expected, f"shape {tuple(k.shape)}", function=function)
+    for t in (k, v):
+        _check_strides(t, function)
+    if by_position(v.shape, v.strides, layout)[1] != strides:
+        raise StrideError("v", f"strides {tuple(k.strides)}, like k", f"{tuple(v.strides)}", function=function)
+    row_places(strides, extents, dim, function)
+
+
+def _check_strides(t: Tensor, function: str) -> None:
+    received = f"strides {tuple(t.strides)}"
+    if t.strides[3] != 1:
+        raise StrideError(t.argument, "a contiguous last dimension", received, function=function)
+    step = CHUNK_BYTES // t.itemsize
+    outer = [s for s, n in zip(t.strides[:3], t.shape[:3], strict=True) if n > 1]
+    if any(s % step or s < 0 for s in outer):
+        raise StrideError(t.argument, f"positive strides that are multiples of {step}", received, function=function)
+    if overlaps_itself(t.shape, t.strides):
+        raise StrideError(t.argument, "elements that do not share memory", received, function=function)
+    if t.ptr % CHUNK_BYTES:
+        expected = f"an address that is a multiple of {CHUNK_BYTES} bytes"
+        raise AlignmentError(t.argument, expected, hex(t.ptr), function=function)
+
+
+def _extents(k: Tensor, layout: str) -> dict[str, Any]:
+    """A cache's attributes, but for those that `KVCache._settle` finds."""
+    (blocks, heads, tokens), _ = by_position(k.shape, k.strides, layout)
+    dim = k.shape[3]
+    formats = {
+        name: KVFormat(_DTYPES[k.dtype], dim, row_dim(dim), False, is_key)
+        for name, is_key in (("k_format", True), ("v_format", False))
+    }
+    return {
+        "num_blocks": blocks, "block_size": tokens, "num_kv_heads": heads, "head_dim": dim, **formats,
+        "hadamard": False, "recent_window": 0, "recent_slots": 0, "recent_format": None, "array_order": layout,
+        "_device": k.device, "_ordinal": k.ordinal, "_device_name": k.device_name, "_key_arrays": {},
+    }  # fmt: skip

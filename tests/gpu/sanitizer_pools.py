@@ -1,0 +1,30 @@
+"""Calls on the caller's pools for compute-sanitizer: pools end where their last rows do."""
+
+from __future__ import annotations
+
+import numpy as np
+from sanitizer_arrays import check, poisoned, to_gpu
+
+import omniattn as oa
+
+
+def pools(rng: np.random.Generator) -> None:
+    """Append by slots and by positions, decode and copies; K and V in one row, which is the pool's last at that."""
+    for dim, size in ((64, 16), (96, 16), (96, 3), (200, 1)):
+        columns = -(-40 // size)
+        blocks = 2 * columns + 1
+        memory = poisoned((blocks, size, 2, 2 * dim))
+        cache = oa.PagedKVCache.from_arrays(memory)
+        numbers = np.arange(blocks)[::-1][: 2 * columns].reshape(2, columns)
+        table, lens = to_gpu(numbers, np.int32), to_gpu((40, 33), np.int32)
+        k, v = (to_gpu(rng.standard_normal((80, 2, dim))) for _ in range(2))
+        at = np.arange(40)
+        slots = (numbers[:, at // size] * size + at % size).reshape(-1)
+        slots[73:78] = (-1, -(2**31), blocks * size, 2**31 - 1, -5)  # of tokens that seq_lens leaves out
+        for dtype in (np.int32, np.int64):
+            oa.append(cache, k, v, slot_mapping=to_gpu(slots[:78], dtype))
+        oa.append(cache, k[:4].reshape(2, 2, 2, dim), v[:4].reshape(2, 2, 2, dim), seq_lens=lens, block_table=table)
+        oa.copy_blocks(cache, [(blocks - 1, 0)])
+        for queries, heads in ((1, 8), (4, 8), (9, 16)):
+            q = to_gpu(rng.standard_normal((2, queries, heads, dim)))
+            check(*oa.decode(q, cache, out=poisoned(q.shape), return_lse=True, seq_lens=lens, block_table=table))
