@@ -54,8 +54,7 @@ class Served:
         if batch:
             oa.append(self.cache, k, v, cu_seqlens=starts, **self.places)
         self.k, self.v = (
-            [x[a:b].astype(np.float16).astype(np.float64) for a, b in itertools.pairwise(starts)]
-            for x in (k, v)
+            [x[a:b].astype(np.float16).astype(np.float64) for a, b in itertools.pairwise(starts)] for x in (k, v)
         )
         self.dim = dim
 

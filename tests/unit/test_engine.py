@@ -66,6 +66,12 @@ CALLS: dict[str, Make] = {
     "attention_varlen": lambda: (oa.attention_varlen, _PACKED, {**_BOTH, "return_lse": True}),
     "operands": _operands,
     "decode": lambda: (oa.decode, (ones(2, 1, 4, 64), contiguous()), {"seq_lens": LENS, "return_lse": True}),
+    "with cache": lambda: (
+        oa.attention_with_kvcache,
+        (ones(2, 20, 4, 64), contiguous(k_dtype="fp16")),
+        {"seq_lens": LENS},
+    ),
+    "with cache, tokens": lambda: (oa.attention_with_kvcache, (ones(2, 1, 4, 64), contiguous()), {"seq_lens": LENS}),
     "append": lambda: (oa.append, (contiguous(), ones(2, 1, 2, 64), ones(2, 1, 2, 64)), {"seq_lens": LENS}),
     "copy_blocks": lambda: (oa.copy_blocks, (paged(), [(0, 1)]), {}),
     "copy_recent": lambda: (oa.copy_recent, (paged(), [(0, 1)]), {}),
