@@ -218,6 +218,8 @@ FAMILIES: dict[str, list[str]] = {
     "attention_varlen": ["attn_fwd_sm90"],
     "operands": ["attn_int8_sm90"],
     "decode": ["decode_sm80", "decode_combine_sm80"],
+    "with cache": ["attn_fwd_sm90"],
+    "with cache, tokens": ["decode_sm80", "decode_combine_sm80"],
     "append": ["kv_append_sm80"],
     "copy_blocks": ["kv_copy_sm80"],
     "copy_recent": ["kv_copy_sm80"],
@@ -271,7 +273,8 @@ def test_explain_on_a_gpu(
     assert said.grid >= 1
     assert said.threads >= 32
     assert all(launch.grid >= 1 and launch.threads >= 32 for launch in said.launches)
-    assert (said.workspace_bytes > 0) == (name in ("attention int8", "decode") or name.startswith("quantize"))
+    with_workspace = name in ("attention int8", "decode", "with cache, tokens") or name.startswith("quantize")
+    assert (said.workspace_bytes > 0) == with_workspace
     text = str(said)
     assert said.kernel in text
     assert "GFLOP" in text or not name.startswith(("attention", "operands")) or "unknown" in text

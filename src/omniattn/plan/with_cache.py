@@ -27,7 +27,7 @@ def plan_with_cache(problem: WithCacheProblem, target: Target, force: str | None
         launches, names = plan_attention(own, target, force), _OF_PAGES
     selection = launches.selection
     records = tuple(_renamed(record, names) for record in launches.records)
-    return replace(launches, selection=replace(selection, why=(problem.why, *selection.why)), records=records)
+    return replace(launches, selection=replace(selection, why=(*selection.why, problem.why)), records=records)
 
 
 def _renamed(record: LaunchRecord, names: Mapping[str, str]) -> LaunchRecord:
