@@ -197,49 +197,6 @@ def test_generation_compiles(paged: bool, k_dtype: str) -> None:
         assert torch.equal(lse, expected[1])
 
 
-@pytest.mark.parametrize("paged", [False, True])
-@pytest.mark.parametrize("queries", ["tokens", "batch", "packed", "packed tokens", "score_mod"])
-def test_attention_with_kvcache_compiles(paged: bool, queries: str) -> None:
-    like = torch.empty(0, dtype=torch.bfloat16)
-    cache = (
-        oa.PagedKVCache(10, 8, 2, 16, like=like, k_dtype="fp16") if paged
-        else oa.KVCache(2, 32, 2, 16, like=like, k_dtype="fp16")
-    )  # fmt: skip
-    table = torch.randperm(10, dtype=torch.int32)[:8].view(2, 4) if paged else None
-    k, v = (torch.randn(2, 30, 2, 16).bfloat16() for _ in "kv")
-    oa.append(cache, k, v, seq_lens=torch.tensor([30, 30], dtype=torch.int32), block_table=table)
-    counts = {"tokens": (1, 1), "batch": (20, 20), "packed": (13, 4), "packed tokens": (1, 1), "score_mod": (2, 2)}[
-        queries
-    ]
-    options: dict[str, Any] = {"causal": queries != "packed", "softcap": 3.0}
-    starts, q = None, torch.randn(2, counts[0], 4, 16)
-    if queries.startswith("packed"):
-        q = torch.randn(sum(counts), 4, 16)
-        starts = torch.tensor([0, counts[0], sum(counts)], dtype=torch.int32)
-        options["max_seqlen_q"] = counts[0]
-    elif queries == "score_mod":
-        options["score_mod"] = _alibi(torch.tensor([0.5, 0.25, 0.125, 0.0625]))
-    index = None if paged else torch.tensor([1, 0], dtype=torch.int32)
-
-    def f(q: Any, lengths: Any, starts: Any, table: Any, index: Any) -> Any:
-        return oa.attention_with_kvcache(
-            q, cache, seq_lens=lengths, cu_seqlens_q=starts, block_table=table, batch_index=index, return_lse=True,
-            **options,
-        )  # fmt: skip
-
-    compiled = _compiled(f)
-    for lengths in ([30, 9], [13, 30]):
-        given = (q, torch.tensor(lengths, dtype=torch.int32), starts, table, index)
-        for a, b in zip(compiled(*given), f(*given), strict=True):
-            assert a.shape == b.shape
-            assert torch.equal(a, b)
-    q.requires_grad_()
-    with pytest.raises(UnsupportedError, match="'q' requires a gradient"):
-        f(*given)
-    with pytest.raises(Exception, match="'q' requires a gradient"):
-        _compiled(f)(*given)
-
-
 def test_a_cache_that_is_gone_raises() -> None:
     import omniattn.frameworks.torch.tracing  # noqa: F401
 
