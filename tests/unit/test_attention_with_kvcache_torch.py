@@ -70,6 +70,39 @@ def test_attention_with_kvcache_compiles(paged: bool, queries: str) -> None:
         _compiled(f)(*given)
 
 
+def test_what_has_no_gradient() -> None:
+    cache = oa.KVCache(2, 32, 2, 16, like=torch.empty(0), k_dtype="fp16")
+    cache.k.zero_()
+    cache.v.zero_()
+    q, lengths, slopes = torch.randn(2, 20, 4, 16), torch.tensor([30, 9], dtype=torch.int32), torch.ones(4)
+    mod = oa.ScoreMod(
+        "score + slopes[h]", slopes=slopes.requires_grad_(),
+        reference=lambda score, b, h, q, k, slopes: score + np.asarray(slopes)[h],
+    )  # fmt: skip
+
+    def f(q: Any) -> Any:
+        return oa.attention_with_kvcache(q, cache, seq_lens=lengths, score_mod=mod)
+
+    for call in (f, _compiled(f)):
+        with pytest.raises(Exception, match=r"slopes' requires a gradient"):
+            call(q)
+        with torch.no_grad():
+            assert call(q).shape == q.shape
+
+
+def test_what_an_operator_does_not_take() -> None:
+    cache = oa.KVCache(2, 32, 2, 16, like=torch.empty(0), k_dtype="fp16")
+    q, lengths = torch.randn(2, 20, 4, 16), torch.tensor([30, 9], dtype=torch.int32)
+    out = torch.empty_like(q)
+    for options, text in (
+        ({"out": out}, "'out': expected None in a traced or compiled call"),
+        ({"score_mod": "score"}, "'score_mod': expected an omniattn.ScoreMod, received str"),
+        ({"stream": 0}, "'stream': expected None in a traced or compiled call"),
+    ):
+        with pytest.raises(Exception, match=text):
+            _compiled(lambda q, of=options: oa.attention_with_kvcache(q, cache, seq_lens=lengths, **of))(q)
+
+
 def test_tensors_without_memory() -> None:
     """What the operator says of its results is what it makes, strides included."""
     from torch._subclasses import FakeTensorMode

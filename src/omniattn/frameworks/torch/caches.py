@@ -1,4 +1,4 @@
-"""Operations on caches as operators: a cache is its planes, which `append` changes, and its number."""
+"""`decode` and `append` as operators: a cache is its planes, which `append` changes, and its number."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from ...errors import UnsupportedError
 from ...plan.engine import Call
 from .. import FUNCTIONS
 from .library import LIBRARY, TAGS, fail, plain
-from .operators import score_mod_of, score_mod_text
 
 _TABLES = "Tensor seq_lens, Tensor? block_table, Tensor? recent_slots"
 LIBRARY.define(
@@ -22,20 +21,13 @@ LIBRARY.define(
     tags=TAGS,
 )
 LIBRARY.define(
-    f"attention_with_kvcache(Tensor[] planes, Tensor[] key_arrays, int cache, Tensor q, {_TABLES}, "
-    "Tensor? cu_seqlens_q, Tensor? batch_index, Tensor? sinks, Tensor[] arrays, SymInt? max_seqlen_q, bool causal, "
-    "SymInt[]? window, float? softmax_scale, float softcap, str? score_mod, bool return_lse, bool deterministic, "
-    "SymInt shared_prefix) -> (Tensor, Tensor)",
-    tags=TAGS,
-)
-LIBRARY.define(
     f"append(Tensor(a!)[] planes, Tensor[] key_arrays, int cache, Tensor k, Tensor v, {_TABLES}, Tensor? cu_seqlens, "
     "Tensor? cos, Tensor? sin, str rope) -> ()",
     tags=TAGS,
 )
 
 
-def _cache(number: int, planes: Sequence[torch.Tensor], key_arrays: Sequence[torch.Tensor], function: str) -> Any:
+def cache_of(number: int, planes: Sequence[torch.Tensor], key_arrays: Sequence[torch.Tensor], function: str) -> Any:
     """The cache of a number, or one like it where the planes are copies, as functionalization makes them."""
     cache = of_key(number)
     if cache is None:
@@ -52,7 +44,7 @@ def _decode(
     window: Any, softmax_scale: Any, softcap: float, return_lse: bool, deterministic: bool, shared_prefix: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     results = FUNCTIONS["decode"](
-        q, _cache(number, planes, key_arrays, "decode"), seq_lens=seq_lens, block_table=block_table,
+        q, cache_of(number, planes, key_arrays, "decode"), seq_lens=seq_lens, block_table=block_table,
         recent_slots=recent_slots, sinks=sinks, window=None if window is None else tuple(window),
         softmax_scale=softmax_scale, softcap=softcap, return_lse=return_lse, deterministic=deterministic,
         shared_prefix=shared_prefix,
@@ -69,36 +61,12 @@ def _decode_shapes(
     return q.new_empty(tuple(q.shape)), q.new_empty(shape, dtype=torch.float32)
 
 
-def _with_cache(
-    planes: Any, key_arrays: Any, number: int, q: Any, seq_lens: Any, block_table: Any, recent_slots: Any, starts: Any,
-    batch_index: Any, sinks: Any, arrays: Any, max_seqlen_q: Any, causal: bool, window: Any, softmax_scale: Any,
-    softcap: float, score_mod: Any, return_lse: bool, deterministic: bool, shared_prefix: int,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    results = FUNCTIONS["attention_with_kvcache"](
-        q, _cache(number, planes, key_arrays, "attention_with_kvcache"), seq_lens=seq_lens, block_table=block_table,
-        recent_slots=recent_slots, cu_seqlens_q=starts, batch_index=batch_index, sinks=sinks,
-        max_seqlen_q=max_seqlen_q, causal=causal, window=None if window is None else tuple(window),
-        softmax_scale=softmax_scale, softcap=softcap, score_mod=score_mod_of(score_mod, arrays), return_lse=return_lse,
-        deterministic=deterministic, shared_prefix=shared_prefix,
-    )  # fmt: skip
-    # As the function for tensors without memory says.
-    return (results[0], results[1].contiguous()) if return_lse else (results, q.new_empty((0,), dtype=torch.float32))
-
-
-def _with_cache_shapes(planes: Any, key_arrays: Any, number: int, q: Any, *more: Any) -> Any:
-    *_, return_lse, _, _ = more
-    packed = more[3] is not None
-    heads = q.shape[-2]
-    shape = (heads, q.shape[0]) if packed else (q.shape[0], heads, q.shape[1])
-    return q.new_empty(tuple(q.shape)), q.new_empty(shape if return_lse else (0,), dtype=torch.float32)
-
-
 def _append(
     planes: Any, key_arrays: Any, number: int, k: Any, v: Any, seq_lens: Any, block_table: Any, recent_slots: Any,
     cu_seqlens: Any, cos: Any, sin: Any, rope: str,
 ) -> None:  # fmt: skip
     FUNCTIONS["append"](
-        _cache(number, planes, key_arrays, "append"), k, v, seq_lens=seq_lens, cu_seqlens=cu_seqlens,
+        cache_of(number, planes, key_arrays, "append"), k, v, seq_lens=seq_lens, cu_seqlens=cu_seqlens,
         block_table=block_table, cos=cos, sin=sin, rope=rope, recent_slots=recent_slots,
     )  # fmt: skip
 
@@ -107,25 +75,14 @@ def _append_shapes(*arguments: Any) -> None:
     return None
 
 
-for _name, _kernel, _shapes in (
-    ("decode", _decode, _decode_shapes), ("append", _append, _append_shapes),
-    ("attention_with_kvcache", _with_cache, _with_cache_shapes),
-):  # fmt: skip
+for _name, _kernel, _shapes in (("decode", _decode, _decode_shapes), ("append", _append, _append_shapes)):
     for _key in ("CPU", "CUDA"):
         LIBRARY.impl(_name, _kernel, _key)
     torch.library.register_fake(f"omniattn::{_name}", _shapes, lib=LIBRARY)
 
 
-def _check_no_gradient(given: Mapping[str, Any]) -> None:
-    for name, x in given.items():
-        if x is not None and x.requires_grad and torch.is_grad_enabled():
-            fail("unsupported", f"argument {name!r} requires a gradient, which this call does not compute",
-                 instead="calling under torch.no_grad() or torch.inference_mode(), or passing tensor.detach()"
-                 )  # fmt: skip
-
-
-def run(call: Call) -> list[Any]:
-    """A call of `decode`, `attention_with_kvcache` or `append` by its operator; results as `plan.engine.run`."""
+def arrays_of(call: Call) -> dict[str, Any]:
+    """The arrays of a call by name; raises for what no operator on a cache has."""
     function, cache = call.operation.name, call.cache
     assert cache is not None
     if not cache.plain_torch:
@@ -135,7 +92,23 @@ def run(call: Call) -> list[Any]:
     for name, x in (("out", given.get("out")), ("stream", call.stream)):
         if x is not None:
             fail("argument", name, "None in a traced or compiled call", "one", function=function)
-    _check_no_gradient(given)
+    check_no_gradient(given)
+    return given
+
+
+def check_no_gradient(given: Mapping[str, Any]) -> None:
+    """Raise for an array that requires a gradient."""
+    for name, x in given.items():
+        if x is not None and x.requires_grad and torch.is_grad_enabled():
+            fail("unsupported", f"argument {name!r} requires a gradient, which this call does not compute",
+                 instead="calling under torch.no_grad() or torch.inference_mode(), or passing tensor.detach()"
+                 )  # fmt: skip
+
+
+def run(call: Call) -> list[Any]:
+    """A call of `decode` or `append` by its operator; results as `plan.engine.run`."""
+    function, cache, given = call.operation.name, call.cache, arrays_of(call)
+    assert cache is not None
     planes, key_arrays = cache.operands
     tables = (given["seq_lens"], given["block_table"], given["recent_slots"])
     x = call.options
@@ -146,32 +119,9 @@ def run(call: Call) -> list[Any]:
         )  # fmt: skip
         return []
     x = plain(x)
-    if function == "attention_with_kvcache":
-        o, lse = _call_with_cache(call, given, x)
-        return [o, lse] if x.return_lse else [o]
     o, lse = torch.ops.omniattn.decode.default(
         list(planes), list(key_arrays), cache.key, given["q"], *tables, given["sinks"],
         None if x.window is None else list(x.window), x.softmax_scale, float(x.softcap), x.return_lse, x.deterministic,
         x.shared_prefix,
     )  # fmt: skip
     return [o, lse] if x.return_lse else [o]
-
-
-def _call_with_cache(call: Call, given: dict[str, Any], x: Any) -> Any:
-    """The operator of `attention_with_kvcache` on the arrays ``given`` with the options ``x``."""
-    cache, mod = call.cache, call.subject
-    assert cache is not None
-    planes, key_arrays = cache.operands
-    text, arrays = None, ()
-    if mod is not None:
-        if not isinstance(mod, FUNCTIONS["ScoreMod"]):  # type: ignore[arg-type]
-            fail("argument", "score_mod", "an omniattn.ScoreMod", type(mod).__name__, function=call.operation.name)
-        parts, arrays = mod.facts
-        text = score_mod_text(*parts)
-        _check_no_gradient(dict(zip(parts[-1], arrays, strict=True)))
-    return torch.ops.omniattn.attention_with_kvcache.default(
-        list(planes), list(key_arrays), cache.key, given["q"], given["seq_lens"], given["block_table"],
-        given["recent_slots"], given["cu_seqlens_q"], given["batch_index"], given["sinks"], list(arrays),
-        x.max_seqlen_q, x.causal, None if x.window is None else list(x.window), x.softmax_scale, float(x.softcap),
-        text, x.return_lse, x.deterministic, x.shared_prefix,
-    )  # fmt: skip

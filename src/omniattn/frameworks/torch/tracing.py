@@ -14,7 +14,7 @@ import torch
 from ...launch.score_mod import PREFIX
 from ...plan.engine import Call
 from ...problems import GRADIENTS
-from . import caches, e4m3, quantizers, transforms
+from . import caches, e4m3, quantizers, transforms, with_cache
 from .head_dims import one_head_dim
 from .library import fail, plain, precision_text
 from .operators import score_mod_text
@@ -169,8 +169,10 @@ def run_call(call: Call) -> list[Any]:
     """A call of any operation whose tensors are wrapped, watched or without memory; results as `plan.engine.run`."""
     function = call.operation.name
     call.options = plain(call.options)
-    if function in ("decode", "append", "attention_with_kvcache"):
+    if function in ("decode", "append"):
         return caches.run(call)
+    if function == "attention_with_kvcache":
+        return with_cache.run(call)
     if function in ("quantize_qk", "quantize_v") or "q_int" in call.operation.arrays:
         return quantizers.run(call)
     given = dict(zip(call.operation.arrays, call.objects, strict=True))
