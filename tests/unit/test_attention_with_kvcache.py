@@ -12,12 +12,15 @@ from hypothesis import strategies as st
 
 import omniattn as oa
 from omniattn.errors import ArgumentError, DtypeError, ShapeError, StrideError, UnsupportedError
+from omniattn.launch.structs import ATTN_FWD, ATTN_FWD_SM90
 from omniattn.plan import engine
 from omniattn.plan.with_cache import plan_with_cache
 from omniattn.problems import AttentionProblem, DecodeProblem, Pages, Target, WithCacheProblem
 from omniattn.runtime.device import DeviceInfo
 from omniattn.testing import normal
 from omniattn.testing.pages import NOWHERE
+
+from .launch_fakes import fields_of_record
 
 HEADS, HEADS_KV, DIM = 4, 2, 16
 LIKE = np.zeros(1, np.float32)
@@ -436,3 +439,30 @@ def test_lse_of_libraries_without_views(gpu: tuple[int, int]) -> None:
         _explained(np.zeros((4, 3, 4, 64), np.float16), True, return_lse=True)
         with pytest.raises(UnsupportedError, match="return_lse with a batch, of a library that is known by DLPack"):
             _explained(np.zeros((4, 40, 4, 64), np.float16), True, return_lse=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "prefix"),
+    [
+        ("attn_fwd_sm90_fp16_d64_m192n64_varlen_paged", ATTN_FWD_SM90, "fwd."),
+        ("attn_fwd_sm80_fp16_d64_paged", ATTN_FWD, ""),
+    ],
+)
+@pytest.mark.parametrize("gpu", [(9, 0)], indirect=True)
+def test_what_kernels_are_told_of_a_batch(gpu: tuple[int, int], name: str, layout: Any, prefix: str) -> None:
+    """So many queries of each sequence without starts, and pages that are found by an index and no table."""
+    options = {"batch_index": ints(0, 3, 3, 1), "return_lse": True}
+    problem = _explained(np.zeros((4, 40, 4, 64), np.float16), False, **options).problem
+    (record,) = plan_with_cache(problem, Target((9, 0), 232448, 132), name).records
+    found = {x.removeprefix(prefix): value for x, value in fields_of_record(record, layout).items()}
+    given = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "block_table", "batch_index", "q", "k", "o")
+    assert [None if found[x] is None else found[x].operand for x in given] == [
+        None, None, None, "seq_lens", None, "batch_index", "q", "cache.k", "o",
+    ]  # fmt: skip
+    assert (found["queries_per_sequence"], found["seqlen_q"], found["seqlen_k"]) == (40, 160, 300)
+    assert (found["page_size"], found["num_pages"], found["table_stride"]) == (300, 4, 0)
+    assert (found["lse_stride_b"], found["lse_stride_h"]) == (0, 160)
+    if prefix:
+        k = found["map_k"]
+        assert (k.operand, k.dims) == ("cache.k", (64, 300, 2, 4))
+        assert k.strides_bytes == (128, 2 * 300 * 64, 2 * 2 * 300 * 64)
