@@ -125,8 +125,13 @@ def _low_precision(of: _Arrays) -> dict[str, Callable[[], Any]]:
 def _packed(of: _Arrays) -> dict[str, Callable[[], Any]]:
     q, k, v = of.qkv(None)
     lens = of.lengths()
+    pools = [of.random(8, 16, 2, _DIM) for _ in "kv"]
+    table = torch.arange(8, dtype=torch.int32, device=of.device).view(2, 4)
+    pages = {name: x for name, x in lens.items() if name != "cu_seqlens_k"}
+    pages |= {"seqused_k": of.int32(64, 20), "block_table": table}
     return {
         "varlen": lambda: oa.attention_varlen(q, k, v, **lens, causal=True, return_lse=True),
+        "varlen, pages": lambda: oa.attention_varlen(q, *pools, **pages, causal=True),
         "int8 varlen": lambda: oa.attention_varlen(q, k, v, **lens, precision="int8", return_lse=True),
         "fp8 varlen": lambda: oa.attention_varlen(q, k, v, **lens, precision="fp8"),
     }
@@ -138,14 +143,17 @@ def _caches(of: _Arrays, stream: Any) -> dict[str, Callable[[], Any]]:
     one_out = torch.empty_like(one)
     lens = of.int32(_LENGTH, _LENGTH)
     table = torch.arange(16, dtype=torch.int32, device=of.device).view(2, 8)
-    shared = table.clone()
+    shared, index = table.clone(), of.int32(1, 1)
     shared[:, :2] = table[:1, :2]
     cos, sin = (of.random(128, _DIM // 2).float() for _ in range(2))
     cache = oa.KVCache(2, _LENGTH, 2, _DIM, like=k, k_dtype="int8", k_mean=of.random(2, _DIM).float())
     plain = oa.KVCache(2, _LENGTH, 2, _DIM, like=k)
     recent = oa.KVCache(2, _LENGTH, 2, _DIM, like=k, k_dtype="int4", recent_window=16)
     paged = oa.PagedKVCache(32, 16, 2, _DIM, like=k, k_dtype="int4")
-    for x, places in ((cache, {}), (plain, {}), (recent, {}), (paged, {"block_table": table})):
+    exact = oa.PagedKVCache(32, 16, 2, _DIM, like=k)
+    prompts, prompts_out = of.random(2, _LENGTH, _HEADS, _DIM), of.random(2, _LENGTH, _HEADS, _DIM)
+    rows = {"cu_seqlens_q": of.int32(0, 40, 90), "max_seqlen_q": 50, "seq_lens": lens, "block_table": table}
+    for x, places in ((cache, {}), (plain, {}), (recent, {}), *((x, {"block_table": table}) for x in (paged, exact))):
         oa.append(x, k, v, seq_lens=lens, **places)
 
     def appended(x: Any, **more: Any) -> tuple[Any, ...]:
@@ -167,6 +175,13 @@ def _caches(of: _Arrays, stream: Any) -> dict[str, Callable[[], Any]]:
         ),
         "decode, prefix": lambda: oa.decode(
             one, paged, seq_lens=lens, block_table=shared, shared_prefix=32, return_lse=True
+        ),
+        "with cache, tokens": lambda: oa.attention_with_kvcache(
+            one, cache, seq_lens=lens, out=one_out.fill_(float("nan")), stream=stream
+        ),
+        "with cache, packed": lambda: oa.attention_with_kvcache(prompts.view(-1, _HEADS, _DIM)[:90], exact, **rows),
+        "with cache, batch": lambda: oa.attention_with_kvcache(
+            prompts, plain, seq_lens=lens, out=prompts_out.fill_(float("nan")), return_lse=True, batch_index=index
         ),
     }
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from .ops.merge import merge_states
     from .ops.quantize import quantize_qk, quantize_v
     from .ops.score_mod import ScoreMod
+    from .ops.with_cache import attention_with_kvcache
     from .problems import (
         PRECISIONS,
         Fp8,
@@ -53,6 +54,7 @@ _ROOMS = {
     "attention_backward": "ops",
     "attention_varlen": "ops",
     "attention_varlen_backward": "ops",
+    "attention_with_kvcache": "ops",
     "copy_blocks": "ops",
     "copy_recent": "ops",
     "decode": "ops",
@@ -83,6 +85,7 @@ __all__ = [
     "attention_backward",
     "attention_varlen",
     "attention_varlen_backward",
+    "attention_with_kvcache",
     "copy_blocks",
     "copy_recent",
     "decode",

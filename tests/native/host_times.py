@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 NAMES = (
-    "plain", "mask, bool", "int8", "varlen", "operands", "merge", "decode, prefix", "append and decode, bf16",
-    "quantize_v", "backward", "gradients", "gradients, packed",
+    "plain", "mask, bool", "int8", "varlen", "varlen, pages", "operands", "merge", "decode, prefix",
+    "append and decode, bf16", "with cache, tokens", "with cache, packed", "with cache, batch", "quantize_v",
+    "backward", "gradients", "gradients, packed",
 )  # fmt: skip
 
 

@@ -50,6 +50,8 @@ def namespace(torch: Any, oa: Any, packed: bool) -> dict[str, Any]:
         "k_new": array(2, 3, 8, 128),
         "v_new": array(2, 3, 8, 128),
         "q_new": array(2, 3, 16, 128),
+        "q_rows": array(24, 16, 128),
+        "cache_16": oa.PagedKVCache(8, 16, 8, 128, like=q),
         "lens": torch.tensor([5, 16], dtype=torch.int32),
         "table": torch.tensor([[7], [2]], dtype=torch.int32),
     }

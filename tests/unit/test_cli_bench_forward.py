@@ -126,7 +126,8 @@ def test_host_times_every_public_function(on_the_cpu: None, monkeypatch: pytest.
     assert names[0] == "attention"
     operations = {re.split(",", name)[0] for name in names}
     assert operations == {
-        "attention", "attention_varlen", "decode", "append", "merge_states", "quantize_qk", "quantize_v", "torch SDPA",
+        "attention", "attention_varlen", "attention_with_kvcache", "decode", "append", "merge_states", "quantize_qk",
+        "quantize_v", "torch SDPA",
     }  # fmt: skip
     assert {"attention, mask", "attention, int8", "decode, paged int8", "append, paged int8"} <= set(names)
     assert timings[-1].row(timings)["ratio_to_sdpa"] == timings[0].row(timings)["ratio_to_attention"] == 1.0

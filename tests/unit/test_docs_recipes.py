@@ -1,4 +1,4 @@
-"""Code in docs/api.md that is more than a call: it runs as it stands there."""
+"""Code in docs/api.md and docs/serving.md that is more than a call: it runs as it stands there."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ import omniattn
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.frameworks
 
-API = Path(__file__).resolve().parents[2] / "docs" / "api.md"
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+API = DOCS / "api.md"
 
 
 def decode_with_prefix() -> Callable[..., Any]:
@@ -63,3 +64,34 @@ def check_prefix(device: str, dtype: Any, cache_dtype: str, q_len: int, toleranc
 @pytest.mark.parametrize("q_len", [1, 3])
 def test_a_shared_prefix_is_read_once(cache_dtype: str, q_len: int) -> None:
     check_prefix("cpu", torch.float32, cache_dtype, q_len, 1e-5)
+
+
+def test_a_step_of_an_engine() -> None:
+    """Prompts in chunks, then single tokens, of requests that come and go: as attention over all of a request."""
+    (code,) = re.findall(r"```python\n(.*?)```", (DOCS / "serving.md").read_text(), re.DOTALL)
+    names: dict[str, Any] = {"oa": omniattn}
+    exec(code, names)
+    generator = torch.Generator().manual_seed(3)
+    lengths, heads, kv, dim = {"a": 30, "b": 9, "c": 17}, 4, 2, 16
+    whole = {n: [torch.randn(t, h, dim, generator=generator) for h in (heads, kv, kv)] for n, t in lengths.items()}
+    cache = omniattn.PagedKVCache(20, 4, kv, dim, like=torch.empty(0), k_dtype="fp16")
+    blocks, done = omniattn.BlockManager(20, 4), dict.fromkeys(lengths, 0)
+    got: dict[str, list[Any]] = {n: [] for n in lengths}
+    for new in ({"a": 20}, {"a": 10, "b": 8}, {"b": 1, "c": 15}, {"c": 1}, {"c": 1}):
+        for n in new.keys() - set(blocks.sequences):
+            blocks.add(n)
+        assert not blocks.extend(new)
+        parts = {n: [x[done[n] : done[n] + count] for x in whole[n]] for n, count in new.items()}
+        q, k, v = (torch.cat([parts[n][i] for n in new]) for i in range(3))
+        starts = torch.tensor([0, *torch.tensor(list(new.values())).cumsum(0)], dtype=torch.int32)
+        places = [torch.from_numpy(x) for x in (blocks.seq_lens(list(new)), blocks.block_table(list(new)))]
+        o = names["step"](cache, q, k, v, starts, max(new.values()), *places)
+        for n, rows in zip(new, o.split(list(new.values())), strict=True):
+            got[n].append(rows)
+            done[n] += new[n]
+            if done[n] == lengths[n]:
+                blocks.free(n)
+    for n, (q, k, v) in whole.items():
+        k, v = (x.half().float() for x in (k, v))
+        expected = omniattn.attention(q[None], k[None], v[None], causal=True)[0]
+        assert float((torch.cat(got[n]) - expected).abs().max()) <= 1e-5

@@ -66,6 +66,12 @@ CALLS: dict[str, Make] = {
     "attention_varlen": lambda: (oa.attention_varlen, _PACKED, {**_BOTH, "return_lse": True}),
     "operands": _operands,
     "decode": lambda: (oa.decode, (ones(2, 1, 4, 64), contiguous()), {"seq_lens": LENS, "return_lse": True}),
+    "with cache": lambda: (
+        oa.attention_with_kvcache,
+        (ones(2, 20, 4, 64), contiguous(k_dtype="fp16")),
+        {"seq_lens": LENS},
+    ),
+    "with cache, tokens": lambda: (oa.attention_with_kvcache, (ones(2, 1, 4, 64), contiguous()), {"seq_lens": LENS}),
     "append": lambda: (oa.append, (contiguous(), ones(2, 1, 2, 64), ones(2, 1, 2, 64)), {"seq_lens": LENS}),
     "copy_blocks": lambda: (oa.copy_blocks, (paged(), [(0, 1)]), {}),
     "copy_recent": lambda: (oa.copy_recent, (paged(), [(0, 1)]), {}),
@@ -211,6 +217,8 @@ FAMILIES: dict[str, list[str]] = {
     "attention_varlen": ["attn_fwd_sm90"],
     "operands": ["attn_int8_sm90"],
     "decode": ["decode_sm80", "decode_combine_sm80"],
+    "with cache": ["attn_fwd_sm90"],
+    "with cache, tokens": ["decode_sm80", "decode_combine_sm80"],
     "append": ["kv_append_sm80"],
     "copy_blocks": ["kv_copy_sm80"],
     "copy_recent": ["kv_copy_sm80"],
@@ -264,7 +272,8 @@ def test_explain_on_a_gpu(
     assert said.grid >= 1
     assert said.threads >= 32
     assert all(launch.grid >= 1 and launch.threads >= 32 for launch in said.launches)
-    assert (said.workspace_bytes > 0) == (name in ("attention int8", "decode") or name.startswith("quantize"))
+    with_workspace = name in ("attention int8", "decode", "with cache, tokens") or name.startswith("quantize")
+    assert (said.workspace_bytes > 0) == with_workspace
     text = str(said)
     assert said.kernel in text
     assert "GFLOP" in text or not name.startswith(("attention", "operands")) or "unknown" in text

@@ -86,6 +86,43 @@ def test_decoding_is_that_without_jit(kind: str, fmt: str) -> None:
     assert cache.nbytes == eager.nbytes
 
 
+@pytest.mark.parametrize("kind", ["contiguous", "paged"])
+def test_prompts_and_single_tokens(kind: str) -> None:
+    """A batch of prompts, a mixed batch and single tokens of packed queries, over one cache."""
+    prompts, rows = _random(2, 20, 4, 16, seed=5), _random(7, 4, 16, seed=6)
+    k, v = (_random(2, 20, 2, 16, seed=seed) for seed in (7, 8))
+    starts, one_each = jnp.asarray([0, 5, 7], jnp.int32), jnp.asarray([0, 1, 2], jnp.int32)
+    mod = oa.ScoreMod("score + 1", reference=lambda score, b, h, q, k: score * (1 + b + h))
+
+    def steps(cache: Any, tables: Any, lengths: Any) -> Any:
+        oa.append(cache, k, v, seq_lens=lengths, block_table=tables)
+        places = {"seq_lens": lengths, "block_table": tables, "return_lse": True}
+        made = (
+            oa.attention_with_kvcache(prompts, cache, **places),
+            oa.attention_with_kvcache(rows, cache, cu_seqlens_q=starts, max_seqlen_q=5, causal=False, **places),
+            oa.attention_with_kvcache(rows[:2], cache, cu_seqlens_q=one_each, max_seqlen_q=1, **places),
+            oa.attention_with_kvcache(prompts[:, :3], cache, score_mod=mod, **places),
+        )
+        return made, cache
+
+    lengths = jnp.asarray([20, 25], jnp.int32)
+    made, _ = jax.jit(steps, donate_argnums=0)(_cache(kind, "fp16"), _tables(kind), lengths)
+    expected, cache = steps(_cache(kind, "fp16"), _tables(kind), lengths)
+    for a, b in zip(jax.tree.leaves(made), jax.tree.leaves(expected), strict=True):
+        _same(a, b)
+    if kind == "contiguous":
+        places = {"seq_lens": lengths, "batch_index": jnp.asarray([1, 1], jnp.int32)}
+        made = jax.jit(lambda c: oa.attention_with_kvcache(prompts, c, **places))(cache)
+        _same(made, oa.attention_with_kvcache(prompts, cache, **places))
+
+    def loss(q: Any, cache: Any) -> Any:
+        places = {"seq_lens": lengths, "block_table": _tables(kind)}
+        return jax.grad(lambda q: oa.attention_with_kvcache(q, cache, **places).sum())(q)
+
+    with pytest.raises(oa.errors.UnsupportedError, match=r"attention_with_kvcache\(\): no derivative"):
+        jax.jit(loss)(prompts, cache)
+
+
 def test_a_donated_cache_is_written_in_place() -> None:
     compiled = jax.jit(_step, donate_argnums=0)
     _, cache = compiled(_cache("contiguous", "fp16"), *_tokens(1), None)

@@ -35,6 +35,9 @@ def _calls() -> dict[str, Callable[[], Any]]:
         "attention_backward": lambda: oa.attention_backward(q, q, k, v, q, lse),
         "append": lambda: oa.append(cache, one, one, seq_lens=lengths),
         "decode": lambda: oa.decode(one, cache, seq_lens=lengths),
+        "attention_with_kvcache": lambda: oa.attention_with_kvcache(
+            one[0], cache, seq_lens=lengths, cu_seqlens_q=starts[:2] // 16, max_seqlen_q=2, return_lse=True
+        ),
         "merge_states": lambda: oa.merge_states(q, lse, q, lse),
         "quantize_qk": lambda: oa.quantize_qk(q, k),
         "quantize_v": lambda: oa.quantize_v(v),

@@ -189,6 +189,7 @@ def make_calls(torch: Any) -> dict[str, Callable[[], object]]:
     lens = int32(64, 64)
     table = torch.arange(8, dtype=torch.int32, device="cuda").reshape(2, 4)
     pages = {"seq_lens": lens, "block_table": table}
+    rows = {"cu_seqlens_q": packed["cu_seqlens_q"], "max_seqlen_q": 32}
     starts, tokens = int32(0, 64, 128), random(128, 1, 64)
     oa.append(cache, tokens, tokens, seq_lens=lens, cu_seqlens=starts)
     oa.append(paged, tokens, tokens, cu_seqlens=starts, **pages)
@@ -202,6 +203,8 @@ def make_calls(torch: Any) -> dict[str, Callable[[], object]]:
         "attention_varlen": lambda: oa.attention_varlen(packed_q, packed_k, packed_v, **packed),
         "decode": lambda: oa.decode(token, cache, seq_lens=lens),
         "decode, paged int8": lambda: oa.decode(token, paged, **pages),
+        "attention_with_kvcache, prompts": lambda: oa.attention_with_kvcache(packed_q, cache, seq_lens=lens, **rows),
+        "attention_with_kvcache, tokens": lambda: oa.attention_with_kvcache(token, cache, seq_lens=lens),
         "append": lambda: oa.append(cache, new_k, new_v, seq_lens=lens),
         "append, paged int8": lambda: oa.append(paged, new_k, new_v, **pages),
         "merge_states": lambda: oa.merge_states(q, lse, k, lse),

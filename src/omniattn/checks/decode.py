@@ -48,7 +48,8 @@ def check_decode(call: Call, tensors: dict[str, Tensor]) -> DecodeProblem:
     arrays.require_same_device(
         [q, tensors["seq_lens"], *cache.tensors, *(t for n, t in tensors.items() if n not in ("q", "seq_lens"))]
     )
-    _check_queries(q, cache)
+    _check_extents(q)
+    check_queries(q, cache, _NAME)
     batch, q_len, heads, dim = q.shape
     check_int32(tensors["seq_lens"], (batch,), f"({batch},)", _NAME)
     table = tensors.get("block_table")
@@ -64,7 +65,9 @@ def check_decode(call: Call, tensors: dict[str, Tensor]) -> DecodeProblem:
         values.check_like(tensors["out"], q.shape, q.dtype, _NAME)
         values.check_strides(tensors["out"], _NAME, written=True)
         o_strides = tuple(tensors["out"].strides)
-    shared = _check_prefix(options.shared_prefix, q, cache, capacity, left, deterministic)
+    shared = check_prefix(options.shared_prefix, cache, capacity, left, deterministic, _NAME)
+    if shared:
+        _check_joined(q)
     return DecodeProblem(
         q.dtype, cache.facts, batch, q_len, heads, cache.num_kv_heads, dim, capacity, cache.block_size,
         cache.num_blocks, 0 if table is None else table.shape[1], left, scale, softcap, sinks, deterministic, shared,
@@ -72,62 +75,72 @@ def check_decode(call: Call, tensors: dict[str, Tensor]) -> DecodeProblem:
     )  # fmt: skip
 
 
-def _check_queries(q: Tensor, cache: KVCache) -> None:
-    allowed = values.CPU_DTYPES if q.device == "cpu" else values.GPU_DTYPES
-    if q.dtype not in allowed:
-        raise DtypeError("q", f"{' or '.join(allowed)} on {q.device}", q.dtype, function=_NAME)
+def _check_extents(q: Tensor) -> None:
     if len(q.shape) != 4:
         expected = "4 dimensions (batch, q_len, num_q_heads, head_dim)"
         raise ShapeError("q", expected, f"shape {tuple(q.shape)}", function=_NAME)
-    _, q_len, heads, dim = q.shape
+    q_len = q.shape[1]
     if not 1 <= q_len <= MAX_Q_LEN:
-        raise ShapeError(
-            "q", f"q_len from 1 to {MAX_Q_LEN}", f"{q_len}", function=_NAME, hint="Prompts are for attention()"
-        )
+        hint = "attention_with_kvcache() takes prompts too"
+        raise ShapeError("q", f"q_len from 1 to {MAX_Q_LEN}", f"{q_len}", function=_NAME, hint=hint)
+
+
+def check_queries(q: Tensor, cache: KVCache, function: str) -> None:
+    """Element type, heads and head_dim of (..., num_q_heads, head_dim)."""
+    allowed = values.CPU_DTYPES if q.device == "cpu" else values.GPU_DTYPES
+    if q.dtype not in allowed:
+        raise DtypeError("q", f"{' or '.join(allowed)} on {q.device}", q.dtype, function=function)
+    heads, dim = q.shape[-2:]
     if dim != cache.head_dim:
-        raise ShapeError("q", f"head_dim {cache.head_dim}, like the cache", f"{dim}", function=_NAME)
+        raise ShapeError("q", f"head_dim {cache.head_dim}, like the cache", f"{dim}", function=function)
     if heads < 1 or heads % cache.num_kv_heads:
         expected = f"a multiple of the cache's {cache.num_kv_heads} heads"
-        raise ShapeError("q", expected, f"{heads} heads", function=_NAME)
+        raise ShapeError("q", expected, f"{heads} heads", function=function)
     if q.device == "cuda":
         for fmt in (cache.k_format, cache.v_format, cache.recent_format):
             if fmt is not None and not fmt.quantized and KV_ARRAY_DTYPES[fmt.dtype] != q.dtype:
-                raise DtypeError("q", f"{KV_ARRAY_DTYPES[fmt.dtype]}, like the cache", q.dtype, function=_NAME)
+                raise DtypeError("q", f"{KV_ARRAY_DTYPES[fmt.dtype]}, like the cache", q.dtype, function=function)
 
 
-def _check_prefix(shared: Any, q: Tensor, cache: KVCache, capacity: int, window_left: int, deterministic: bool) -> int:
+def check_prefix(
+    shared: Any, cache: KVCache, capacity: int, window_left: int, deterministic: bool, function: str
+) -> int:
     """``shared_prefix``: whole blocks of a paged cache, and nothing beside it that needs the prefix's single keys."""
     size = cache.block_size if cache.paged else 1
     whole = f"a multiple of block_size {size}, an integer from 0 to {capacity // size * size}"
     try:
-        tokens = arguments.check_int(shared, "shared_prefix", _NAME, least=0, most=arguments.MAX_ROWS)
+        tokens = arguments.check_int(shared, "shared_prefix", function, least=0, most=arguments.MAX_ROWS)
     except ArgumentError as error:
         if not cache.paged:
             raise
-        raise ArgumentError("shared_prefix", whole, error.received, function=_NAME) from None
+        raise ArgumentError("shared_prefix", whole, error.received, function=function) from None
     if tokens == 0:
         return 0
     received = f"{tokens}"
     if not cache.paged:
         expected = "0 with a KVCache, whose sequences have memory of their own"
-        raise ArgumentError("shared_prefix", expected, received, function=_NAME)
+        raise ArgumentError("shared_prefix", expected, received, function=function)
     if tokens % size or tokens > capacity:
-        raise ArgumentError("shared_prefix", whole, received, function=_NAME)
+        raise ArgumentError("shared_prefix", whole, received, function=function)
     if cache.recent_window:
-        raise ArgumentError("shared_prefix", "0 with a cache that has a recent_window", received, function=_NAME)
+        raise ArgumentError("shared_prefix", "0 with a cache that has a recent_window", received, function=function)
     if window_left >= 0:
-        raise ArgumentError("shared_prefix", "0 with a window", received, function=_NAME)
+        raise ArgumentError("shared_prefix", "0 with a window", received, function=function)
     if deterministic:
         # Rows of several sequences are computed together: when one takes a new maximum, the others do.
-        raise ArgumentError("shared_prefix", "0 with deterministic=True", received, function=_NAME)
+        raise ArgumentError("shared_prefix", "0 with deterministic=True", received, function=function)
+    return tokens
+
+
+def _check_joined(q: Tensor) -> None:
+    """With ``shared_prefix`` the queries of all sequences are those of one."""
     batch, q_len = q.shape[:2]
     if q.device == "cuda" and min(batch, q_len) > 1 and q.strides[0] != q_len * q.strides[1]:
         expected = f"q's first two dimensions as one with shared_prefix, strides ({q_len} * s, s, ...)"
         raise ArgumentError("q", expected, f"strides {tuple(q.strides)}", function=_NAME)
-    return tokens
 
 
-def check_shared(table: Any, seq_lens: Any, problem: DecodeProblem, block_size: int) -> None:
+def check_shared(table: Any, seq_lens: Any, problem: DecodeProblem, block_size: int, function: str) -> None:
     """What ``shared_prefix`` says of blocks and lengths."""
     shared, least = problem.shared_prefix, problem.shared_prefix + problem.q_len
     # A sequence without tokens pauses: it sees nothing, and its blocks are not looked at.
@@ -135,7 +148,7 @@ def check_shared(table: Any, seq_lens: Any, problem: DecodeProblem, block_size: 
     for b in there:
         if seq_lens[b] < least:
             expected = f"0, or at least {least}: shared_prefix and the {problem.q_len} new tokens"
-            raise ArgumentError("seq_lens", expected, f"{seq_lens[b]} at {b}", function=_NAME)
+            raise ArgumentError("seq_lens", expected, f"{seq_lens[b]} at {b}", function=function)
         if (table[b, : shared // block_size] != table[there[0], : shared // block_size]).any():
             expected = f"the same first {shared // block_size} blocks for all sequences, with shared_prefix"
-            raise ArgumentError("block_table", expected, f"others at sequence {b}", function=_NAME)
+            raise ArgumentError("block_table", expected, f"others at sequence {b}", function=function)

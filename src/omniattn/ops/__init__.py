@@ -8,6 +8,7 @@ from .explain import Explanation, explain
 from .merge import merge_states
 from .quantize import quantize_qk, quantize_v
 from .score_mod import ScoreMod
+from .with_cache import attention_with_kvcache
 
 __all__ = [
     "Explanation",
@@ -17,6 +18,7 @@ __all__ = [
     "attention_backward",
     "attention_varlen",
     "attention_varlen_backward",
+    "attention_with_kvcache",
     "copy_blocks",
     "copy_recent",
     "decode",

@@ -16,6 +16,7 @@ from ..checks.decode import check_shared
 from ..checks.operands import ARRAYS as OPERAND_ARRAYS
 from ..checks.operands import STARTS, check_same_sequences
 from ..checks.quantize import check_starts
+from ..checks.with_cache import check_one_each, host_places
 from ..errors import ArgumentError
 from ..launch.score_mod import PREFIX
 from ..plan.engine import Call, store_results
@@ -27,6 +28,7 @@ from ..problems import (
     DecodeProblem,
     MergeProblem,
     QuantizeCall,
+    WithCacheProblem,
 )
 from ..registry.masks import MASK_TILE
 
@@ -244,7 +246,7 @@ def decode(call: Call, problem: DecodeProblem, tensors: Tensors) -> list[Any]:
     seq_lens = arrays.to_numpy(tensors["seq_lens"])
     check_values(cache, seq_lens, table, problem.capacity, name)
     if problem.shared_prefix:
-        check_shared(table, seq_lens, problem, cache.block_size)
+        check_shared(table, seq_lens, problem, cache.block_size, name)
     slots = host_slots(cache, tensors.get("recent_slots"), seq_lens, name)
     with np.errstate(all="ignore"):  # keys that overflow are infinite, as on a GPU
         o, lse = reference.decode(
@@ -260,6 +262,50 @@ def decode(call: Call, problem: DecodeProblem, tensors: Tensors) -> list[Any]:
             compute_dtype="float64" if q.dtype == "float64" else "float32",
         )
     return store_results(call, problem, tensors, [o, lse][: len(problem.outputs)])
+
+
+def with_cache(call: Call, problem: WithCacheProblem, tensors: Tensors) -> list[Any]:
+    """``attention_with_kvcache``: packed queries over the tokens that each sequence's cache holds."""
+    import numpy as np
+
+    from .. import reference
+    from ..reference.decode import on_host, read_tokens
+
+    q, cache, name, kernels = tensors["q"], call.cache, call.operation.name, problem.kernels
+    assert cache is not None
+    arrays.prepare([q], call.stream)  # refuses a stream
+    rows = arrays.to_numpy(q)
+    packed, heads = rows.ndim == 3, rows.shape[-2]
+    seq_lens = arrays.to_numpy(tensors["seq_lens"])
+    batch = len(seq_lens)
+    table = host_places(cache, tensors, batch)
+    check_values(cache, seq_lens, table, problem.capacity, name)
+    if isinstance(kernels, DecodeProblem) and kernels.shared_prefix:
+        check_shared(table, seq_lens, kernels, cache.block_size, name)
+    slots = host_slots(cache, tensors.get("recent_slots"), seq_lens, name)
+    starts = arrays.to_numpy(tensors["cu_seqlens_q"]) if packed else np.arange(batch + 1) * rows.shape[1]
+    if packed and problem.by_decode:
+        check_one_each(starts, seq_lens)
+    host, compute = on_host(cache), np.dtype("float64" if q.dtype == "float64" else "float32")
+    with np.errstate(all="ignore"):  # keys that overflow are infinite, as on a GPU
+        found = [read_tokens(host, table[b], int(seq_lens[b]), int(slots[b])) for b in range(batch)]
+        none = np.zeros((0, cache.num_kv_heads, cache.head_dim), np.float32)
+        k, v = (np.concatenate([none, *(pair[i] for pair in found)]) for i in (0, 1))
+        mod = call.subject
+        if mod is not None:
+            mod = functools.partial(mod.reference, **_mod_arrays(mod, tensors))
+        try:
+            o, lse = reference.attention_varlen(
+                rows.reshape(-1, heads, cache.head_dim), k, v, cu_seqlens_q=starts,
+                cu_seqlens_k=np.cumsum([0, *seq_lens]), max_seqlen_q=call.options.max_seqlen_q,
+                window=problem.window, softmax_scale=kernels.softmax_scale, softcap=kernels.softcap, score_mod=mod,
+                sinks=arrays.to_numpy(tensors["sinks"]) if "sinks" in tensors else None, compute_dtype=compute,
+            )  # fmt: skip
+        except ArgumentError as error:  # in the contents of an array
+            raise error.named(name) from None
+    if problem.by_decode:
+        lse = lse.reshape(heads, batch, 1 if packed else rows.shape[1]).swapaxes(0, 1)
+    return store_results(call, problem, tensors, [o.reshape(rows.shape), lse][: len(problem.outputs)])
 
 
 def append(call: Call, problem: AppendProblem, tensors: Tensors) -> list[Any]:

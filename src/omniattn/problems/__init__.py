@@ -10,6 +10,7 @@ from .outputs import Output
 from .precision import EXACT, FP8_ARRAYS, KNOBS, PRECISIONS, Fp8, Int4, Int8, Precision
 from .quantize import QuantizeCall, QuantizeProblem
 from .target import Target
+from .with_cache import WithCacheProblem
 
 __all__ = [
     "EXACT",
@@ -42,4 +43,5 @@ __all__ = [
     "QuantizedQK",
     "QuantizedV",
     "Target",
+    "WithCacheProblem",
 ]

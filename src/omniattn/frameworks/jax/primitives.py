@@ -91,7 +91,7 @@ def _varying(x: Any, axes: tuple[Any, ...]) -> Any:
 def _no_derivative(function: str, primals: Any, tangents: Any, **params: Any) -> Any:
     if function.endswith("_backward") or params["signature"].operation.gradients is not None:
         what, instead = "no second derivatives", "attention written out in jax.numpy"
-    elif function.startswith("attention"):
+    elif function in ("attention", "attention_varlen"):
         what, instead = "no derivative by quantized operands", "precision= and arrays that are not quantized"
     else:
         what, instead = "no derivative", "jax.lax.stop_gradient of its arguments"

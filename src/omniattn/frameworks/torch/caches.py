@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ LIBRARY.define(
 )
 
 
-def _cache(number: int, planes: Sequence[torch.Tensor], key_arrays: Sequence[torch.Tensor], function: str) -> Any:
+def cache_of(number: int, planes: Sequence[torch.Tensor], key_arrays: Sequence[torch.Tensor], function: str) -> Any:
     """The cache of a number, or one like it where the planes are copies, as functionalization makes them."""
     cache = of_key(number)
     if cache is None:
@@ -45,7 +45,7 @@ def _decode(
     window: Any, softmax_scale: Any, softcap: float, return_lse: bool, deterministic: bool, shared_prefix: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     results = FUNCTIONS["decode"](
-        q, _cache(number, planes, key_arrays, "decode"), seq_lens=seq_lens, block_table=block_table,
+        q, cache_of(number, planes, key_arrays, "decode"), seq_lens=seq_lens, block_table=block_table,
         recent_slots=recent_slots, sinks=sinks, window=None if window is None else tuple(window),
         softmax_scale=softmax_scale, softcap=softcap, return_lse=return_lse, deterministic=deterministic,
         shared_prefix=shared_prefix,
@@ -67,7 +67,7 @@ def _append(
     cu_seqlens: Any, cos: Any, sin: Any, rope: str, slot_mapping: Any = None, positions: Any = None,
 ) -> None:  # fmt: skip
     FUNCTIONS["append"](
-        _cache(number, planes, key_arrays, "append"), k, v, seq_lens=seq_lens, cu_seqlens=cu_seqlens,
+        cache_of(number, planes, key_arrays, "append"), k, v, seq_lens=seq_lens, cu_seqlens=cu_seqlens,
         block_table=block_table, slot_mapping=slot_mapping, positions=positions, cos=cos, sin=sin, rope=rope,
         recent_slots=recent_slots,
     )  # fmt: skip
@@ -83,8 +83,8 @@ for _name, _kernel, _shapes in (("decode", _decode, _decode_shapes), ("append", 
     torch.library.register_fake(f"omniattn::{_name}", _shapes, lib=LIBRARY)
 
 
-def run(call: Call) -> list[Any]:
-    """A call of `decode` or `append` by its operator; results as `plan.engine.run`."""
+def arrays_of(call: Call) -> dict[str, Any]:
+    """The arrays of a call by name; raises for what no operator on a cache has."""
     function, cache = call.operation.name, call.cache
     assert cache is not None
     if not cache.plain_torch:
@@ -94,11 +94,23 @@ def run(call: Call) -> list[Any]:
     for name, x in (("out", given.get("out")), ("stream", call.stream)):
         if x is not None:
             fail("argument", name, "None in a traced or compiled call", "one", function=function)
+    check_no_gradient(given)
+    return given
+
+
+def check_no_gradient(given: Mapping[str, Any]) -> None:
+    """Raise for an array that requires a gradient."""
     for name, x in given.items():
         if x is not None and x.requires_grad and torch.is_grad_enabled():
             fail("unsupported", f"argument {name!r} requires a gradient, which this call does not compute",
                  instead="calling under torch.no_grad() or torch.inference_mode(), or passing tensor.detach()"
                  )  # fmt: skip
+
+
+def run(call: Call) -> list[Any]:
+    """A call of `decode` or `append` by its operator; results as `plan.engine.run`."""
+    function, cache, given = call.operation.name, call.cache, arrays_of(call)
+    assert cache is not None
     planes, key_arrays = cache.operands
     tables = (given["seq_lens"], given["block_table"], given["recent_slots"])
     x = call.options

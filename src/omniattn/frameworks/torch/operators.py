@@ -55,7 +55,12 @@ def _score_mod_parts(text: str) -> tuple[Any, ...]:
     return ast.literal_eval(text)
 
 
-def _score_mod_of(text: str | None, arrays: Sequence[Any]) -> Any:
+def score_mod_text(key: int, expression: str, mask: Any, grad: Any, names: tuple[str, ...]) -> str:
+    """A ScoreMod without its arrays, as an operator takes it; `score_mod_of` reads it."""
+    return f"({expression!r}, {mask!r}, {grad!r}, {names!r}, {key})"
+
+
+def score_mod_of(text: str | None, arrays: Sequence[Any]) -> Any:
     """The ScoreMod of a text and arrays; its NumPy functions are those of the object it was made of, while it lives."""
     if text is None:
         return None
@@ -74,7 +79,7 @@ def _options(score: Sequence[Any], arrays: Sequence[Any]) -> dict[str, Any]:
     layout, causal, window, softmax_scale, softcap, score_mod, deterministic = score
     return {
         "layout": layout, "causal": causal, "window": None if window is None else tuple(window),
-        "softmax_scale": softmax_scale, "softcap": softcap, "score_mod": _score_mod_of(score_mod, arrays),
+        "softmax_scale": softmax_scale, "softcap": softcap, "score_mod": score_mod_of(score_mod, arrays),
         "deterministic": deterministic,
     }  # fmt: skip
 

@@ -14,9 +14,10 @@ import torch
 from ...launch.score_mod import PREFIX
 from ...plan.engine import Call
 from ...problems import GRADIENTS
-from . import caches, e4m3, quantizers, transforms
+from . import caches, e4m3, quantizers, transforms, with_cache
 from .head_dims import one_head_dim
 from .library import fail, plain, precision_text
+from .operators import score_mod_text
 
 
 def _needs_gradient(*tensors: Any) -> bool:
@@ -170,6 +171,8 @@ def run_call(call: Call) -> list[Any]:
     call.options = plain(call.options)
     if function in ("decode", "append"):
         return caches.run(call)
+    if function == "attention_with_kvcache":
+        return with_cache.run(call)
     if function in ("quantize_qk", "quantize_v") or "q_int" in call.operation.arrays:
         return quantizers.run(call)
     given = dict(zip(call.operation.arrays, call.objects, strict=True))
@@ -241,8 +244,7 @@ def _score(options: Any, score_mod: Any) -> tuple[Any, ...]:
     """Options that all operators have, from those of a call."""
     text = None
     if score_mod is not None:
-        key, expression, visible, grad, names = score_mod
-        text = f"({expression!r}, {visible!r}, {grad!r}, {names!r}, {key})"
+        text = score_mod_text(*score_mod)
     return (
         options.layout, options.causal, None if options.window is None else list(options.window),
         options.softmax_scale, float(options.softcap), text, options.deterministic,

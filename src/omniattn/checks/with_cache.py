@@ -1,0 +1,312 @@
+"""What ``attention_with_kvcache`` may be given, and which kernels a call is for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from .. import arguments, arrays, runtime
+from ..arrays import Tensor
+from ..errors import ArgumentError, ShapeError, StrideError, UnsupportedError
+from ..kv.cache import KVCache
+from ..kv.places import by_position
+from ..plan.engine import Call
+from ..problems import AttentionProblem, AttentionStrides, DecodeProblem, Pages, WithCacheProblem
+from ..problems.quantize import Strides3
+from . import values
+from .attention import describable
+from .caches import check_int32, check_slots, check_table, host_table
+from .decode import MAX_Q_LEN, check_prefix, check_queries
+from .extras import check_score_mod
+
+_NAME = "attention_with_kvcache"
+#: The caller's arrays, in the order of a call.
+ARRAYS = ("q", "seq_lens", "block_table", "cu_seqlens_q", "sinks", "recent_slots", "batch_index", "out")
+#: Those that kernels access 16 bytes at a time.
+ALIGNED = frozenset({"q", "out"})
+
+
+class WithCacheOptions(NamedTuple):
+    """Everything that is no array, as the caller gave it."""
+
+    max_seqlen_q: Any
+    causal: Any
+    window: Any
+    softmax_scale: Any
+    softcap: Any
+    return_lse: Any
+    deterministic: Any
+    shared_prefix: Any
+
+
+class Queries(NamedTuple):
+    """How the queries of a call lie.
+
+    Attributes
+    ----------
+    batch : int
+        Sequences.
+    rows : int
+        Queries of all of them.
+    q_len : int
+        Queries of each, 0 where packed ones say it on the device.
+    longest : int
+        Those of the longest sequence.
+    packed : bool
+    """
+
+    batch: int
+    rows: int
+    q_len: int
+    longest: int
+    packed: bool
+
+
+class _Facts(NamedTuple):
+    """What both kinds of kernels are told."""
+
+    left: int
+    right: int
+    scale: float
+    softcap: float
+    sinks: str
+    return_lse: bool
+    deterministic: bool
+    capacity: int
+    has_index: bool
+    shared: int
+
+
+def check_with_cache(call: Call, tensors: dict[str, Tensor]) -> WithCacheProblem:
+    """The problem of a call."""
+    options, cache, q = call.options, call.cache, tensors["q"]
+    assert cache is not None
+    causal = arguments.check_bool(options.causal, "causal", _NAME)
+    return_lse = arguments.check_bool(options.return_lse, "return_lse", _NAME)
+    deterministic = arguments.check_bool(options.deterministic, "deterministic", _NAME)
+    left, right = values.check_window(options.window, causal, _NAME)
+    softcap = values.check_softcap(options.softcap, _NAME)
+    arrays.require_same_device([q, *(t for name, t in tensors.items() if name != "q"), *cache.tensors])
+    queries = _check_extents(q, tensors.get("cu_seqlens_q"), options.max_seqlen_q)
+    check_queries(q, cache, _NAME)
+    batch, (heads, dim) = queries.batch, q.shape[-2:]
+    check_int32(tensors["seq_lens"], (batch,), f"({batch},)", _NAME)
+    capacity = _check_places(cache, tensors, batch)
+    scale = dim**-0.5
+    if options.softmax_scale is not None:
+        scale = arguments.check_number(options.softmax_scale, "softmax_scale", _NAME)
+    sinks = values.check_sinks(tensors["sinks"], heads, q.dtype, _NAME) if "sinks" in tensors else "none"
+    values.check_strides(q, _NAME)
+    o_strides = arrays.contiguous_strides(tuple(q.shape))
+    if "out" in tensors:
+        values.check_like(tensors["out"], q.shape, q.dtype, _NAME)
+        values.check_strides(tensors["out"], _NAME, written=True)
+        o_strides = tuple(tensors["out"].strides)
+    shared = check_prefix(options.shared_prefix, cache, capacity, left, deterministic, _NAME)
+    facts = _Facts(
+        left, right, scale, softcap, sinks, return_lse, deterministic, capacity, "batch_index" in tensors, shared
+    )
+    texts = call.facts
+    against = _reason_against_decode(queries, right, texts is not None)
+    kernels: AttentionProblem | DecodeProblem
+    if against is None:
+        kernels, why = _decode(q, cache, queries, facts, tensors, o_strides), "1 to 16 new tokens of each sequence"
+        if shared and not queries.packed:
+            _merged_rows(q, q.strides, queries)
+    else:
+        _check_served(cache, facts, against)
+        kernels, why = _over_pages(q, cache, queries, facts, tensors, o_strides), f"attention over pages: {against}"
+        if texts is not None:
+            kernels = replace(kernels, score_mod=check_score_mod(kernels, call, tensors, texts))
+    problem = WithCacheProblem(kernels, tuple(q.shape), capacity, (left, right), why, facts.has_index)
+    if return_lse and not problem.lse_is_own and q.framework == "dlpack":
+        raise UnsupportedError(
+            f"{_NAME}(): return_lse with {'packed queries' if queries.packed else 'a batch'}, of a library that is "
+            "known by DLPack alone and has no views",
+            instead=f"{'a batch' if queries.packed else 'packed queries'}, or arrays of torch, CuPy, JAX or NumPy",
+        )
+    return problem
+
+
+def _check_extents(q: Tensor, starts: Tensor | None, longest: Any) -> Queries:
+    """How q lies."""
+    rank = len(q.shape)
+    if starts is None:
+        if rank != 4:
+            expected = "4 dimensions (batch, q_len, num_q_heads, head_dim), without cu_seqlens_q"
+            raise ShapeError("q", expected, f"shape {tuple(q.shape)}", function=_NAME)
+        if longest is not None:
+            expected = "None without cu_seqlens_q: q's shape says how many queries a sequence has"
+            raise ArgumentError("max_seqlen_q", expected, repr(longest), function=_NAME)
+        batch, q_len = q.shape[:2]
+        found = Queries(batch, batch * q_len, q_len, q_len, False)
+    else:
+        if rank != 3:
+            expected = "3 dimensions (rows, num_q_heads, head_dim), with cu_seqlens_q"
+            raise ShapeError("q", expected, f"shape {tuple(q.shape)}", function=_NAME)
+        values.check_cu_seqlens(starts, "cu_seqlens_q", _NAME)
+        batch, rows = starts.shape[0] - 1, q.shape[0]
+        if longest is None:
+            expected = "an integer, with cu_seqlens_q: the queries of the longest sequence"
+            raise ArgumentError("max_seqlen_q", expected, "None", function=_NAME)
+        most = arguments.check_int(longest, "max_seqlen_q", _NAME, most=arguments.MAX_ROWS)
+        found = Queries(batch, rows, int(rows == batch and most == 1), most, True)
+    if found.batch > values.MAX_PACKED_SEQUENCES:
+        name = "q" if starts is None else "cu_seqlens_q"
+        expected = f"at most {values.MAX_PACKED_SEQUENCES} sequences"
+        raise ShapeError(name, expected, str(found.batch), function=_NAME)
+    for name, most, extent in (("rows", arguments.MAX_ROWS, found.rows), ("heads", arguments.MAX_EXTENT, q.shape[-2])):
+        if extent > most:
+            raise ShapeError("q", f"at most {most} {name}", str(extent), function=_NAME)
+    return found
+
+
+def _check_places(cache: KVCache, tensors: dict[str, Tensor], batch: int) -> int:
+    """Tokens that a sequence can have at most: table, slots and index."""
+    table, slots, index = (tensors.get(name) for name in ("block_table", "recent_slots", "batch_index"))
+    check_slots(cache, slots, batch, _NAME)
+    if index is None:
+        return check_table(cache, table, batch, _NAME)
+    if cache.paged:
+        expected = "None with a PagedKVCache, whose block_table says where a sequence's tokens are"
+        raise ArgumentError("batch_index", expected, "an array", function=_NAME)
+    if cache.recent_window:
+        raise UnsupportedError(f"{_NAME}(): batch_index with a recent_window", instead="a cache without recent_window")
+    if table is not None:
+        raise ArgumentError("block_table", "None with a KVCache", "an array", function=_NAME)
+    check_int32(index, (batch,), f"({batch},)", _NAME)
+    return cache.block_size
+
+
+def _reason_against_decode(queries: Queries, right: int, has_mod: bool) -> str | None:
+    """Why a call is not for the kernels of ``decode``; None if it is. By its shape and kind alone.
+
+    These take a few queries of each sequence that see no later key: the same number for all, which the host knows. Of
+    packed queries that is one, where there are as many rows as sequences and none has more.
+    """
+    if has_mod:
+        return "score_mod"
+    if queries.packed and not queries.q_len:
+        return "packed queries, of several a sequence" if queries.longest > 1 else "packed queries, with other rows"
+    if not 1 <= queries.q_len <= MAX_Q_LEN:
+        return f"{queries.q_len} queries a sequence"
+    if queries.q_len > 1 and right != 0:
+        return "queries that see keys behind their own"
+    return None
+
+
+def _check_served(cache: KVCache, facts: _Facts, against: str) -> None:
+    """Raise for what attention over pages does not have."""
+    few = f"1 to {MAX_Q_LEN} new tokens of each sequence in a batch, causal, without score_mod"
+    quantized = [f"{x} {f.dtype}" for x, f in (("K", cache.k_format), ("V", cache.v_format)) if f.quantized]
+    if quantized:
+        raise UnsupportedError(
+            f"{_NAME}(): {against}, over a cache with {' and '.join(quantized)}",
+            instead=f"a 16-bit cache, k_dtype 'bf16' or 'fp16'; quantized ones take {few}",
+        )
+    if facts.shared:
+        raise UnsupportedError(f"{_NAME}(): shared_prefix with {against}", instead=f"shared_prefix=0, or {few}")
+    if facts.deterministic:
+        raise UnsupportedError(
+            f"{_NAME}(): deterministic=True, results that do not depend on the rest of the batch, with {against}",
+            instead=f"deterministic=False, whose repeated calls give the same bits in any case, or {few}",
+        )
+
+
+def _decode(
+    q: Tensor, cache: KVCache, queries: Queries, f: _Facts, tensors: dict[str, Tensor], o_strides: tuple[int, ...]
+) -> DecodeProblem:
+    """The call as ``decode`` has it. A contiguous cache with an index is one of blocks, one a sequence."""
+    layout, table = cache.facts, tensors.get("block_table")
+    columns = 0 if table is None else table.shape[1]
+    if f.has_index:
+        layout, columns = replace(layout, paged=True), 1
+
+    def four(strides: tuple[int, ...]) -> tuple[int, ...]:
+        return (strides[0], *strides) if queries.packed else tuple(strides)
+
+    return DecodeProblem(
+        q.dtype, layout, queries.batch, queries.q_len, q.shape[-2], cache.num_kv_heads, cache.head_dim, f.capacity,
+        cache.block_size, cache.num_blocks, columns, f.left, f.scale, f.softcap, f.sinks, f.deterministic, f.shared,
+        f.return_lse, four(tuple(q.strides)), four(o_strides),
+    )  # fmt: skip
+
+
+def _over_pages(
+    q: Tensor, cache: KVCache, queries: Queries, f: _Facts, tensors: dict[str, Tensor], o_strides: tuple[int, ...]
+) -> AttentionProblem:
+    """The call as attention over pages has it: the queries of a batch are packed ones, so many a sequence.
+
+    A contiguous cache is a pool with a page for each sequence. How many keys these have is known on the device alone:
+    selection counts those that they have room for.
+    """
+    table, on_gpu = tensors.get("block_table"), q.device == "cuda"
+    k, v = cache.planes["k"], cache.planes["v"]
+    columns = 1 if table is None else table.shape[1]
+    pages = Pages(
+        cache.block_size, cache.num_blocks, columns, columns if table is not None and queries.batch > 1 else 0,
+        has_table=table is not None, has_index=f.has_index and queries.batch > 0,
+    )  # fmt: skip
+    rows, keys = queries.rows, queries.batch * f.capacity
+    maps = on_gpu and all(map(describable, (q, k, v))) and runtime.has_tensor_maps()
+    of_q, of_o = _merged_rows(q, q.strides, queries), _merged_rows(tensors.get("out", q), o_strides, queries)
+    window = values.hiding_window((f.left, f.right), rows if queries.packed else queries.q_len, f.capacity)
+    strides = AttentionStrides(of_q, *(_of_plane(x, cache) for x in (k, v)), of_o, (0, rows), (0, 0, 0, 0))
+    return AttentionProblem(
+        q.dtype, queries.batch, rows, keys, q.shape[-2], cache.num_kv_heads, cache.head_dim, *window, f.scale,
+        f.softcap, "none", f.sinks, True, tensor_maps=maps, lse=f.return_lse, max_seqlen_q=queries.longest,
+        strides=strides, used=(False, True), pages=pages,
+        queries_per_sequence=0 if queries.packed else queries.q_len,
+    )  # fmt: skip
+
+
+def _of_plane(t: Tensor, cache: KVCache) -> Strides3:
+    """(page, key, head) strides of a plane of a 16-bit cache, whose own ones are (blocks, heads, tokens, channels)."""
+    _, (page, head, key) = by_position(t.shape, t.strides, cache.array_order or "HND")
+    return page, key, head
+
+
+def _merged_rows(t: Tensor, strides: tuple[int, ...], queries: Queries) -> Strides3:
+    """(batch, row, head) strides of queries or of o, whose first two dimensions are one.
+
+    Raises
+    ------
+    StrideError
+        On a GPU, where they are not.
+    """
+    if queries.packed:
+        row = strides[0]
+    else:
+        batch, q_len = queries.batch, queries.q_len
+        row = strides[0] if q_len == 1 else strides[1]
+        if t.device == "cuda" and min(batch, q_len) > 1 and strides[0] != q_len * row:
+            raise StrideError(
+                t.argument, f"the first two dimensions as one: strides ({q_len} * s, s, ...)",
+                f"strides {tuple(strides)}", function=_NAME, hint="A contiguous copy has such strides",
+            )  # fmt: skip
+    return 0, 0 if queries.rows == 1 else row, 0 if t.shape[-2] == 1 else strides[-2]
+
+
+def host_places(cache: KVCache, tensors: dict[str, Tensor], batch: int) -> Any:
+    """Block table on the CPU; of a contiguous cache one block a sequence, which ``batch_index`` may name."""
+    index = tensors.get("batch_index")
+    if index is None:
+        return host_table(cache, tensors.get("block_table"), batch)
+    numbers = arrays.to_numpy(index)
+    bad = [int(x) for x in numbers if not 0 <= x < cache.num_blocks]
+    if bad:
+        expected = f"the cache's sequences, 0 to {cache.num_blocks - 1}"
+        raise ArgumentError("batch_index", expected, f"{bad[0]}", function=_NAME)
+    return numbers[:, None]
+
+
+def check_one_each(starts: Any, seq_lens: Any) -> None:
+    """Packed queries that are taken for one of each sequence: on a GPU their starts are not looked at."""
+    for b, length in enumerate(seq_lens):
+        if length and (starts[b], starts[b + 1]) != (b, b + 1):
+            expected = (
+                f"row {b} for sequence {b}, which has tokens: with max_seqlen_q=1 and as many rows as sequences, rows "
+                "are the sequences in order, and those without a new token have seq_lens 0"
+            )
+            received = f"rows {int(starts[b])} to {int(starts[b + 1])}"
+            raise ArgumentError("cu_seqlens_q", expected, received, function=_NAME)

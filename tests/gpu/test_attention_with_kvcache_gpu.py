@@ -1,0 +1,252 @@
+"""``attention_with_kvcache`` on a GPU beside `attention` of each sequence in float64 on the CPU."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import omniattn as oa  # noqa: E402
+from omniattn import testing  # noqa: E402
+from omniattn.plan.engine import PLANS  # noqa: E402
+from omniattn.registry import REGISTRY  # noqa: E402
+from omniattn.testing.pages import NOWHERE  # noqa: E402
+
+from .attention_cases import TORCH_DTYPES, check_lse, poisoned, to_numpy  # noqa: E402
+from .plans import only_rows  # noqa: E402
+
+pytestmark = pytest.mark.gpu
+
+HEADS, HEADS_KV = 4, 2
+NAMES = {"bfloat16": "bf16", "float16": "fp16"}
+#: New tokens and tokens of each sequence: a prompt, a chunk of one, single tokens, requests that pad a graph.
+MIXED = [(130, 130), (70, 300), (1, 257), (1, 1), (0, 40), (0, 0), (5, 64)]
+ALIKE = {1: [(1, 300), (1, 1), (1, 17), (1, 0)], 4: [(4, 300), (4, 2), (4, 17)], 40: [(40, 300), (40, 40), (40, 7)]}
+ATOL = {"bfloat16": 3e-2, "float16": 4e-3}
+
+
+@pytest.fixture(params=["selected", "generic"])
+def family(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """With the kernels that this GPU gets, and with those that every GPU gets."""
+    only_rows(monkeypatch, (spec for spec in REGISTRY if request.param == "selected" or not spec.arch_specific))
+    yield str(request.param)
+    PLANS.clear()
+
+
+def int32(values: Any) -> Any:
+    return torch.as_tensor(np.asarray(values, np.int32)).cuda()
+
+
+class Served:
+    """Sequences in a cache, what no token owns being NaN. ``page``: tokens of a block, 0 for a contiguous cache."""
+
+    def __init__(
+        self, lengths: list[tuple[int, int]], page: int, head_dim: int = 64, dtype: str = "bfloat16",
+        k_dtype: str | None = None,
+    ) -> None:  # fmt: skip
+        self.new, self.tokens = [n for n, _ in lengths], [t for _, t in lengths]
+        self.dtype, self.dim = dtype, head_dim
+        starts = np.cumsum([0, *self.tokens])
+        k, v = (self._rows(int(starts[-1]), HEADS_KV, seed) for seed in (1, 2))
+        options = {"like": k, "k_dtype": k_dtype or NAMES[dtype]}
+        self.places: dict[str, Any] = {"seq_lens": int32(self.tokens)}
+        if page:
+            counts = [-(-t // page) for t in self.tokens]
+            order = np.random.default_rng(page).permutation(sum(counts) + 3)
+            table = np.full((len(lengths), max(counts) + 1), NOWHERE, np.int32)
+            for b, count in enumerate(counts):
+                table[b, :count], order = order[:count], order[count:]
+            self.places["block_table"] = int32(table)
+            self.cache: Any = oa.PagedKVCache(sum(counts) + 3, page, HEADS_KV, head_dim, **options)
+        else:
+            self.cache = oa.KVCache(len(lengths), max(self.tokens) + 5, HEADS_KV, head_dim, **options)
+        if k_dtype is None:
+            self.cache.k.fill_(float("nan"))
+            self.cache.v.fill_(float("nan"))
+        oa.append(self.cache, k, v, cu_seqlens=int32(starts), **self.places)
+        self.k, self.v = ([to_numpy(x[a:b]) for a, b in itertools.pairwise(starts)] for x in (k, v))
+
+    def _rows(self, rows: int, heads: int, seed: int) -> Any:
+        generator = torch.Generator(device="cuda").manual_seed(seed)
+        return torch.randn(rows, heads, self.dim, device="cuda", generator=generator).to(TORCH_DTYPES[self.dtype])
+
+    def queries(self, packed: bool, spare: int = 0) -> tuple[Any, dict[str, Any]]:
+        """The new tokens of all sequences, packed with rows of nobody behind them or as a batch; where things are."""
+        q = self._rows(sum(self.new) + spare, HEADS, 3)
+        if not packed:
+            return q.view(len(self.new), -1, HEADS, self.dim), dict(self.places)
+        starts = int32(np.cumsum([0, *self.new]))
+        return q, {**self.places, "cu_seqlens_q": starts, "max_seqlen_q": max(self.new)}
+
+    def check(self, packed: bool, *, spare: int = 0, read: list[int] | None = None, **options: Any) -> None:
+        q, places = self.queries(packed, spare)
+        out = poisoned(tuple(q.shape), self.dtype)
+        if read is not None:
+            places["batch_index"] = int32(read)
+        sinks = options.get("sinks")
+        given = options if sinks is None else {**options, "sinks": torch.from_numpy(sinks).cuda()}
+        o, lse = oa.attention_with_kvcache(q, self.cache, **places, **given, return_lse=True, out=out)
+        assert o is out
+        made, made_lse = to_numpy(o), lse.cpu().numpy()
+        assert made_lse.shape == ((HEADS, len(q)) if packed else (len(self.new), HEADS, q.shape[1]))
+        row = 0
+        for b, count in enumerate(self.new):
+            source = b if read is None else read[b]
+            queries = to_numpy(q[row : row + count] if packed else q[b])
+            x = [y[None].astype(np.float64) for y in (queries, self.k[source], self.v[source])]
+            expected, of_lse = oa.attention(*x, return_lse=True, **{"causal": True, **options})
+            own, own_lse = (
+                (made[row : row + count], made_lse[:, row : row + count]) if packed else (made[b], made_lse[b])
+            )
+            testing.assert_close(own, expected[0].astype(np.float32), atol=ATOL[self.dtype], label=f"sequence {b}")
+            check_lse(own_lse, of_lse[0], f"sequence {b}")
+            row += count
+        if packed:
+            assert not made[row:].any()
+            assert np.isneginf(made_lse[:, row:]).all()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
+@pytest.mark.parametrize("page", [0, 16])
+def test_head_dims(family: str, dtype: str, head_dim: int, page: int) -> None:
+    Served(MIXED, page, head_dim, dtype).check(True, spare=3)
+    for lengths in ALIKE.values():
+        Served(lengths, page, head_dim, dtype).check(False)
+    Served(ALIKE[1], page, head_dim, dtype).check(True)
+
+
+@pytest.mark.parametrize("page", [0, 1, 3, 64, 256])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"causal": False}, {"window": (50, -1)}, {"window": (20, 7), "causal": False}, {"softcap": 5.0},
+        {"sinks": np.array([0.5, -1.0, 2.0, 0.0], np.float32)}, {"softmax_scale": -0.1},
+    ],
+    ids=lambda options: "-".join(options),
+)  # fmt: skip
+def test_options(family: str, page: int, options: dict[str, Any]) -> None:
+    Served(MIXED, page).check(True, spare=1, **options)
+    for lengths in ALIKE.values():
+        Served(lengths, page).check(False, **options)
+
+
+def test_batch_index(family: str) -> None:
+    for count, read in ((1, [2, 0, 0, 1]), (4, [1, 1, 0]), (40, [2, 2, 0])):
+        call = Served(ALIKE[count], 0)
+        call.places["seq_lens"] = int32([call.tokens[b] for b in read])
+        call.check(False, read=read)
+    call = Served(MIXED, 0)
+    read = [1, 0, 2, 2, 5, 4, 6]
+    call.places["seq_lens"] = int32([call.tokens[b] for b in read])
+    call.check(True, read=read)
+
+
+@pytest.mark.parametrize("page", [0, 16])
+def test_score_mod(family: str, page: int) -> None:
+    """Also of few queries, which go over pages then."""
+    slopes = np.linspace(0.1, 0.4, HEADS, dtype=np.float32)
+
+    def mod(slopes: Any) -> oa.ScoreMod:
+        return oa.ScoreMod(
+            "score - slopes[h] * (q - k) + 0.5f * b", mask="k != 2", slopes=slopes,
+            reference=lambda score, b, h, q, k, slopes: np.where(
+                k != 2, score - slopes[h] * (q - k) + 0.5 * b, -np.inf
+            ),
+        )  # fmt: skip
+
+    for lengths, packed in ((MIXED, True), (ALIKE[4], False)):
+        call = Served(lengths, page)
+        q, places = call.queries(packed)
+        made = oa.attention_with_kvcache(q, call.cache, **places, score_mod=mod(torch.from_numpy(slopes).cuda()))
+        starts_k = np.cumsum([0, *call.tokens]).astype(np.int32)
+        starts_q = np.cumsum([0, *call.new]).astype(np.int32)
+        expected = oa.attention_varlen(
+            to_numpy(q).reshape(-1, HEADS, call.dim), np.concatenate(call.k), np.concatenate(call.v),
+            cu_seqlens_q=starts_q, cu_seqlens_k=starts_k, max_seqlen_q=max(call.new), max_seqlen_k=max(call.tokens),
+            causal=True, score_mod=mod(slopes),
+        )  # fmt: skip
+        testing.assert_close(to_numpy(made).reshape(expected.shape), expected, atol=3e-2)
+
+
+@pytest.mark.parametrize("k_dtype", ["fp8", "int8", "int4"])
+@pytest.mark.parametrize("page", [0, 16])
+def test_quantized_caches_take_what_decode_takes(k_dtype: str, page: int) -> None:
+    for count in (1, 4):
+        call = Served(ALIKE[count], page, k_dtype=k_dtype)
+        q, places = call.queries(False)
+        expected = oa.decode(q, call.cache, **places, return_lse=True, softcap=9.0)
+        made = oa.attention_with_kvcache(q, call.cache, **places, return_lse=True, softcap=9.0)
+        assert all(map(torch.equal, made, expected))
+    call = Served(ALIKE[1], page, k_dtype=k_dtype)
+    rows, places = call.queries(True)
+    o, lse = oa.attention_with_kvcache(rows, call.cache, **places, return_lse=True)
+    expected = oa.decode(rows[:, None], call.cache, **call.places, return_lse=True)
+    assert torch.equal(o, expected[0][:, 0])
+    assert torch.equal(lse, expected[1][..., 0].t())
+    call = Served(ALIKE[40], page, k_dtype=k_dtype)
+    q, places = call.queries(False)
+    with pytest.raises(oa.errors.UnsupportedError, match=f"40 queries a sequence, over a cache with K {k_dtype}"):
+        oa.attention_with_kvcache(q, call.cache, **places)
+
+
+@pytest.mark.parametrize("page", [0, 16])
+def test_one_graph_for_other_starts_lengths_and_tables(page: int) -> None:
+    call = Served(MIXED, page, 128)
+    for plane in (call.cache.k, call.cache.v):  # with other tables a sequence reads what nobody owned
+        plane.nan_to_num_(0.5)
+    q, places = call.queries(True, spare=3)
+
+    def run() -> Any:
+        return oa.attention_with_kvcache(q, call.cache, **places, return_lse=True)
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        captured = run()
+    starts, lens, table = (places.get(name) for name in ("cu_seqlens_q", "seq_lens", "block_table"))
+    first, whole = starts.clone(), lens.clone()
+    others = [([1] * 7, whole // 2), ([0, 0, 100, 0, 20, 1, 0], whole), ([0] * 7, whole * 0)]
+    for new, tokens in (*others, ([130, 0, 0, 1, 0, 9, 60], whole)):
+        starts.copy_(int32(np.cumsum([0, *new])))
+        lens.copy_(tokens)
+        if table is not None:
+            table.copy_(torch.where(table == NOWHERE, table, table.flip(0).clamp(max=5)))
+        graph.replay()
+        assert all(map(torch.equal, captured, run()))
+    starts.copy_(first)
+    lens.copy_(whole)
+    graph.replay()
+    assert all(map(torch.equal, captured, run()))
+
+
+def test_compiled_calls() -> None:
+    for lengths, packed in ((MIXED, True), (ALIKE[40], False), (ALIKE[1], True), (ALIKE[4], False)):
+        call = Served(lengths, 16)
+        q, places = call.queries(packed)
+
+        def run(q: Any, call: Any = call, places: Any = places) -> Any:
+            return oa.attention_with_kvcache(q, call.cache, **places, return_lse=True)
+
+        torch.compiler.reset()
+        made = torch.compile(run, fullgraph=True)(q)
+        assert all(map(torch.equal, made, run(q)))
+
+
+def test_lengths_beyond_the_cache_are_its_end() -> None:
+    call = Served([(40, 64), (3, 32)], 16)
+    q, places = call.queries(True)
+    places["block_table"] = places["block_table"][:, :4].contiguous()
+    places["block_table"][1] = places["block_table"][0]
+    places["seq_lens"].copy_(int32([64, 64]))
+    expected = oa.attention_with_kvcache(q, call.cache, **places)
+    places["seq_lens"].copy_(int32([10**9, 2**31 - 1]))
+    assert torch.equal(oa.attention_with_kvcache(q, call.cache, **places), expected)
