@@ -167,15 +167,13 @@ _FWD_SM90_TILES: tuple[_FwdSm90Tile, ...] = (
     _FwdSm90Tile(256, 2, 64),
 )
 
-# Of K and V in pages.
+# Of K and V in pages: tiles whose CTA has four warps that copy (docs/performance/packed.md).
 _FWD_SM90_PAGED_TILES: tuple[_FwdSm90Tile, ...] = (
     _FwdSm90Tile(64, 3, 64, 4),
     _FwdSm90Tile(96, 3, 96),
     _FwdSm90Tile(128, 2, 128, 2),
     _FwdSm90Tile(192, 2, 64, 3),
     _FwdSm90Tile(256, 2, 64),
-    _FwdSm90Tile(64, 1, 64, 3, ctas_per_sm=3),
-    _FwdSm90Tile(128, 1, 64, 3, ctas_per_sm=2),
 )
 
 # Of v with a head_dim of its own; other pairs are padded to the next of these or of the tiles above.
@@ -417,7 +415,7 @@ def paged_rows() -> Iterator[KernelSpec]:
         for tiles, score_mods, split in (
             (_FWD_SM90_PAGED_TILES, False, False),
             (_FWD_SM90_VARLEN_MODS_TILES, True, False),
-            (_FWD_SM90_PACKED_SPLIT_TILES, False, True),
+            (tuple(tile for tile in _FWD_SM90_PACKED_SPLIT_TILES if tile.ctas_per_sm == 1), False, True),
             (_FWD_SM90_PACKED_SPLIT_MODS_TILES, True, True),
         )
         for tile in tiles
