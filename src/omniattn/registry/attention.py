@@ -169,7 +169,7 @@ _FWD_SM90_TILES: tuple[_FwdSm90Tile, ...] = (
 
 # Of K and V in pages: tiles whose CTA has four warps that copy (docs/performance/packed.md).
 _FWD_SM90_PAGED_TILES: tuple[_FwdSm90Tile, ...] = (
-    _FwdSm90Tile(64, 3, 64, 4),
+    _FwdSm90Tile(64, 2, 128, 3),
     _FwdSm90Tile(96, 3, 96),
     _FwdSm90Tile(128, 2, 128, 2),
     _FwdSm90Tile(192, 2, 64, 3),
