@@ -183,16 +183,17 @@ def test_quantized_caches_take_what_decode_takes(k_dtype: str, page: int) -> Non
         expected = oa.decode(q, call.cache, **places, return_lse=True, softcap=9.0)
         made = oa.attention_with_kvcache(q, call.cache, **places, return_lse=True, softcap=9.0)
         assert all(map(torch.equal, made, expected))
-    call = Served(ALIKE[1], page, k_dtype=k_dtype)
-    rows, places = call.queries(True)
-    o, lse = oa.attention_with_kvcache(rows, call.cache, **places, return_lse=True)
-    expected = oa.decode(rows[:, None], call.cache, **call.places, return_lse=True)
-    assert torch.equal(o, expected[0][:, 0])
-    assert torch.equal(lse, expected[1][..., 0].t())
-    call = Served(ALIKE[40], page, k_dtype=k_dtype)
-    q, places = call.queries(False)
-    with pytest.raises(oa.errors.UnsupportedError, match=f"40 queries a sequence, over a cache with K {k_dtype}"):
-        oa.attention_with_kvcache(q, call.cache, **places)
+    for count, packed, text in ((40, False, "40 queries a sequence"), (1, True, "packed queries")):
+        call = Served(ALIKE[count], page, k_dtype=k_dtype)
+        q, places = call.queries(packed)
+        with pytest.raises(oa.errors.UnsupportedError, match=f"{text}, over a cache with K {k_dtype}"):
+            oa.attention_with_kvcache(q, call.cache, **places)
+
+
+@pytest.mark.parametrize("page", [0, 16])
+def test_as_many_packed_rows_as_sequences(family: str, page: int) -> None:
+    """One sequence has no row: the rows behind it are not its own."""
+    Served([(1, 300), (0, 17), (1, 40), (1, 9)], page).check(True, spare=1)
 
 
 @pytest.mark.parametrize("page", [0, 16])
