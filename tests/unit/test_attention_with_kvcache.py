@@ -16,11 +16,10 @@ from omniattn.launch.structs import ATTN_FWD, ATTN_FWD_SM90
 from omniattn.plan import engine
 from omniattn.plan.with_cache import plan_with_cache
 from omniattn.problems import AttentionProblem, DecodeProblem, Pages, Target, WithCacheProblem
-from omniattn.runtime.device import DeviceInfo
 from omniattn.testing import normal
 from omniattn.testing.pages import NOWHERE
 
-from .launch_fakes import fields_of_record
+from .launch_fakes import explain_as_on_gpu, fields_of_record
 
 HEADS, HEADS_KV, DIM = 4, 2, 16
 LIKE = np.zeros(1, np.float32)
@@ -324,19 +323,8 @@ def test_indices_of_contiguous_caches() -> None:
 
 @pytest.fixture(params=[(9, 0), (8, 0)], ids=["9.0", "8.0"])
 def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
-    describe = engine.describe
-
-    def on_gpu(call: Any, raw: Any) -> dict[str, Any]:
-        tensors = describe(call, raw)
-        for i, t in enumerate([*tensors.values(), *call.cache.tensors]):
-            t.device, t.framework, t.ptr = "cuda", "torch", 0x100000 * (i + 1)
-        return tensors
-
-    monkeypatch.setattr(engine, "describe", on_gpu)
-    monkeypatch.setattr(oa.runtime, "has_tensor_maps", lambda: request.param == (9, 0))
-    info = DeviceInfo(0, "Test GPU", request.param, 132, 227 << 10, 50 << 20, (13, 0))
-    monkeypatch.setattr(oa.runtime, "device_info", lambda ordinal: info)
     cc: tuple[int, int] = request.param
+    explain_as_on_gpu(monkeypatch, cc)
     return cc
 
 
