@@ -16,6 +16,7 @@ from omniattn import testing  # noqa: E402
 from omniattn.plan.engine import PLANS  # noqa: E402
 from omniattn.registry import REGISTRY  # noqa: E402
 from omniattn.testing.pages import NOWHERE  # noqa: E402
+from tests.foreign_pools import ORDERS, memory_shape, planes  # noqa: E402
 
 from .attention_cases import TORCH_DTYPES, check_lse, poisoned, to_numpy  # noqa: E402
 from .plans import only_rows  # noqa: E402
@@ -42,12 +43,25 @@ def int32(values: Any) -> Any:
     return torch.as_tensor(np.asarray(values, np.int32)).cuda()
 
 
+def on_memory(cls: Any, order: str, memory: Any, extents: tuple[int, int, int, int]) -> Any:
+    """A cache on a pool: one array with K and V in a row, dimensions in both orders, or two views."""
+    if order in ("BNHC", "BHNC"):
+        return cls.from_arrays(memory, layout="NHD" if order == "BNHC" else "HND")
+    k, v = planes(order, memory, *extents)
+    if order == "BHLNC":
+        return cls.from_arrays(k.transpose(1, 2), v.transpose(1, 2), layout="HND")
+    return cls.from_arrays(k, v)
+
+
 class Served:
-    """Sequences in a cache, what no token owns being NaN. ``page``: tokens of a block, 0 for a contiguous cache."""
+    """Sequences in a cache, what no token owns being NaN.
+
+    ``page``: tokens of a block, 0 for a contiguous cache. ``order``: of a pool that the cache is made on.
+    """
 
     def __init__(
         self, lengths: list[tuple[int, int]], page: int, head_dim: int = 64, dtype: str = "bfloat16",
-        k_dtype: str | None = None,
+        k_dtype: str | None = None, order: str | None = None,
     ) -> None:  # fmt: skip
         self.new, self.tokens = [n for n, _ in lengths], [t for _, t in lengths]
         self.dtype, self.dim = dtype, head_dim
@@ -57,15 +71,23 @@ class Served:
         self.places: dict[str, Any] = {"seq_lens": int32(self.tokens)}
         if page:
             counts = [-(-t // page) for t in self.tokens]
-            order = np.random.default_rng(page).permutation(sum(counts) + 3)
+            free = np.random.default_rng(page).permutation(sum(counts) + 3)
             table = np.full((len(lengths), max(counts) + 1), NOWHERE, np.int32)
             for b, count in enumerate(counts):
-                table[b, :count], order = order[:count], order[count:]
+                table[b, :count], free = free[:count], free[count:]
             self.places["block_table"] = int32(table)
-            self.cache: Any = oa.PagedKVCache(sum(counts) + 3, page, HEADS_KV, head_dim, **options)
+            extents = sum(counts) + 3, page, HEADS_KV, head_dim
         else:
-            self.cache = oa.KVCache(len(lengths), max(self.tokens) + 5, HEADS_KV, head_dim, **options)
-        if k_dtype is None:
+            extents = len(lengths), max(self.tokens) + 5, HEADS_KV, head_dim
+        cls: Any = oa.PagedKVCache if page else oa.KVCache
+        if order is not None:
+            self.memory = torch.full(
+                memory_shape(order, *extents), float("nan"), dtype=TORCH_DTYPES[dtype], device="cuda"
+            )
+            self.cache = on_memory(cls, order, self.memory, extents)
+        else:
+            self.cache = cls(*extents, **options)
+        if k_dtype is None and order is None:
             self.cache.k.fill_(float("nan"))
             self.cache.v.fill_(float("nan"))
         oa.append(self.cache, k, v, cu_seqlens=int32(starts), **self.places)
@@ -147,6 +169,28 @@ def test_batch_index(family: str) -> None:
     call.check(True, read=read)
 
 
+@pytest.mark.parametrize("page", [0, 1, 3, 16, 64])
+@pytest.mark.parametrize("order", ORDERS)
+def test_caches_on_arrays_of_the_caller(family: str, order: str, page: int) -> None:
+    """Of any strides, NaN wherever no token is: the bits of own caches."""
+    calls = [(MIXED, True, {"spare": 3}), *((lengths, False, {}) for lengths in ALIKE.values())]
+    for dim, dtype in ((64, "bfloat16"), (96, "float16"), (128, "bfloat16")):
+        for lengths, packed, more in calls:
+            call, own = Served(lengths, page, dim, dtype, order=order), Served(lengths, page, dim, dtype)
+            assert int(call.memory.isfinite().sum()) == 2 * sum(call.tokens) * HEADS_KV * dim
+            call.check(packed, **more)
+            q, places = call.queries(packed, **more)
+            results = [
+                oa.attention_with_kvcache(q, cache, **places, return_lse=True) for cache in (call.cache, own.cache)
+            ]
+            assert all(map(torch.equal, *results))
+            if not page:
+                read = [(b + 1) % len(lengths) for b in range(len(lengths))]
+                call.places["seq_lens"] = int32([call.tokens[b] for b in read])
+                call.check(packed, read=read, **more)
+    Served(MIXED, page, order=order).check(True, window=(50, -1), softcap=5.0)
+
+
 @pytest.mark.parametrize("page", [0, 16])
 def test_score_mod(family: str, page: int) -> None:
     """Also of few queries, which go over pages then."""
@@ -183,16 +227,17 @@ def test_quantized_caches_take_what_decode_takes(k_dtype: str, page: int) -> Non
         expected = oa.decode(q, call.cache, **places, return_lse=True, softcap=9.0)
         made = oa.attention_with_kvcache(q, call.cache, **places, return_lse=True, softcap=9.0)
         assert all(map(torch.equal, made, expected))
-    call = Served(ALIKE[1], page, k_dtype=k_dtype)
-    rows, places = call.queries(True)
-    o, lse = oa.attention_with_kvcache(rows, call.cache, **places, return_lse=True)
-    expected = oa.decode(rows[:, None], call.cache, **call.places, return_lse=True)
-    assert torch.equal(o, expected[0][:, 0])
-    assert torch.equal(lse, expected[1][..., 0].t())
-    call = Served(ALIKE[40], page, k_dtype=k_dtype)
-    q, places = call.queries(False)
-    with pytest.raises(oa.errors.UnsupportedError, match=f"40 queries a sequence, over a cache with K {k_dtype}"):
-        oa.attention_with_kvcache(q, call.cache, **places)
+    for count, packed, text in ((40, False, "40 queries a sequence"), (1, True, "packed queries")):
+        call = Served(ALIKE[count], page, k_dtype=k_dtype)
+        q, places = call.queries(packed)
+        with pytest.raises(oa.errors.UnsupportedError, match=f"{text}, over a cache with K {k_dtype}"):
+            oa.attention_with_kvcache(q, call.cache, **places)
+
+
+@pytest.mark.parametrize("page", [0, 16])
+def test_as_many_packed_rows_as_sequences(family: str, page: int) -> None:
+    """One sequence has no row: the rows behind it are not its own."""
+    Served([(1, 300), (0, 17), (1, 40), (1, 9)], page).check(True, spare=1)
 
 
 @pytest.mark.parametrize("page", [0, 16])

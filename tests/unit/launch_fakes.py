@@ -9,8 +9,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from omniattn import runtime
 from omniattn.launch.host_struct import At, HostStruct
+from omniattn.plan import engine
 from omniattn.registry import KernelSpec
+from omniattn.runtime.device import DeviceInfo
 from omniattn.runtime.driver_base import LaunchAttributes
 from omniattn.runtime.record import LaunchRecord, Program
 
@@ -97,3 +102,19 @@ def fields_of_record(record: LaunchRecord, layout: HostStruct) -> dict[str, Any]
 def read(source: str) -> str:
     """Device code without comments."""
     return re.sub(r"//[^\n]*", "", (KERNELS / source).read_text(encoding="utf-8"))
+
+
+def explain_as_on_gpu(monkeypatch: pytest.MonkeyPatch, cc: tuple[int, int]) -> None:
+    """Arrays and caches of NumPy are taken for those of a GPU, whose calls `explain` plans; none can run."""
+    describe = engine.describe
+
+    def on_gpu(call: Any, raw: Any) -> dict[str, Any]:
+        tensors = describe(call, raw)
+        for i, t in enumerate([*tensors.values(), *call.cache.tensors]):
+            t.device, t.framework, t.ptr = "cuda", "torch", 0x100000 * (i + 1)
+        return tensors
+
+    monkeypatch.setattr(engine, "describe", on_gpu)
+    monkeypatch.setattr(runtime, "has_tensor_maps", lambda: cc == (9, 0))
+    info = DeviceInfo(0, "Test GPU", cc, 132, 227 << 10, 50 << 20, (13, 0))
+    monkeypatch.setattr(runtime, "device_info", lambda ordinal: info)

@@ -16,11 +16,10 @@ from omniattn.launch.structs import ATTN_FWD, ATTN_FWD_SM90
 from omniattn.plan import engine
 from omniattn.plan.with_cache import plan_with_cache
 from omniattn.problems import AttentionProblem, DecodeProblem, Pages, Target, WithCacheProblem
-from omniattn.runtime.device import DeviceInfo
 from omniattn.testing import normal
 from omniattn.testing.pages import NOWHERE
 
-from .launch_fakes import fields_of_record
+from .launch_fakes import explain_as_on_gpu, fields_of_record
 
 HEADS, HEADS_KV, DIM = 4, 2, 16
 LIKE = np.zeros(1, np.float32)
@@ -115,12 +114,9 @@ OPTIONS: list[dict[str, Any]] = [
 @given(data=st.data())
 def test_random_packed_calls(data: st.DataObject) -> None:
     lengths = data.draw(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 25)), max_size=4))
-    # A sequence without tokens may have rows that are padding; a sole new token a row is the batch's own test.
+    # A sequence without tokens may have rows that are padding.
     call = Served(lengths, data.draw(st.sampled_from([0, 1, 2, 3, 8, 16])))
-    new, spare = [n for n, _ in lengths], data.draw(st.integers(0, 3))
-    one_each = max([0, *new]) == 1 and sum(new) + spare == len(new)
-    if not one_each or all(n == 1 for n in new):
-        check_packed(call, spare, **data.draw(st.sampled_from(OPTIONS)))
+    check_packed(call, data.draw(st.integers(0, 3)), **data.draw(st.sampled_from(OPTIONS)))
 
 
 @settings(deadline=None, max_examples=60)
@@ -142,21 +138,21 @@ def test_head_dims_whose_rows_are_padded_and_whose_are_not(dim: int) -> None:
     check_batch(Served([(20, 9), (20, 30)], 0, dim=dim), 20)
 
 
-def test_single_tokens_are_a_batch() -> None:
+def test_single_tokens() -> None:
     q, places = FLAT.packed()
-    o, lse = oa.attention_with_kvcache(q, FLAT.cache, **places, return_lse=True)
+    o, lse = oa.attention_with_kvcache(q[:, None], FLAT.cache, **FLAT.places, return_lse=True)
     expected, of_lse = oa.decode(q[:, None], FLAT.cache, **FLAT.places, return_lse=True)
-    np.testing.assert_array_equal(o, expected[:, 0])
-    np.testing.assert_array_equal(lse, of_lse[..., 0].T)
+    np.testing.assert_array_equal(o, expected)
+    np.testing.assert_array_equal(lse, of_lse)
     check_packed(FLAT)
-    # Requests that pad a graph's batch: no tokens, and rows of nobody.
-    padded = {**places, "seq_lens": ints(9, 13, 0), "cu_seqlens_q": ints(0, 1, 2, 2)}
-    o, lse = oa.attention_with_kvcache(q, FLAT.cache, **padded, return_lse=True)
-    np.testing.assert_array_equal(o[:2], expected[:2, 0])
+    # Packed ones with as many rows as sequences, of which one has none: its rows are not those of others.
+    starts = ints(0, 1, 1, 2)
+    o, lse = oa.attention_with_kvcache(q, FLAT.cache, **{**places, "cu_seqlens_q": starts}, return_lse=True)
+    for row, (one, of_one) in zip((0, 1), FLAT.expected([q[:1], q[1:2]], [0, 2]), strict=True):
+        np.testing.assert_allclose(o[row], one[0], rtol=1e-12, atol=1e-13)
+        np.testing.assert_allclose(lse[:, row], of_one[:, 0], rtol=1e-6, atol=1e-6)
     assert not o[2].any()
     assert np.isneginf(lse[:, 2]).all()
-    with pytest.raises(ArgumentError, match=r"'cu_seqlens_q': expected row 1 for sequence 1.*received rows 1 to 1"):
-        oa.attention_with_kvcache(q, FLAT.cache, **{**places, "cu_seqlens_q": ints(0, 1, 1, 2)})
 
 
 def test_batch_index() -> None:
@@ -295,11 +291,13 @@ def test_errors(q: Any, changes: dict[str, Any], error: type[Exception], text: s
     (3, {"score_mod": oa.ScoreMod("score", reference=lambda score, b, h, q, k: score)}, "score_mod"),
     (40, {}, "40 queries a sequence"),
     (0, {}, "0 queries a sequence"),
+    (1, {"cu_seqlens_q": ints(0, 1, 2), "max_seqlen_q": 1}, "packed queries"),
 ])  # fmt: skip
 def test_what_quantized_caches_do_not_take(q_len: int, options: dict[str, Any], text: str) -> None:
     call = Served([(1, 9), (1, 13)], 0, "int8", v_dtype="fp16")
+    q = call.packed()[0] if "cu_seqlens_q" in options else call.batch(q_len)
     with pytest.raises(UnsupportedError, match=rf"{text}, over a cache with K int8\..*k_dtype 'bf16' or 'fp16'"):
-        oa.attention_with_kvcache(call.batch(q_len), call.cache, **call.places, **options)
+        oa.attention_with_kvcache(q, call.cache, **call.places, **options)
 
 
 def test_indices_of_contiguous_caches() -> None:
@@ -325,19 +323,8 @@ def test_indices_of_contiguous_caches() -> None:
 
 @pytest.fixture(params=[(9, 0), (8, 0)], ids=["9.0", "8.0"])
 def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
-    describe = engine.describe
-
-    def on_gpu(call: Any, raw: Any) -> dict[str, Any]:
-        tensors = describe(call, raw)
-        for i, t in enumerate([*tensors.values(), *call.cache.tensors]):
-            t.device, t.framework, t.ptr = "cuda", "torch", 0x100000 * (i + 1)
-        return tensors
-
-    monkeypatch.setattr(engine, "describe", on_gpu)
-    monkeypatch.setattr(oa.runtime, "has_tensor_maps", lambda: request.param == (9, 0))
-    info = DeviceInfo(0, "Test GPU", request.param, 132, 227 << 10, 50 << 20, (13, 0))
-    monkeypatch.setattr(oa.runtime, "device_info", lambda ordinal: info)
     cc: tuple[int, int] = request.param
+    explain_as_on_gpu(monkeypatch, cc)
     return cc
 
 
@@ -377,7 +364,7 @@ def test_every_call_has_kernels(
     for x, packed in ((q, 0), (q.reshape(-1, 4, head_dim), q_len)):
         made = _explained(x, paged, packed=packed, head_dim=head_dim, **options)
         assert isinstance(made.problem, WithCacheProblem)
-        decodes = by_decode and not (packed > 1)
+        decodes = by_decode and not packed
         assert isinstance(made.problem.kernels, DecodeProblem if decodes else AttentionProblem)
         assert made.kernel.startswith("decode" if decodes else "attn_fwd")
         assert decodes or "_paged" in made.kernel
@@ -396,7 +383,8 @@ def test_kernels_read_the_arrays_of_the_call_and_of_the_cache(gpu: tuple[int, in
         (q[:, :2], 0, True, None, {"block_table"}),
         (q[:, :2], 0, False, None, set()),
         (q[:, :2], 0, False, ints(0, 3, 3, 1), {"batch_index"}),
-        (q[:, 0], 1, True, None, {"block_table"}),
+        (q[:, :1], 0, True, None, {"block_table"}),
+        (q[:, 0], 1, True, None, {"block_table", "cu_seqlens_q"}),
     ):
         options = {} if index is None else {"batch_index": index}
         problem = _explained(np.ascontiguousarray(x), paged, packed=packed, **options).problem
@@ -437,7 +425,7 @@ def test_lse_of_libraries_without_views(gpu: tuple[int, int]) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine, "describe", unknown)
         _explained(np.zeros((4, 3, 4, 64), np.float16), True, return_lse=True)
-        with pytest.raises(UnsupportedError, match="return_lse with a batch, of a library that is known by DLPack"):
+        with pytest.raises(UnsupportedError, match="return_lse with a batch over pages, of a library"):
             _explained(np.zeros((4, 40, 4, 64), np.float16), True, return_lse=True)
 
 

@@ -49,7 +49,7 @@ class Queries(NamedTuple):
     rows : int
         Queries of all of them.
     q_len : int
-        Queries of each, 0 where packed ones say it on the device.
+        Queries of each; 0 of packed ones, which say it on the device.
     longest : int
         Those of the longest sequence.
     packed : bool
@@ -111,7 +111,7 @@ def check_with_cache(call: Call, tensors: dict[str, Tensor]) -> WithCacheProblem
     kernels: AttentionProblem | DecodeProblem
     if against is None:
         kernels, why = _decode(q, cache, queries, facts, tensors, o_strides), "1 to 16 new tokens of each sequence"
-        if shared and not queries.packed:
+        if shared:
             _merged_rows(q, q.strides, queries)
     else:
         _check_served(cache, facts, against)
@@ -121,9 +121,9 @@ def check_with_cache(call: Call, tensors: dict[str, Tensor]) -> WithCacheProblem
     problem = WithCacheProblem(kernels, tuple(q.shape), capacity, (left, right), why, facts.has_index)
     if return_lse and not problem.lse_is_own and q.framework == "dlpack":
         raise UnsupportedError(
-            f"{_NAME}(): return_lse with {'packed queries' if queries.packed else 'a batch'}, of a library that is "
-            "known by DLPack alone and has no views",
-            instead=f"{'a batch' if queries.packed else 'packed queries'}, or arrays of torch, CuPy, JAX or NumPy",
+            f"{_NAME}(): return_lse with a batch over pages, of a library that is known by DLPack alone and has no "
+            "views",
+            instead="packed queries, or arrays of torch, CuPy, JAX or NumPy",
         )
     return problem
 
@@ -150,7 +150,7 @@ def _check_extents(q: Tensor, starts: Tensor | None, longest: Any) -> Queries:
             expected = "an integer, with cu_seqlens_q: the queries of the longest sequence"
             raise ArgumentError("max_seqlen_q", expected, "None", function=_NAME)
         most = arguments.check_int(longest, "max_seqlen_q", _NAME, most=arguments.MAX_ROWS)
-        found = Queries(batch, rows, int(rows == batch and most == 1), most, True)
+        found = Queries(batch, rows, 0, most, True)
     if found.batch > values.MAX_PACKED_SEQUENCES:
         name = "q" if starts is None else "cu_seqlens_q"
         expected = f"at most {values.MAX_PACKED_SEQUENCES} sequences"
@@ -181,13 +181,14 @@ def _check_places(cache: KVCache, tensors: dict[str, Tensor], batch: int) -> int
 def _reason_against_decode(queries: Queries, right: int, has_mod: bool) -> str | None:
     """Why a call is not for the kernels of ``decode``; None if it is. By its shape and kind alone.
 
-    These take a few queries of each sequence that see no later key: the same number for all, which the host knows. Of
-    packed queries that is one, where there are as many rows as sequences and none has more.
+    These take a few queries of each sequence that see no later key: the same number for all, which the host knows. How
+    many packed queries a sequence has is known on the device alone. One without any is allowed, so that as many rows as
+    sequences do not mean one each.
     """
     if has_mod:
         return "score_mod"
-    if queries.packed and not queries.q_len:
-        return "packed queries, of several a sequence" if queries.longest > 1 else "packed queries, with other rows"
+    if queries.packed:
+        return "packed queries"
     if not 1 <= queries.q_len <= MAX_Q_LEN:
         return f"{queries.q_len} queries a sequence"
     if queries.q_len > 1 and right != 0:
@@ -197,7 +198,7 @@ def _reason_against_decode(queries: Queries, right: int, has_mod: bool) -> str |
 
 def _check_served(cache: KVCache, facts: _Facts, against: str) -> None:
     """Raise for what attention over pages does not have."""
-    few = f"1 to {MAX_Q_LEN} new tokens of each sequence in a batch, causal, without score_mod"
+    few = f"a batch, (batch, q_len, heads, head_dim), of 1 to {MAX_Q_LEN} new tokens a sequence, causal, no score_mod"
     quantized = [f"{x} {f.dtype}" for x, f in (("K", cache.k_format), ("V", cache.v_format)) if f.quantized]
     if quantized:
         raise UnsupportedError(
@@ -221,14 +222,10 @@ def _decode(
     columns = 0 if table is None else table.shape[1]
     if f.has_index:
         layout, columns = replace(layout, paged=True), 1
-
-    def four(strides: tuple[int, ...]) -> tuple[int, ...]:
-        return (strides[0], *strides) if queries.packed else tuple(strides)
-
     return DecodeProblem(
         q.dtype, layout, queries.batch, queries.q_len, q.shape[-2], cache.num_kv_heads, cache.head_dim, f.capacity,
         cache.block_size, cache.num_blocks, columns, f.left, f.scale, f.softcap, f.sinks, f.deterministic, f.shared,
-        f.return_lse, four(tuple(q.strides)), four(o_strides),
+        f.return_lse, tuple(q.strides), o_strides,
     )  # fmt: skip
 
 
@@ -298,15 +295,3 @@ def host_places(cache: KVCache, tensors: dict[str, Tensor], batch: int) -> Any:
         expected = f"the cache's sequences, 0 to {cache.num_blocks - 1}"
         raise ArgumentError("batch_index", expected, f"{bad[0]}", function=_NAME)
     return numbers[:, None]
-
-
-def check_one_each(starts: Any, seq_lens: Any) -> None:
-    """Packed queries that are taken for one of each sequence: on a GPU their starts are not looked at."""
-    for b, length in enumerate(seq_lens):
-        if length and (starts[b], starts[b + 1]) != (b, b + 1):
-            expected = (
-                f"row {b} for sequence {b}, which has tokens: with max_seqlen_q=1 and as many rows as sequences, rows "
-                "are the sequences in order, and those without a new token have seq_lens 0"
-            )
-            received = f"rows {int(starts[b])} to {int(starts[b + 1])}"
-            raise ArgumentError("cu_seqlens_q", expected, received, function=_NAME)

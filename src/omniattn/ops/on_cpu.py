@@ -16,7 +16,7 @@ from ..checks.decode import check_shared
 from ..checks.operands import ARRAYS as OPERAND_ARRAYS
 from ..checks.operands import STARTS, check_same_sequences
 from ..checks.quantize import check_starts
-from ..checks.with_cache import check_one_each, host_places
+from ..checks.with_cache import host_places
 from ..errors import ArgumentError
 from ..launch.score_mod import PREFIX
 from ..plan.engine import Call, store_results
@@ -284,8 +284,6 @@ def with_cache(call: Call, problem: WithCacheProblem, tensors: Tensors) -> list[
         check_shared(table, seq_lens, kernels, cache.block_size, name)
     slots = host_slots(cache, tensors.get("recent_slots"), seq_lens, name)
     starts = arrays.to_numpy(tensors["cu_seqlens_q"]) if packed else np.arange(batch + 1) * rows.shape[1]
-    if packed and problem.by_decode:
-        check_one_each(starts, seq_lens)
     host, compute = on_host(cache), np.dtype("float64" if q.dtype == "float64" else "float32")
     with np.errstate(all="ignore"):  # keys that overflow are infinite, as on a GPU
         found = [read_tokens(host, table[b], int(seq_lens[b]), int(slots[b])) for b in range(batch)]
@@ -304,7 +302,7 @@ def with_cache(call: Call, problem: WithCacheProblem, tensors: Tensors) -> list[
         except ArgumentError as error:  # in the contents of an array
             raise error.named(name) from None
     if problem.by_decode:
-        lse = lse.reshape(heads, batch, 1 if packed else rows.shape[1]).swapaxes(0, 1)
+        lse = lse.reshape(heads, batch, rows.shape[1]).swapaxes(0, 1)
     return store_results(call, problem, tensors, [o.reshape(rows.shape), lse][: len(problem.outputs)])
 
 

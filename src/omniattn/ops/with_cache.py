@@ -85,8 +85,7 @@ def attention_with_kvcache(
         Packed queries: sequence b has the rows cu_seqlens_q[b] to cu_seqlens_q[b + 1], which may be none. 0 first,
         never decreasing; checked on the CPU. Rows that belong to no sequence are 0, with an LSE of -inf.
     max_seqlen_q : int, with cu_seqlens_q
-        At least the most rows of a sequence; less raises on the CPU. 1 with as many rows as sequences says that row b
-        is the new token of sequence b, or nobody's where seq_lens[b] is 0: cu_seqlens_q is not looked at then on a GPU.
+        At least the most rows of a sequence; less raises on the CPU.
     causal : bool
         Aligned at the bottom right; False: each query sees all keys of its sequence.
     window : (left, right), optional
@@ -131,8 +130,9 @@ def attention_with_kvcache(
 
     Notes
     -----
-    A few new tokens of each sequence, the same number for all, run the kernels of `decode`; prompts, mixed batches and
-    score_mod run attention over pages: `explain` says which. The shape of the call alone decides. GPUs: compute
+    A batch of a few new tokens a sequence runs the kernels of `decode`; prompts, packed queries and score_mod run
+    attention over pages: `explain` says which. The shape of the call alone decides. Where every sequence has one new
+    token, q[:, None] is the batch of packed rows, (batch, 1, num_q_heads, head_dim). GPUs: compute
     capability 8.0 and newer; arrays on the CPU run the NumPy reference. Nothing is synchronized: a call captured in a
     CUDA graph may be replayed with other lengths, starts and tables in the same arrays. PagedAttention (Kwon et al.
     2023).
@@ -170,9 +170,7 @@ def _as_queries_lie(lse: Any, batch: Any) -> Any:
 
     Kernels of `decode` write (batch, heads, q_len), those over pages (heads, rows).
     """
-    if batch is None:
-        return lse if len(lse.shape) == 2 else lse.swapaxes(0, 1).reshape(lse.shape[1], lse.shape[0])
-    if len(lse.shape) == 3:
+    if batch is None or len(lse.shape) == 3:
         return lse
     return lse.reshape(lse.shape[0], batch[0], batch[1]).swapaxes(0, 1)
 

@@ -17,7 +17,7 @@ class WithCacheProblem:
     ----------
     kernels : AttentionProblem or DecodeProblem
         The call of the kernels that run it. That of attention has the rows of all sequences packed, those of a batch
-        too; that of ``decode`` has packed queries, one a sequence, as a batch.
+        too; that of ``decode`` is a batch.
     q_shape : tuple of int
         Of q and o as the caller has them.
     capacity : int
@@ -54,4 +54,4 @@ class WithCacheProblem:
 
         The kernels of ``decode`` write (batch, heads, q_len), those over pages (heads, rows).
         """
-        return self.by_decode == (len(self.q_shape) == 4)
+        return self.by_decode or len(self.q_shape) == 3

@@ -22,7 +22,7 @@ from omniattn.testing.expected import Exact, Expected, LowPrecision, Quantized, 
 from omniattn.testing.frameworks import Framework
 from omniattn.testing.inputs import make_qkv
 from omniattn.testing.naive import same_dtype_naive
-from omniattn.testing.pages import in_pages
+from omniattn.testing.pages import pools
 
 #: Added to the tolerance of the baseline: fp32 sums and a base-2 exponential of a few units in the last place.
 LSE_ATOL = 1e-3
@@ -160,7 +160,7 @@ class CallCase:
         made = build(self.case, self.op, self.dtype, self.head_dim, self.flavour, self.head_dim_v)
         if not (self.paged and self.case.packed):
             return made
-        return in_pages(made, _PAGE_SIZES[self.index % len(_PAGE_SIZES)], self.index)
+        return _in_pages(made, _PAGE_SIZES[self.index % len(_PAGE_SIZES)], self.index)
 
     def check(self, framework: Framework, prepared: Problem) -> tuple[float, str]:
         """Call the public function and compare."""
@@ -327,3 +327,13 @@ def _quantize(case: Case, dtype: str, head_dim: int, seed: int) -> Problem:
     on_cpu: Callable[..., Any] = omniattn.quantize_v if of_v else omniattn.quantize_qk
     given = {name: values for name, (values, _) in arrays.items()}
     return Problem(positional, (), arrays, options, Quantized(on_cpu(*positional, **given, **options)))
+
+
+def _in_pages(problem: Problem, page_size: int, seed: int) -> Problem:
+    """A problem of packed sequences over pages."""
+    q, k, v = problem.positional
+    lengths = np.diff(problem.arrays["cu_seqlens_k"][0])
+    made, table = pools((k, v), lengths.tolist(), page_size, seed)
+    arrays: dict[str, tuple[Any, str]] = {name: x for name, x in problem.arrays.items() if name != "cu_seqlens_k"}
+    arrays |= {"seqused_k": (lengths.astype(np.int32), "int32"), "block_table": (table, "int32")}
+    return dataclasses.replace(problem, positional=(q, *made), arrays=arrays)

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from omniattn.testing.expected import Values
-
-if TYPE_CHECKING:
-    from omniattn.testing.cases import Problem
 
 #: A page that no pool has: entries of tables that no key needs.
 NOWHERE = 1 << 30
@@ -37,13 +32,3 @@ def pools(
             pool[table[b, keys // page_size], keys % page_size] = x[row : row + length]
         taken, row = taken + count, row + length
     return made, table
-
-
-def in_pages(problem: Problem, page_size: int, seed: int = 0) -> Problem:
-    """A problem of packed sequences over pages."""
-    q, k, v = problem.positional
-    lengths = np.diff(problem.arrays["cu_seqlens_k"][0])
-    made, table = pools((k, v), lengths.tolist(), page_size, seed)
-    arrays: dict[str, tuple[Any, str]] = {name: x for name, x in problem.arrays.items() if name != "cu_seqlens_k"}
-    arrays |= {"seqused_k": (lengths.astype(np.int32), "int32"), "block_table": (table, "int32")}
-    return dataclasses.replace(problem, positional=(q, *made), arrays=arrays)
