@@ -1,5 +1,4 @@
-// Exact attention forward on Hopper's wgmma, sm_90a only. Source: FlashAttention-3 (Shah et al. 2024), sections 3.1 and
-// 3.2.
+// Exact attention forward on Hopper's wgmma, sm_90a only. Source: FlashAttention-3 (Shah et al. 2024), section 3.
 //
 //   S = softmax_scale * Q K^T;  P = softmax([S, sink]);  O = P V;  LSE = log(sum(exp(S)) + exp(sink))
 //
@@ -23,7 +22,7 @@
 //                                                     P(i) = softmax(S(i)), under the others' products
 //
 // A consumer passes over key tiles that none of its 64 rows sees, and may be a tile of queries ahead of the others.
-//
+// PAGED: K and V in pages, which all four warps of the producer copy (attention/paged_keys.cuh).
 // SPLIT_KEYS: a CTA takes a part of a tile's keys (scheduler/split_tiles.cuh); attn_combine_sm80 merges. Of packed
 // sequences it takes an even share of all (scheduler/stream_k.cuh), attn_combine_packed_sm90 merges. CTAS_PER_SM:
 // of more than one, each with one warp that copies, behind its consumers, and no ping-pong.
@@ -31,8 +30,7 @@
 // are those of a list where a mask hides whole tiles; what it needs is copied beside K (attention/mask_copies.cuh).
 // What is common runs in a loop as straight as the plain one; what comes next is looked up under the products. Shared
 // memory, bytes: masks, if any | Q [NUM_Q_STAGES][BLOCK_M * PANELS * 128] | K [NUM_STAGES][BLOCK_N * PANELS * 128] | V
-// [same, with V's panels] | barriers. Tiles are panels of 64 columns with the 128-byte swizzle; no product reads
-// columns beyond HEAD_DIM or HEAD_DIM_V.
+// [same, with V's panels] | barriers. Panels: 64 columns, 128-byte swizzle; those beyond the head's are not read.
 #include "attention/fwd_modes.cuh"
 #include "attention/fwd_products.cuh"
 #include "attention/fwd_roles.cuh"
@@ -65,11 +63,9 @@ struct Config {
     static constexpr bool kPaged = PAGED;  // of which K and V lie in pages
     static constexpr bool kScoreMods = SCORE_MODS, kSoftcap = SOFTCAP;  // softcap, masks, biases, scale <= 0
     static constexpr bool kLists = MASK_LISTS;  // with kScoreMods: steps may be those of a list
-    // Score modifications: a tile's base is found before its first exponentials, of few steps a large part; not where
-    // that spills.
+    // A tile's base is found before its first exponentials, of few steps a large part; not where that spills.
     static constexpr bool kRaisesFirst = kScoreMods && !VARLEN && CTAS_PER_SM > 1 && BIAS_BYTES != 4;
-    // A kernel ahead makes what is read beside K, and nothing else.
-    static constexpr bool kWaitsForMasks = kScoreMods && !kLists && !VARLEN;
+    static constexpr bool kWaitsForMasks = kScoreMods && !kLists && !VARLEN;  // a kernel ahead makes what is beside K
     static constexpr bool kSplitKeys = SPLIT_KEYS;
     static constexpr bool kRotateHeads = kScoreMods, kMeetAtTiles = kScoreMods;
     static constexpr int kBiasBytes = BIAS_BYTES;  // of an element of a bias tile; 0: none
@@ -158,8 +154,7 @@ class Producer : public ForwardProducer<Config, Producer> {
             copy_keys<Config::kPanelsV>(t, kv_head, n, smem, &params_.map_v, bar);
         }
     }
-    // With kPaged.
-    using Pages = PagedKeys<Config::kBlockN, producer_warps<Config>()>;
+    using Pages = PagedKeys<Config::kBlockN, producer_warps<Config>()>;  // with kPaged
     OA_DEVICE bool by_threads() const { return Pages::by_threads(p_); }
     OA_DEVICE void look_up(const FwdTile& t, int32 n, bool exists) { pages_.look_up(p_, t, n, exists); }
 
@@ -188,7 +183,7 @@ class Producer : public ForwardProducer<Config, Producer> {
     }
 
     const Params& params_;
-    Pages pages_;  // with kPaged
+    Pages pages_;
 };
 
 class Consumer : public ForwardConsumer<Config, Consumer>, FwdProducts<Config> {
@@ -225,8 +220,7 @@ class Consumer : public ForwardConsumer<Config, Consumer>, FwdProducts<Config> {
         }
     }
 
-    // All steps from i on.
-    OA_DEVICE void attend(const Tile& t, const Span& keys, int32 i, int32 warp_row, Rows& state) {
+    OA_DEVICE void attend(const Tile& t, const Span& keys, int32 i, int32 warp_row, Rows& state) {  // steps from i on
         Output& o = state.o;
         RowState<>& rows = state.softmax;
         const int32 num_tiles = keys.end - keys.first;
@@ -284,9 +278,8 @@ class Consumer : public ForwardConsumer<Config, Consumer>, FwdProducts<Config> {
                 if (__any_sync(0xffffffffu, RowState<>::too_large(sum, own))) redo();
                 is_full = is_inner_full();
             } else {
-                // The common case. Rare cases leave the loop: a jump over them would cost ten cycles a step and more.
-                // (They come back to the same products: all four warps have to issue them by the very same
-                // instruction.) One vote decides for the warp: its lanes may have seen a barrier at different times.
+                // Rare cases leave the loop: a jump over them costs ten cycles a step and more. They come back to the
+                // same products, which all four warps issue by one instruction. Lanes see barriers apart: a vote.
                 bool again;
                 for (;;) {
                     products();
@@ -471,8 +464,7 @@ class Consumer : public ForwardConsumer<Config, Consumer>, FwdProducts<Config> {
         release_outer();
     }
 
-    // Of tile n, the first one, before its product with V: no other can be the sequence's last tile. The next stage
-    // holds its V.
+    // Of tile n, the first, before its product with V, in the next stage: no other can be the sequence's last tile.
     OA_DEVICE void clear_foreign_rows(const FwdTile& t, int32 n) const {
         if constexpr (Config::kVarlen) {
             int32 valid_rows = t.seqlen_k - n * Config::kBlockN;

@@ -82,8 +82,10 @@ def test_valid_calls(varlen: bool, data: st.DataObject):
     assert lse.dtype == np.float32
     arguments.pop("out")
     o_ref, lse_ref = oracle(q, k, v, **arguments, compute_dtype=np.float64)
-    assert_close(o, o_ref, atol=2e-3 if q.dtype == np.float16 else 4e-6)
-    assert_close(lse, lse_ref, atol=4e-6)
+    # Rounding of scores in fp32 grows with them.
+    rounding = 4e-6 * max(1.0, np.abs(lse_ref[np.isfinite(lse_ref)]).max(initial=0.0) / 4)
+    assert_close(o, o_ref, atol=2e-3 if q.dtype == np.float16 else rounding)
+    assert_close(lse, lse_ref, atol=rounding)
 
 
 @pytest.mark.parametrize("varlen", [False, True])

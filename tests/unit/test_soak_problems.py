@@ -43,6 +43,8 @@ def _said(of: Problem) -> dict[str, set[str]]:
         rope = facts.get("rope", {})
         append = {"cu_seqlens"} if any(step["packed"] for step in facts["steps"]) else set()
         append |= ({"cos", "sin"} if rope else set()) | ({"rope"} if "style" in rope else set())
+        if any("by_slot" in step for step in facts["steps"]):
+            append |= {"slot_mapping", *({"positions"} if rope else ())}
         slots = {"recent_slots"} if recent else set()
         extents = {"num_blocks", "block_size", "batch", "max_seqlen", "num_kv_heads", "head_dim"}
         return {

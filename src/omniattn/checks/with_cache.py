@@ -248,7 +248,7 @@ def _over_pages(
     maps = on_gpu and all(map(describable, (q, k, v))) and runtime.has_tensor_maps()
     of_q, of_o = _merged_rows(q, q.strides, queries), _merged_rows(tensors.get("out", q), o_strides, queries)
     window = values.hiding_window((f.left, f.right), rows if queries.packed else queries.q_len, f.capacity)
-    strides = AttentionStrides(of_q, *(_of_plane(x, cache) for x in (k, v)), of_o, (0, rows), (0, 0, 0, 0))
+    strides = AttentionStrides(of_q, _of_plane(k, cache), _of_plane(v, cache), of_o, (0, rows), (0, 0, 0, 0))
     return AttentionProblem(
         q.dtype, queries.batch, rows, keys, q.shape[-2], cache.num_kv_heads, cache.head_dim, *window, f.scale,
         f.softcap, "none", f.sinks, True, tensor_maps=maps, lse=f.return_lse, max_seqlen_q=queries.longest,

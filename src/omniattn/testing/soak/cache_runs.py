@@ -126,11 +126,14 @@ class Run:
             recipe = {**facts["tokens"][name], "shape": shape, "dtype": "io"}
             recipe["view"] = view if facts["token_view"] else {}
             placed[name] = problem.place(m, f"{name}{index}", recipe)
-        # Rows whose sequence has no token yet are padding.
-        call = self._lens([0 if self._lengths[b] == 0 else n for b, n in enumerate(lengths)])
-        if packed:
-            starts = np.cumsum([0, *counts]).astype(np.int32)
-            call["cu_seqlens"] = m.place(starts, "int32", {}).array
+        if step.get("by_slot"):
+            call = self._places(counts, lengths, extra)
+        else:
+            # Rows whose sequence has no token yet are padding.
+            call = self._lens([0 if self._lengths[b] == 0 else n for b, n in enumerate(lengths)])
+            if packed:
+                starts = np.cumsum([0, *counts]).astype(np.int32)
+                call["cu_seqlens"] = m.place(starts, "int32", {}).array
         angles: dict[str, Any] = {}
         if "rope" in facts:
             rope = facts["rope"]
@@ -155,6 +158,15 @@ class Run:
             self._tokens["v"][b] = m.cat([self._tokens["v"][b], x["v"][rows]], 0)
             if count and self._window:
                 self._follow(b, first, lengths[b])
+
+    def _places(self, counts: list[int], lengths: list[int], extra: int) -> dict[str, Any]:
+        """Slots of an append's tokens. Of extra rows the first has a negative one, the others none."""
+        at = [(b, i) for b, (count, n) in enumerate(zip(counts, lengths, strict=True)) for i in range(n - count, n)]
+        slots = [int(self._table[b, i // self._size]) * self._size + i % self._size for b, i in at]
+        numbers = {"slot_mapping": [*slots, -7][: len(at) + min(extra, 1)]}
+        if "rope" in self._facts:
+            numbers["positions"] = [*(i for _, i in at), 0][: len(numbers["slot_mapping"])]
+        return {name: self._m.place(np.array(x, np.int32), "int32", {}).array for name, x in numbers.items()}
 
     def _lens(self, lengths: list[int]) -> dict[str, Any]:
         """Arguments that every call on the cache has."""

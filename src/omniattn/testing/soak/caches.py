@@ -67,6 +67,9 @@ def draw_steps(d: Draw, facts: dict[str, Any], lengths: list[int], shared: int) 
         if d.chance(0.4) and not last:
             steps[0] = {"counts": [a + b for a, b in zip(counts, left, strict=True)], "packed": True}
             break
+    for step in steps:
+        if step["packed"] and "recent_window" not in facts["cache"] and d.chance(0.25):
+            step["by_slot"] = True
     facts["steps"] = steps
     if d.chance(0.4):
         pairs = d.integer(1, facts["head_dims"][0] // 2)
