@@ -15,7 +15,7 @@
 
 // Derived: prefetch_maps(), copy_q(t, stage, bar), copy_k(t, kv_head, n, stage, bar), copy_v(...): copies of kQBytes,
 // k_bytes(t, n) and v_bytes(t, n) to buffer `stage` that complete on `bar`. Issued by one thread. With Config::kPaged
-// producer warps have K or V or both, copies_k() and copies_v(), and call look_up(t, n, exists) before they wait for
+// producer warps have K or V or both, copies_k() and copies_v(), and call read_table(t, n, exists) before they wait for
 // K's stage; by_threads(): copies are not announced, every thread completes its own.
 template <typename Config, typename Derived>
 class ForwardProducer : public PersistentProducer<Config, Derived> {
@@ -32,7 +32,7 @@ class ForwardProducer : public PersistentProducer<Config, Derived> {
 #pragma unroll 1
         for (int32 n = keys.end - 1; n >= keys.first - 1; --n) {
             bool has_k = copies_k() && n >= keys.first, has_v = copies_v() && n < keys.end - 1;
-            look_up(t, n, n >= keys.first);
+            read_table(t, n, n >= keys.first);
             uint32 bar = begin_step((has_k ? derived().k_bytes(t, n) : 0) + (has_v ? derived().v_bytes(t, n + 1) : 0));
             if (has_v) derived().copy_v(t, kv_head, n + 1, inner_at_.stage, bar);
             if (has_k) derived().copy_k(t, kv_head, n, inner_at_.stage, bar);
@@ -62,7 +62,7 @@ class ForwardProducer : public PersistentProducer<Config, Derived> {
         for (int32 i = 0; i <= steps.count; ++i) {
             bool has_k = copies_k() && i < steps.count, has_v = copies_v() && i > 0;
             int32 next = i + 1 < steps.count ? steps.entry(i + 1) : 0;  // one ahead: it comes from global memory
-            look_up(t, Steps::tile(entry), i < steps.count);
+            read_table(t, Steps::tile(entry), i < steps.count);
             // Keys in pages come without masks.
             uint32 mask_bytes = has_k && !Config::kPaged ? Masks::bytes(params.mods, entry) : 0;
             uint32 bar = begin_step((has_k ? derived().k_bytes(t, Steps::tile(entry)) + mask_bytes : 0) +
@@ -89,8 +89,8 @@ class ForwardProducer : public PersistentProducer<Config, Derived> {
         if constexpr (Config::kPaged) return Derived::Pages::copies_v(p_);
         return true;
     }
-    OA_DEVICE void look_up(const TileOf<Config>& t, int32 n, bool exists) {
-        if constexpr (Config::kPaged) derived().look_up(t, n, exists);
+    OA_DEVICE void read_table(const TileOf<Config>& t, int32 n, bool exists) {
+        if constexpr (Config::kPaged) derived().read_table(t, n, exists);
     }
 
     // Copies Q.

@@ -31,7 +31,7 @@ class PagedKeys {
     OA_DEVICE static bool copies_v(const AttnFwdParams& p) { return kWarps == 1 || by_threads(p) || warp() % 2 == 1; }
 
     // Finds the rows of tile n of K, ahead of its copy: the table is in global memory. Those of V are a tile behind.
-    OA_DEVICE void look_up(const AttnFwdParams& p, const FwdTile& t, int32 n, bool exists) {
+    OA_DEVICE void read_table(const AttnFwdParams& p, const FwdTile& t, int32 n, bool exists) {
 #pragma unroll
         for (int slot = 0; slot < kSlots; ++slot) {
             of_v_[slot] = of_k_[slot];
@@ -90,11 +90,11 @@ class PagedKeys {
 #pragma unroll
         for (int slot = 0; slot < kSlots; ++slot) {
             const uint16* own = pool + PageTable::offset(p, from[slot], stride_page, stride_row);
-            const uint64 looked_up = reinterpret_cast<uint64>(own);
+            const uint64 own_row = reinterpret_cast<uint64>(own);
 #pragma unroll(kWhole ? 4 : 1)
             for (int i = 0; i < min_of(kWarpRows - 32 * slot, 32) / 4; ++i) {
                 const int32 row = (8 * slot + i) * (4 * kWarps) + first;
-                const uint64 address = __shfl_sync(0xffffffffu, looked_up, 4 * i + (lane() >> 3)) + chunk * 16;
+                const uint64 address = __shfl_sync(0xffffffffu, own_row, 4 * i + (lane() >> 3)) + chunk * 16;
                 const uint32 to = smem + row * 128 + ((chunk ^ (row & 7)) << 4);
 #pragma unroll
                 for (int c = 0; c < kPanels; ++c) {
