@@ -8,7 +8,7 @@ from typing import Any
 
 import omniattn as oa
 from omniattn.registry import KernelSpec
-from omniattn.testing.cases import Case, call, cases_for, flavour_of, own_head_dim_v, problem
+from omniattn.testing.cases import CallCase, Case, call, cases_for, flavour_of, own_head_dim_v, problem
 from omniattn.testing.expected import outputs_of
 
 #: fp32 sums of a few hundred terms and a base-2 exponential, against fp64.
@@ -48,7 +48,11 @@ def run_case(
     ``spec``: the kernel that the call will choose; low precision is emulated as that kernel computes it.
     """
     flavour, head_dim_v = (None, 0) if spec is None else (flavour_of(spec), own_head_dim_v(spec))
-    numbers = problem(case, op, dtype, head_dim, flavour, head_dim_v)
+    if spec is not None and spec.paged:
+        place = cases_for(op).index(case)
+        numbers = CallCase(op, place, dtype, head_dim, flavour, head_dim_v=head_dim_v, paged=True).prepare()
+    else:
+        numbers = problem(case, op, dtype, head_dim, flavour, head_dim_v)
 
     def to_gpu(values: Any, kind: str) -> Any:
         return torch.from_numpy(values).to("cuda", getattr(torch, kind))
