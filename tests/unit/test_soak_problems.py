@@ -48,8 +48,12 @@ def _said(of: Problem) -> dict[str, set[str]]:
         slots = {"recent_slots"} if recent else set()
         extents = {"num_blocks", "block_size", "batch", "max_seqlen", "num_kv_heads", "head_dim"}
         return {
-            cache: own | slots | extents, "append": append | common | slots, "decode": names | common | slots,
+            cache: own | slots | extents, "append": append | common | slots,
+            facts.get("function", "decode"): names | common | slots,
         }  # fmt: skip
+    if of.operation == "attention_with_kvcache":
+        names |= {"block_table"} if "block_size" in facts else {"batch_index"} if "index" in facts else set()
+        names |= {"cu_seqlens_q", "max_seqlen_q"} if facts["packed"] else set()
     function = facts.get("function", of.operation)
     if of.operation in ("low precision", "e4m3 arrays"):
         function = "attention_varlen" if facts["packed"] else "attention"

@@ -36,6 +36,7 @@ class Run:
         self._batch = len(self._lengths)
         self._paged = "block_size" in facts
         self._rng = np.random.default_rng([problem.seed, problem.number])
+        self._function: Any = getattr(omniattn, facts.get("function", "decode"))
         self._size = facts.get("block_size", max([1, *self._lengths]) + facts["spare"])
         self._blocks()
         cache = dict(facts["cache"])
@@ -331,7 +332,7 @@ class Run:
         q = arrays["q"].array
 
         def run() -> tuple[Any, ...]:
-            result = omniattn.decode(q, self.cache, **call, **options)
+            result = self._function(q, self.cache, **call, **options)
             return result if isinstance(result, tuple) else (result,)
 
         results, grades = unchanged(m, arrays, run)
@@ -352,7 +353,7 @@ class Run:
         call = {name: x[b : b + 1] for name, x in self._lens(self._lengths).items()}
         if "sinks" in arrays:
             call["sinks"] = arrays["sinks"].array
-        found = omniattn.decode(q[b : b + 1], self.cache, **call, **options)
+        found = self._function(q[b : b + 1], self.cache, **call, **options)
         found = found if isinstance(found, tuple) else (found,)
         m.synchronize()
         for name, whole, one in zip(("o", "lse")[: len(found)], results, found, strict=True):

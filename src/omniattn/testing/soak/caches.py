@@ -97,6 +97,8 @@ def draw(d: Draw) -> dict[str, Any]:
                 lengths[0] = shared + q_len
         facts["copies"] = d.chance(0.4)
     facts["lengths"], facts["q_len"] = lengths, q_len
+    if d.chance(0.25):  # its kernels are those of decode here
+        facts["function"] = "attention_with_kvcache"
     facts["spare"] = d.pick((0, 0, 1, 40))
     draw_steps(d, facts, lengths, shared)
     options: dict[str, Any] = {}

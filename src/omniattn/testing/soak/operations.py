@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from omniattn.testing.expected import Grade
-from omniattn.testing.soak import attention, caches, gradients, low, merging, quantizers
+from omniattn.testing.soak import attention, caches, gradients, low, merging, quantizers, with_cache
 from omniattn.testing.soak.draw import Draw
 from omniattn.testing.soak.machines import Machine
 from omniattn.testing.soak.problem import Problem
@@ -41,6 +41,7 @@ OPERATIONS: dict[str, Operation] = {
     "merge_states": Operation(0.7, merging.draw, merging.check),
     "quantize": Operation(1.5, quantizers.draw, quantizers.check),
     "caches": Operation(3.0, caches.draw, caches.check),
+    "attention_with_kvcache": Operation(1.5, with_cache.draw, with_cache.check),
     "e4m3 arrays": Operation(1.0, low.draw_e4m3, low.check_e4m3),
 }
 
