@@ -25,7 +25,7 @@ SEED = 1
 
 
 def problems(operation: str, fits: Callable[[dict[str, Any]], bool] = lambda _: True) -> Iterator[Problem]:
-    for number in range(3000):
+    for number in range(10000):
         found = problem(SEED, number, cpu=True)
         if found.operation == operation and fits(found.facts):
             yield found
@@ -150,6 +150,22 @@ def test_a_key_that_is_left_out_is_found(monkeypatch: pytest.MonkeyPatch) -> Non
     assert outcome.run(Machine(), long).status == outcome.PASSED
     changed("attention", monkeypatch, lambda f: lambda q, k, v, **o: f(q, k[:, :-1], v[:, :-1], **o))
     assert "lse: " in outcome.run(Machine(), long).text
+
+
+def test_queries_of_another_sequence_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Packed rows that are one off."""
+    one = first(
+        "attention_with_kvcache",
+        lambda f: f["packed"] and min(f["queries"]) > 1 and f["queries"][0] % 2 and min(f["lengths"]) > 20 and len(f["lengths"]) > 1
+        and "out" not in f,
+    )  # fmt: skip
+    assert outcome.run(Machine(), one).status == outcome.PASSED
+
+    def shifted(function: Any) -> Any:
+        return lambda q, cache, *, cu_seqlens_q, **o: function(q, cache, cu_seqlens_q=cu_seqlens_q // 2 * 2, **o)
+
+    changed("attention_with_kvcache", monkeypatch, shifted)
+    assert "o: " in outcome.run(Machine(), one).text
 
 
 def test_appended_bytes_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
