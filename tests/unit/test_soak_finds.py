@@ -156,8 +156,8 @@ def test_queries_of_another_sequence_are_found(monkeypatch: pytest.MonkeyPatch) 
     """Packed rows that are one off."""
     one = first(
         "attention_with_kvcache",
-        lambda f: f["packed"] and min(f["queries"]) > 1 and f["queries"][0] % 2 and min(f["lengths"]) > 20 and len(f["lengths"]) > 1
-        and "out" not in f,
+        lambda f: f["packed"] and len(f["lengths"]) > 1 and f["queries"][0] % 2 and f["queries"][1] > 1
+        and min(f["lengths"][:2]) > 9 and "out" not in f,
     )  # fmt: skip
     assert outcome.run(Machine(), one).status == outcome.PASSED
 
