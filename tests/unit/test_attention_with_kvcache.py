@@ -432,7 +432,7 @@ def test_lse_of_libraries_without_views(gpu: tuple[int, int]) -> None:
 @pytest.mark.parametrize(
     ("name", "layout", "prefix"),
     [
-        ("attn_fwd_sm90_fp16_d64_m192n64_varlen_paged", ATTN_FWD_SM90, "fwd."),
+        ("attn_fwd_sm90_fp16_d64_m128n128_varlen_paged", ATTN_FWD_SM90, "fwd."),
         ("attn_fwd_sm80_fp16_d64_paged", ATTN_FWD, ""),
     ],
 )
