@@ -8,6 +8,7 @@ own: sharding, the ring of both rotate methods, the merge of LSEs, autograd.
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
 import sys
@@ -182,7 +183,8 @@ def cases(device: str) -> None:
 
 
 def main(store: str, work: Callable[[int, str], None] = work) -> int:
-    """The exit status: 0 if both processes found the results of one."""
+    """The exit status: 0 if both processes found the results of one, a signal's number if one ended by that."""
+    faulthandler.enable()  # Where a process stood that a library aborts.
     # A fork has what this process has imported.
     start = multiprocessing.get_context("fork" if "fork" in multiprocessing.get_all_start_methods() else "spawn")
     processes = [start.Process(target=work, args=(rank, store)) for rank in range(SIZE)]

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.unit.two_processes import in_two_processes
 
 pytest.importorskip("torch")
 pytestmark = pytest.mark.frameworks
@@ -18,10 +18,7 @@ SAID = 2 * 18 + 2
 
 def test_two_processes_give_the_results_of_one(tmp_path: Path) -> None:
     """Output, gradients, LSE."""
-    command = [sys.executable, str(CHILD), str(tmp_path / "store")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    said = done.stdout.splitlines()
+    said = in_two_processes(CHILD, tmp_path).splitlines()
     assert len(set(said)) == len(said) == SAID
     for rank in (0, 1):
         for operator in ("flash", "cudnn"):

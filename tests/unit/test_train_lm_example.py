@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +14,7 @@ import pytest
 
 from build_tools import backward_tables, context_parallel_tables
 from omniattn.bench import document
+from tests.unit.two_processes import in_two_processes
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.frameworks
@@ -69,12 +69,10 @@ def test_both_attentions_learn_the_same(ex: Any, tmp_path: Path, capsys: pytest.
 
 def test_two_processes_share_sequences(tmp_path: Path) -> None:
     """The losses of one process, by torch's context_parallel."""
-    command = [sys.executable, str(CHILD), str(tmp_path / "store")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
+    said = in_two_processes(CHILD, tmp_path)
     for rank in (0, 1):
-        assert f"rank {rank}: --context: expected a length divisible by 4, for 2 devices, received 50" in done.stdout
-    assert done.stdout.count("losses differ by 0.000") == 2
+        assert f"rank {rank}: --context: expected a length divisible by 4, for 2 devices, received 50" in said
+    assert said.count("losses differ by 0.000") == 2
 
 
 def test_table_of_several_gpus() -> None:
