@@ -6,7 +6,7 @@
 
 // The tiles of warps that share keys, one of each behind the other; else one tile of one warp. Config: kHeadDim,
 // kKKind, kVKind, kQuantK, kQuantV, kKGroups, kVGroups, kTile (keys of a warp's copies), kRowWarps (warps that share
-// keys, or 1), kByMatrix (16 bits, read by ldmatrix), kPlaces (K and V are in 16 bits and have any strides).
+// keys, or 1), kByMatrix (16 bits, read by ldmatrix), kPlaces (rows of K and V have any strides).
 template <typename Config>
 struct KvStage {
     static constexpr int kKeys = Config::kTile * Config::kRowWarps;
@@ -19,7 +19,7 @@ struct KvStage {
     static constexpr int kVParamsAt = kKParamsAt + sizeof(k_params);
 };
 
-// Where rows of 16 bits are, as `DecodeParams` has it.
+// Where rows are, as `DecodeParams` has it.
 struct KvPlaces {
     uint32 place_bytes, token_bytes;
     int32 row_chunks;
@@ -44,6 +44,7 @@ struct KvCopy {
     int lane;
     int part;  // of a stage: which tile is this warp's; 0 if it has the stage alone
     KvPlaces places;
+    bool row_scales;  // of the caller's 8-bit rows: each has a scale
 
     // Where its tile begins in a plane of the stage with rows of kRowBytes.
     template <int kRowBytes>
@@ -173,7 +174,8 @@ struct KvCopy {
         params<Config::kVGroups, Row::kBytes / 4>(v_params_at(stage), words(v), row, count);
     }
     // `stage`: address of a KvStage, see KvRing. `in_runs`: rows are contiguous, or of one distance, 16 at a time.
-    OA_DEVICE void tile(uint32 stage, uint32 row, int32 count, bool in_runs) const {
+    // `scale`: lane t's is the place of key t's scale, of the caller's 8-bit rows.
+    OA_DEVICE void tile(uint32 stage, uint32 row, int32 count, bool in_runs, uint32 scale) const {
         if constexpr (Config::kKKind == kKvFbgemm) {
             static_assert(Config::kVKind == kKvFbgemm && Config::kKGroups == Config::kVGroups, "one layout for both");
             fbgemm_rows(stage, row, count, in_runs);
@@ -188,7 +190,7 @@ struct KvCopy {
             uint32 runs[Config::kTile / 16];
 #pragma unroll
             for (int run = 0; run < Config::kTile / 16; ++run) runs[run] = __shfl_sync(0xffffffffu, row, run * 16);
-            if (Config::kPlaces && places.token_bytes != KRows::Row::kBytes) {
+            if (Config::kPlaces && places.token_bytes != uint32(KRows::Row::kBytes)) {
                 plane_of_steps<KRows>(k_at(stage), k, runs);
                 plane_of_steps<VRows>(v_at(stage), v, runs);
             } else {
@@ -200,6 +202,12 @@ struct KvCopy {
             if (!kTight && Config::kPlaces && int32(lane % KRows::Row::kChunks) >= places.row_chunks) count = 0;
             plane<KRows>(k_at(stage), k, row, count);
             plane<VRows>(v_at(stage), v, row, count);
+        }
+        if constexpr (kv_in_order(Config::kKKind)) {
+            if (!row_scales) return;
+            params<1>(k_params_at(stage), k_params, scale, count);
+            params<1>(v_params_at(stage), v_params, scale, count);
+            return;
         }
         if (Config::kQuantK) params<Config::kKGroups>(k_params_at(stage), k_params, row, count);
         if (Config::kQuantV) params<Config::kVGroups>(v_params_at(stage), v_params, row, count);

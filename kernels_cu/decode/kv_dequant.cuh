@@ -44,8 +44,8 @@ struct KeyCodes {
     static constexpr bool kInt4 = kKind == kKvInt4 || kKind == kKvFbgemm;
     static constexpr float kWeight = kInt4 ? 16.0f : 1.0f;
     static constexpr float kFirst = kInt4 ? 16.0f : 1.0f;  // kWeight / weight; that of elements 2 and 3 is 1
-    static constexpr float kOffset01 = kInt4 ? 1032.0f : kKind == kKvInt8 ? 1152.0f : 0.0f;
-    static constexpr float kOffset23 = kInt4 || kKind == kKvInt8 ? 1152.0f : 0.0f;
+    static constexpr float kOffset01 = kInt4 ? 1032.0f : kv_is_int8(kKind) ? 1152.0f : 0.0f;
+    static constexpr float kOffset23 = kInt4 || kv_is_int8(kKind) ? 1152.0f : 0.0f;
 };
 
 // Groups whose zeros go into the scores by a product of their own: four are a fragment's columns, in bfloat16 as they
@@ -54,10 +54,16 @@ OA_DEVICE constexpr bool has_zero_product(int kind, int groups) {
     return groups == 4 && (kind == kKvInt8 || kind == kKvInt4);
 }
 
-// Two bytes to two fp16: bytes 0 and 1 of w (kHigh: 2 and 3).
+// Four int8 codes as the packages' own rows have them, plus 128.
+template <int kKind>
+OA_DEVICE uint32 with_bias(uint32 w) {
+    return kKind == kKvInt8InOrder ? w ^ 0x80808080u : w;
+}
+
+// Two bytes to two fp16: bytes 0 and 1 of w (kHigh: 2 and 3). int8 has its bias.
 template <int kKind, bool kHigh>
 OA_DEVICE uint32 unpack_bytes(uint32 w) {
-    if (kKind == kKvInt8) {
+    if (kv_is_int8(kKind)) {
         return add_half2(permute_bytes(w, 0x64646464u, kHigh ? 0x4342 : 0x4140), kHalf2Minus1152);
     }
     return half2_of_e4m3x2<kHigh>(w);
@@ -68,7 +74,8 @@ template <int kKind>
 OA_DEVICE void unpack_k_word(uint32 w, HalfMagic magic, uint32* out) {
     if (kKind == kKvInt4 || kKind == kKvFbgemm) {
         unpack_int4_offset(w, magic, out);
-    } else if (kKind == kKvInt8) {
+    } else if (kv_is_int8(kKind)) {
+        w = with_bias<kKind>(w);
         out[0] = permute_bytes(w, 0x64646464u, 0x4140);
         out[1] = permute_bytes(w, 0x64646464u, 0x4342);
     } else {
@@ -95,7 +102,8 @@ OA_DEVICE void unpack_v_words(uint32 w0, uint32 w1, HalfMagic magic, int lane, u
 #pragma unroll
         for (int i = 0; i < 4; ++i) out[4 + i] = r[i];
     } else {
-        uint32 x = permute_bytes(w0, w1, 0x5140), y = permute_bytes(w0, w1, 0x7362);
+        uint32 x = with_bias<kKind>(permute_bytes(w0, w1, 0x5140));
+        uint32 y = with_bias<kKind>(permute_bytes(w0, w1, 0x7362));
         out[0] = unpack_bytes<kKind, false>(x);
         out[1] = unpack_bytes<kKind, true>(x);
         out[2] = unpack_bytes<kKind, false>(y);
@@ -103,13 +111,16 @@ OA_DEVICE void unpack_v_words(uint32 w0, uint32 w1, HalfMagic magic, int lane, u
     }
 }
 
-// A word of parameters. FBGEMM's have scale and shift in fp16, the shift that of nibble 0, which is code -8.
+// A word of parameters. FBGEMM's have scale and shift in fp16, the shift that of nibble 0, which is code -8. The
+// caller's arrays have scales in fp32.
 template <int kKind>
 OA_DEVICE float param_scale(uint32 w) {
+    if (kv_in_order(kKind)) return __uint_as_float(w);
     return kKind == kKvFbgemm ? low_float(Half{}, w) : __uint_as_float(w << 16);
 }
 template <int kKind>
 OA_DEVICE float param_zero(uint32 w) {
+    if (!kv_has_zeros(kKind)) return 0.0f;
     return kKind == kKvFbgemm ? fmaf(8.0f, low_float(Half{}, w), high_float(Half{}, w))
                               : __uint_as_float(w & 0xffff0000u);
 }

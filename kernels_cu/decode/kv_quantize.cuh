@@ -52,6 +52,49 @@ OA_DEVICE float div_short(float x, float c, float inverse) {
     return fmaf(fmaf(-q, c, x), inverse, q);
 }
 
+// Rows of the caller's arrays in 8 bits: channels in their order, codes of x / scale without a zero.
+template <int kKind, int kHeadDim>
+struct InOrderQuantizer {
+    static constexpr int kLanes = kHeadDim / 16;  // of a row
+    static constexpr bool kE4m3 = kKind == kKvE4m3InOrder;
+
+    // The scale of a row by its values, which its lanes have together; NaN where one is not finite.
+    static OA_DEVICE float scale_of(const ChunkValues& x) {
+        float amax = 0.0f;
+#pragma unroll
+        for (int unit = 0; unit < 4; ++unit)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) amax = max_nan(amax, fabsf(x[unit][e]));
+#pragma unroll
+        for (int mask = 1; mask < kLanes; mask <<= 1) amax = max_nan(amax, __shfl_xor_sync(0xffffffffu, amax, mask));
+        return is_finite(amax) ? fmaxf(div_rn(amax, kE4m3 ? 448.0f : 127.0f), kMinKvScale) : quiet_nan();
+    }
+
+    // Codes, 0 where the scale is NaN; what is beyond the largest one becomes that. int8 has no NaN: it becomes 0.
+    static OA_DEVICE void quantize(const ChunkValues& x, float scale, uint32 (&words)[4]) {
+        bool there = scale == scale;
+#pragma unroll
+        for (int unit = 0; unit < 4; ++unit) {
+            float c[4];
+#pragma unroll
+            for (int e = 0; e < 4; ++e) c[e] = div_rn(x[unit][e], scale);
+            uint32 w;
+            if (kE4m3) {
+                w = pack_e4m3x2(c[0], c[1]) | pack_e4m3x2(c[2], c[3]) << 16;
+            } else {
+                uint32 b[4];
+#pragma unroll
+                for (int e = 0; e < 4; ++e) {
+                    float code = c[e] == c[e] ? fminf(fmaxf(c[e], -128.0f), 127.0f) : 0.0f;
+                    b[e] = __float_as_uint(code + 12582912.0f);  // 1.5 * 2^23: the low byte is the rounded code's
+                }
+                w = permute_bytes(permute_bytes(b[0], b[1], 0x0040), permute_bytes(b[2], b[3], 0x0040), 0x5410);
+            }
+            words[unit] = there ? w : 0u;
+        }
+    }
+};
+
 // Quantization of a row by its lanes together. kGroups: groups of channels with parameters of their own.
 template <int kKind, int kHeadDim, int kLanes, int kGroups>
 struct KvQuantizer {

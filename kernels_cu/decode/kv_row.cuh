@@ -4,7 +4,21 @@
 #include "ptx/types.cuh"
 
 // Element types of a cache, as the registry passes them.
-enum KvKind : int { kKv16 = 0, kKvE4m3 = 1, kKvInt8 = 2, kKvInt4 = 3, kKvFbgemm = 4 };
+enum KvKind : int {
+    kKv16 = 0,
+    kKvE4m3 = 1,
+    kKvInt8 = 2,
+    kKvInt4 = 3,
+    kKvFbgemm = 4,
+    kKvE4m3InOrder = 5,  // arrays of the caller: channels in their order, scales in fp32, no zeros
+    kKvInt8InOrder = 6,  // the same of two's complement
+};
+
+OA_DEVICE constexpr bool kv_in_order(int kind) { return kind == kKvE4m3InOrder || kind == kKvInt8InOrder; }
+OA_DEVICE constexpr bool kv_is_e4m3(int kind) { return kind == kKvE4m3 || kind == kKvE4m3InOrder; }
+OA_DEVICE constexpr bool kv_is_int8(int kind) { return kind == kKvInt8 || kind == kKvInt8InOrder; }
+// Whether rows have zeros beside their scales.
+OA_DEVICE constexpr bool kv_has_zeros(int kind) { return kind != kKv16 && kind != kKvE4m3 && !kv_in_order(kind); }
 
 OA_DEVICE constexpr int kv_bits(int kind) { return kind == kKv16 ? 16 : kind == kKvInt4 || kind == kKvFbgemm ? 4 : 8; }
 
@@ -32,8 +46,10 @@ struct KvRow {
         return (unit * kUnitBytes / kVecBytes * kLanes + lane) * kVecBytes + unit * kUnitBytes % kVecBytes;
     }
     // Channel of element `element` of unit `unit` of lane `lane`. 16-bit rows are in their natural order, two units a
-    // vector. FBGEMM's K: of the two units' elements together, before their nibbles' order is applied.
+    // vector, and so are the caller's 8-bit rows, four (or two) units a vector. FBGEMM's K: of the two units' elements
+    // together, before their nibbles' order is applied.
     static OA_DEVICE constexpr int channel(int unit, int lane, int element) {
+        if (kv_in_order(kKind)) return unit_byte(unit, lane) + element;
         return kQuantized && !(kKind == kKvFbgemm && kLanes == 4)
                    ? 4 * (kLanes * unit + lane) + element
                    : 8 * (kLanes * (unit >> 1) + lane) + 4 * (unit & 1) + element;
@@ -53,7 +69,7 @@ struct KvChunk {
 
   private:
     static OA_DEVICE constexpr int place(int at, int unit) {
-        if (kKind == kKvFbgemm) return 16 * at + 4 * unit;
+        if (kKind == kKvFbgemm || kv_in_order(kKind)) return 16 * at + 4 * unit;
         int byte = at * kBytes + unit * Row::kUnitBytes, vec = byte / Row::kVecBytes;
         return !Row::kQuantized
                    ? 8 * (at + kChunks * (unit >> 1)) + 4 * (unit & 1)

@@ -46,7 +46,7 @@ OA_DEVICE void load_vec(uint32 (&w)[kVecBytes / 4], const uint8* at) {
     }
 }
 
-// A token's parameters.
+// Words from shared memory, 16 bytes at a time.
 template <int kGroups>
 OA_DEVICE void load_params(uint32 (&w)[kGroups], const uint32* at) {
     constexpr int kBytes = kGroups >= 4 ? 16 : 4 * kGroups;
@@ -61,6 +61,7 @@ OA_DEVICE void load_params(uint32 (&w)[kGroups], const uint32* at) {
 
 template <typename Config>
 struct DecodeTile {
+    static constexpr bool kInOrder = kv_in_order(Config::kKKind);  // K and V alike
     using KRow = KvRow<Config::kKKind, Config::kHeadDim, 4>;
     using VRow = KvRow<Config::kVKind, Config::kHeadDim, 8>;
     using KSmem = KTile<Config::kKKind, Config::kHeadDim>;
@@ -84,7 +85,17 @@ struct DecodeTile {
         float f[Config::kNTiles][2];  // power of two that brings p * scale of V into the range of fp16
         float z[Config::kQuantV ? Config::kVGroups : 1][Config::kNTiles][2];  // sum of p * zero of V
         float o[Config::kNTiles][Config::kHeadDim / 16][4];
+        bool row_scales;  // kInOrder: each row of K and V has a scale, else a row's scale is 1
     };
+    // A token's parameters; 1 where the cache has none.
+    template <int kGroups>
+    static OA_DEVICE void params_of(uint32 (&w)[kGroups], const uint32* at, const Rows& rows) {
+        if (!kInOrder || rows.row_scales) {
+            load_params(w, at);
+        } else {
+            w[0] = 0x3f800000u;
+        }
+    }
     using Scores = float[Config::kMTiles][Config::kNTiles][4];
 
     // Tokens of a 16-key slice by rows of the fragment: row r of S^T, and slot r of P V, is token r/2 % 4 + 4 (r % 2) +
@@ -137,8 +148,8 @@ struct DecodeTile {
             const uint32* params = stage.k_params + (first + i * 16 + token) * Config::kKGroups;
             uint32 words[2][Config::kKGroups];  // of the tokens of rows l / 4 and l / 4 + 8
             if (Config::kQuantK) {
-                load_params(words[0], params);
-                load_params(words[1], params + 8 * Config::kKGroups);
+                params_of(words[0], params, rows);
+                params_of(words[1], params + 8 * Config::kKGroups, rows);
             }
             if constexpr (kZeroProduct) {  // x = sum of z sum(Q): columns are (part of the sums, group)
                 uint32 z[4];
@@ -203,12 +214,12 @@ struct DecodeTile {
                             }
                             if (Config::kKGroups == 1) {
                                 float base = rows.bias[n][y & 1];
-                                if (Config::kKKind != kKvE4m3) base = fmaf(z[y >> 1], rows.sum[0][n][y & 1], base);
+                                if (kv_has_zeros(Config::kKKind)) base = fmaf(z[y >> 1], rows.sum[0][n][y & 1], base);
                                 x[i][n][y] = fmaf(acc[n][y] * s[y >> 1], rows.scale[n][y & 1], base);
                                 continue;
                             }
                             float base = kZeroProduct || group > 0 ? x[i][n][y] : 0.0f;
-                            if (Config::kKKind != kKvE4m3 && !kZeroProduct)
+                            if (kv_has_zeros(Config::kKKind) && !kZeroProduct)
                                 base = fmaf(z[y >> 1], rows.sum[group][n][y & 1], base);
                             x[i][n][y] = fmaf(acc[n][y], s[y >> 1], base);
                             if (group == Config::kKGroups - 1)
@@ -387,13 +398,13 @@ struct DecodeTile {
 #pragma unroll
                 for (int r = 0; r < 2; ++r) {
                     uint32 words[Config::kVGroups];
-                    load_params(words, stage.v_params + (first + i * 16 + token + 8 * r) * Config::kVGroups);
+                    params_of(words, stage.v_params + (first + i * 16 + token + 8 * r) * Config::kVGroups, rows);
                     float most = param_scale<Config::kVKind>(words[0]);
 #pragma unroll
                     for (int group = 0; group < Config::kVGroups; ++group) {
                         s[i][group][r] = param_scale<Config::kVKind>(words[group]);
                         most = fmaxf(most, s[i][group][r]);
-                        if (Config::kVKind == kKvE4m3) continue;
+                        if (!kv_has_zeros(Config::kVKind)) continue;
                         float zero = param_zero<Config::kVKind>(words[group]);
 #pragma unroll
                         for (int n = 0; n < Config::kNTiles; ++n)

@@ -4,8 +4,8 @@
 //   S = softmax_scale * q (s_k c_k + z_k)^T;  S = softcap * tanh(S / softcap);  P = softmax([S, sink])
 //   O = P (s_v c_v + z_v);  LSE = log(sum(exp(S)) + exp(sink))
 //
-// q, o: [batch, q_len, num_q_heads, head_dim]; the cache: docs/kv_formats.md. Rows of 16-bit K and V are wherever the
-// strides of the arguments say, also those of an engine's pool, and as wide as head_dim there. Query token i of
+// q, o: [batch, q_len, num_q_heads, head_dim]; the cache: docs/kv_formats.md. Rows of 16-bit K and V, and those of an
+// engine's pool in 8 bits, are wherever the strides of the arguments say, and as wide as head_dim there. Query token i of
 // sequence b sees the keys up to seq_lens[b] - q_len + i. lse: [batch, num_q_heads, q_len].
 //
 // Keys are on the M side of both products (mma.m16n8k16), the rows (query token, head of the kv head's group) on the N
@@ -44,7 +44,9 @@ struct Config {
     static constexpr int kHeadDim = HEAD_DIM;
     static constexpr int kKKind = K_KIND, kVKind = V_KIND;
     static constexpr bool kQuantK = kKKind != kKv16, kQuantV = kVKind != kKv16;
-    static constexpr bool kPlaces = !kQuantK && !kQuantV;  // rows are where the strides of the arguments say
+    static constexpr bool kInOrder = kv_in_order(kKKind);  // the caller's arrays in 8 bits
+    static constexpr bool kPlaces = (!kQuantK && !kQuantV) || kInOrder;  // rows are where the strides say
+    static_assert(!(kInOrder || kv_in_order(kVKind)) || kKKind == kVKind, "K and V of a caller are alike");
     static constexpr int kKGroups = K_GROUPS, kVGroups = V_GROUPS;  // parameters of a row; 1 for 16 bits too
     static constexpr int kWarps = NUM_WARPS;
     static constexpr int kStages = NUM_STAGES;
@@ -100,7 +102,7 @@ OA_DEVICE uint32 block_of(const DecodeParams& p, int32 sequence, int32 token) {
 }
 
 // Number of a key's row in the planes, (block * num_kv_heads + head) * block_size + row: below 2^32, which the host
-// checks. FBGEMM's layout: (block * block_size + row) * num_kv_heads + head. K and V of 16 bits: its place.
+// checks. FBGEMM's layout: (block * block_size + row) * num_kv_heads + head. With kPlaces: its place.
 OA_DEVICE uint32 cache_row(const DecodeParams& p, uint32 block, int32 kv_head, int32 token) {
     if (p.recent_side == kRecentNewest) token = int32(uint32(token) % uint32(p.recent_ring));
     uint32 row = uint32(token) - block_index(p, token) * uint32(p.block_size);
@@ -108,6 +110,19 @@ OA_DEVICE uint32 cache_row(const DecodeParams& p, uint32 block, int32 kv_head, i
     if (Config::kPlaces) return block * p.block_places + uint32(kv_head) * p.head_places + row * p.token_places;
     return Config::kKKind == kKvFbgemm ? (block * uint32(p.block_size) + row) * p.num_kv_heads + kv_head
                                        : (block * p.num_kv_heads + kv_head) * uint32(p.block_size) + row;
+}
+
+// Place of a key's scale, where each row has one.
+OA_DEVICE uint32 scale_place(const DecodeParams& p, uint32 block, int32 kv_head, int32 token) {
+    uint32 row = uint32(token) - block_index(p, token) * uint32(p.block_size);
+    block = min_of(block, uint32(p.num_blocks - 1));
+    return block * p.scale_outer + uint32(kv_head) * p.scale_head + row * p.scale_token;
+}
+
+// The scale of all keys of a sequence and head; 1 where there is none, or each has its own.
+OA_DEVICE float common_scale(const DecodeParams& p, const uint32* scales, int32 sequence, int32 kv_head) {
+    if (!Config::kInOrder || p.row_scales || scales == nullptr) return 1.0f;
+    return reinterpret_cast<const float*>(scales)[uint32(sequence) * p.scale_outer + uint32(kv_head) * p.scale_head];
 }
 
 // A split of a segment.
@@ -142,12 +157,15 @@ OA_DEVICE void load_queries(Query (&queries)[Config::kNTiles], const DecodeParam
 OA_DEVICE void make_rows(QueryFragments& b, Rows& rows, Query (&queries)[Config::kNTiles], const DecodeParams& p,
                          const Split& split, int warp_idx, int lane) {
     int q = lane & 3;
+    if (Config::kInOrder) rows.row_scales = p.row_scales != 0;
+    const float k_scale = common_scale(p, p.k_params, split.sequence, split.kv_head);
 #pragma unroll
     for (int n = 0; n < Config::kNTiles; ++n) {
         int32 token = token_of(p, first_row(split, warp_idx) + n * 8 + (lane >> 2));
         Query& query = queries[n];
         if constexpr (Config::kQuantK) {
             query.transform(Config::Io{}, p, split.kv_head, q);
+            if (Config::kInOrder) query.scale *= k_scale;
             if constexpr (Tile::kZeroProduct) query.pack_sums(rows.zero_b[n], q);
         } else {
             query.keep(p);
@@ -204,7 +222,7 @@ OA_DEVICE void walk(QueryFragments& b, Rows& rows, const DecodeParams& p, const 
     const bool has_rows = !Config::kSharedKeys || first_row(split, warp_idx) < p.q_len * p.group;
     KvPlaces places{p.place_bytes, p.token_bytes, p.row_chunks};
     int part = Config::kSharedKeys ? int(of_lane(uint32(warp_idx), lane)) : 0;
-    KvCopy<Config> copy{p.k, p.v, p.k_params, p.v_params, policy, lane, part, places};
+    KvCopy<Config> copy{p.k, p.v, p.k_params, p.v_params, policy, lane, part, places, p.row_scales != 0};
     // A lane's key of a tile; behind the end of the split its last one, of which nothing is copied.
     auto key_of = [&](int32 tile) { return min_of(first + tile * kStep + lane % Config::kTile, split.end - 1); };
     // Loaded a tile ahead of its copy: the block table is another trip to memory.
@@ -220,7 +238,9 @@ OA_DEVICE void walk(QueryFragments& b, Rows& rows, const DecodeParams& p, const 
     auto copy_next = [&]() {
         if (copied < tiles) {
             uint32 row = cache_row(p, block, split.kv_head, key_of(copied));
-            copy.tile(ring.address, row, split.end - first - copied * kStep, in_runs);
+            uint32 scale = 0;
+            if (Config::kInOrder && p.row_scales) scale = scale_place(p, block, split.kv_head, key_of(copied));
+            copy.tile(ring.address, row, split.end - first - copied * kStep, in_runs, scale);
             ring.advance();
             block = block_of(p, split.sequence, key_of(copied + 1));
         }
@@ -303,6 +323,7 @@ OA_DEVICE void write_split(const Merge& merge, const DecodeParams& p, const Spli
     constexpr int kRowThreads = Config::kSharedKeys ? min_of(32, Config::kHeadDim / 4) : Config::kThreads / 8;
     constexpr int kAtOnce = Config::kThreads / kRowThreads;  // rows
     static_assert(Config::kRows % kAtOnce == 0, "every thread has a row");
+    const float v_scale = common_scale(p, p.v_params, split.sequence, split.kv_head);
     constexpr int kUnroll = Config::kSharedKeys ? 2 : Config::kNTiles;
     int at = tid % kRowThreads;
 #pragma unroll kUnroll
@@ -319,11 +340,11 @@ OA_DEVICE void write_split(const Merge& merge, const DecodeParams& p, const Spli
         int32 flat = split.row_block * Config::kRows + row, token = token_of(p, flat);
         if (token >= p.q_len) continue;
         int32 head = split.kv_head * p.group + (flat - token * p.group);
-        float scale = 1.0f;
+        float scale = v_scale;
         int64 slot_row = int64(slot) * Config::kRows + row;
         if (slot < 0) {
             RowResult result = finish_row(m, l, sink_log2<Config::Io>(p.sinks, p.sinks_kind, head));
-            scale = result.o_scale;
+            scale *= result.o_scale;
             if (p.lse != nullptr && at == 0)
                 p.lse[(int64(p.prefix_sequences ? 0 : split.sequence) * p.num_q_heads + head) * p.q_len + token] =
                     result.lse;
@@ -344,6 +365,7 @@ OA_DEVICE void write_split(const Merge& merge, const DecodeParams& p, const Spli
                 o.w = fmaf(part.w, weight[w], o.w);
             }
             if (slot >= 0) {
+                if (Config::kInOrder) o = make_float4(o.x * scale, o.y * scale, o.z * scale, o.w * scale);
                 *reinterpret_cast<float4*>(p.partial_o + slot_row * Config::kHeadDim + channel) = o;
             } else if (channel < p.head_dim) {
                 uint2 packed = make_uint2(pack2(Config::Io{}, o.x * scale, o.y * scale),

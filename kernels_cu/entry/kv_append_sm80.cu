@@ -31,7 +31,9 @@ struct Config {
 };
 using KChunk = KvChunk<K_KIND, Config::kHeadDim, 4>;
 using VChunk = KvChunk<V_KIND, Config::kHeadDim, 8>;
-constexpr bool kPlaces = K_KIND == kKv16 && V_KIND == kKv16;  // rows are where the strides of the arguments say
+constexpr bool kInOrder = kv_in_order(K_KIND);  // the caller's arrays in 8 bits
+constexpr bool kPlaces = (K_KIND == kKv16 && V_KIND == kKv16) || kInOrder;  // rows are where the strides say
+static_assert(!(kInOrder || kv_in_order(V_KIND)) || K_KIND == V_KIND, "K and V of a caller are alike");
 
 // The chunk's 16 channels of a row, padding as zeros.
 template <typename Chunk>
@@ -201,6 +203,20 @@ OA_DEVICE void transform_key(const KvAppendParams& p, int32 head, int at, ChunkV
     if (p.hadamard) hadamard_row<KChunk, Config::kHeadDim>(x, at);
 }
 
+// A row of the caller's arrays in 8 bits. `scales`: where the row's own scale goes, or (row_scales is 0) the scale that
+// all have, null for 1.
+template <int kKind>
+OA_DEVICE void store_in_order(const KvAppendParams& p, uint8* to, uint32* scales, const ChunkValues& x, bool writes,
+                              int at) {
+    using Quantizer = InOrderQuantizer<kKind, Config::kHeadDim>;
+    float scale = p.row_scales ? Quantizer::scale_of(x) : scales == nullptr ? 1.0f : __uint_as_float(*scales);
+    uint32 w[4];
+    Quantizer::quantize(x, scale, w);
+    if (!writes) return;
+    if (p.row_scales && at == 0) *scales = __float_as_uint(scale);
+    if (at < p.row_chunks) *reinterpret_cast<uint4*>(to + 16 * at) = make_uint4(w[0], w[1], w[2], w[3]);
+}
+
 // `raw`: the elements of x, if nothing has changed them (`as_they_were`).
 template <int kKind, int kGroups, bool kIsKey>
 OA_DEVICE void store_row(const KvAppendParams& p, uint8* data, uint32* params, uint64 row, const ChunkValues& x,
@@ -251,7 +267,7 @@ OA_DEVICE int64 number_of(const void* from, int32 wide, int32 at) {
     return wide ? static_cast<const int64*>(from)[at] : static_cast<const int32*>(from)[at];
 }
 
-// Where a row of the cache is: its number in the planes, or its place.
+// Where a row of the cache is: its number in the planes, or (kPlaces) its place.
 OA_DEVICE uint32 cache_row(const KvAppendParams& p, uint32 block, int32 head, uint32 in_block) {
     if (kPlaces) return block * p.block_places + uint32(head) * p.head_places + in_block * p.token_places;
     return K_KIND == kKvFbgemm ? (block * p.block_size + in_block) * p.num_kv_heads + head
@@ -324,13 +340,15 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kCtas) kv
         recent = recent_place(p, sequence, head, position, position - (row - begin), writes, at, recent_row);
     bool in_cache = position >= 0 && position < p.capacity;
     writes &= in_cache;
-    uint32 at_row = 0;  // a cache has fewer than 2^32
+    uint32 at_row = 0, at_scale = 0;  // a cache has fewer than 2^32
     if (by_slot) {
         int64 slot = number_of(p.slots, p.wide_slots, row);
         in_cache = slot >= 0 && slot < int64(p.num_blocks) * p.block_size;
         writes &= in_cache;
         uint32 block = uint32(slot) / uint32(p.block_size);
-        at_row = cache_row(p, block, head, uint32(slot) - block * uint32(p.block_size));
+        uint32 in_block = uint32(slot) - block * uint32(p.block_size);
+        at_row = cache_row(p, block, head, in_block);
+        at_scale = block * p.scale_outer + uint32(head) * p.scale_head + in_block * p.scale_token;
         if (p.rope != kRopeNone) {  // a position without angles is any such
             position = number_of(p.positions, p.wide_positions, row);
             if (position < 0 || position > p.rope_rows) position = p.rope_rows;
@@ -344,6 +362,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kCtas) kv
         writes = block < uint32(p.num_blocks);
         uint32 in_block = uint32(position) - index * p.block_size;
         at_row = cache_row(p, block, head, in_block);
+        at_scale = block * p.scale_outer + uint32(head) * p.scale_head + in_block * p.scale_token;
     }
     // The row's index in its own array: packed rows have stride_b 0.
     uint64 in_sequence = uint32(p.cu_seqlens == nullptr ? row - begin : row);
@@ -363,6 +382,16 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kCtas) kv
     if (K_KIND != kKv16 && (p.k_mean != nullptr || p.k_channel_scale != nullptr || p.hadamard)) {
         changed = true;
         transform_key(p, head, at, x);
+    }
+    if constexpr (kInOrder) {
+        auto scales = [&](uint32* all) {
+            return all == nullptr ? nullptr : all + (p.row_scales ? at_scale : uint32(head) * p.scale_head);
+        };
+        const uint64 before = uint64(at_row) * p.place_bytes;
+        store_in_order<K_KIND>(p, p.k_data + before, scales(p.k_params), x, writes, at);
+        to_values(raw_value, x);
+        store_in_order<V_KIND>(p, p.v_data + before, scales(p.v_params), x, writes, at);
+        return;
     }
     store_row<K_KIND, K_GROUPS, true>(p, p.k_data, p.k_params, at_row, x, raw_key, !changed,
                                       p.hadamard ? Config::kHeadDim : p.head_dim, p.zero_point, writes, at);

@@ -11,7 +11,9 @@ struct DecodeParams {
     // Data planes [num_blocks, num_kv_heads, block_size, row bytes]; those of 16 bits have any strides, see below.
     const uint8* k;
     const uint8* v;
-    const uint32* k_params;  // parameter planes [num_blocks, num_kv_heads, block_size, groups], or null
+    // Parameter planes [num_blocks, num_kv_heads, block_size, groups], or null. Of the caller's 8-bit rows: scales in
+    // fp32, see below, or null for 1.
+    const uint32* k_params;
     const uint32* v_params;
     const float* k_mean;  // [num_kv_heads, head_dim] or null
     const float* k_channel_scale;  // the same
@@ -56,7 +58,7 @@ struct DecodeParams {
     // there are (seq_lens has so many).
     int32 prefix_sequences;
     int32 least_seq_len;  // shorter lengths count as this: 0; of a shared prefix its capacity, as it is as long for all
-    // Where rows of 16-bit K and V are, in both planes alike: steps from a block, a head and a token to the next, in
+    // Where rows of K and V in 16 bits, or of the caller's in 8, are, in both planes alike: steps from a block, a head and a token to the next, in
     // units of place_bytes, a multiple of 16. The last row's place is below 2^32.
     uint32 block_places, head_places, token_places;
     uint32 place_bytes;
@@ -64,6 +66,10 @@ struct DecodeParams {
     // 2^30; else 0: each row is looked up.
     uint32 token_bytes;
     int32 row_chunks;  // 16-byte chunks of a row; those beyond, up to the kernel's head_dim, are zeros and not read
+    // Steps between scales of the caller's 8-bit rows, elements. With row_scales each row has one, and scale_outer is a
+    // block's step; else it is a sequence's, whose rows have one scale a head.
+    uint32 scale_outer, scale_head, scale_token;
+    int32 row_scales;
 };
 
 constexpr int32 kSharedPrefix = -1;

@@ -40,6 +40,8 @@ struct KvAppendParams {
     uint32 block_multiplier;  // and by block_size
     int32 block_shift;
     int32 wide_slots, wide_positions;  // 64 bits each
-    uint32 block_places, head_places, token_places, place_bytes;  // of 16-bit K and V, see params/decode.cuh
+    uint32 block_places, head_places, token_places, place_bytes;  // of rows with strides, see params/decode.cuh
     int32 row_chunks;
+    uint32 scale_outer, scale_head, scale_token;  // of the caller's 8-bit rows, see params/decode.cuh
+    int32 row_scales;  // scales are written; else they are read, scale_outer is 0
 };

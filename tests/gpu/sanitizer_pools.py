@@ -28,3 +28,27 @@ def pools(rng: np.random.Generator) -> None:
         for queries, heads in ((1, 8), (4, 8), (9, 16)):
             q = to_gpu(rng.standard_normal((2, queries, heads, dim)))
             check(*oa.decode(q, cache, out=poisoned(q.shape), return_lse=True, seq_lens=lens, block_table=table))
+
+
+def eight_bits(rng: np.random.Generator) -> None:
+    """The same in int8, with a scale a row, and without scales; rows that end before the kernel's do."""
+    for dim, size in ((64, 16), (96, 3), (208, 1)):
+        columns = -(-40 // size)
+        blocks = 2 * columns + 1
+        numbers = np.arange(blocks)[::-1][: 2 * columns].reshape(2, columns)
+        table, lens = to_gpu(numbers, np.int32), to_gpu((40, 33), np.int32)
+        k, v = (to_gpu(rng.standard_normal((80, 2, dim))) for _ in range(2))
+        at = np.arange(40)
+        slots = to_gpu((numbers[:, at // size] * size + at % size).reshape(-1), np.int32)
+        for has_scales in (True, False):
+            data = [to_gpu(np.full((blocks, size, 2, dim), -1), np.int8) for _ in "kv"]
+            scales = (
+                [to_gpu(np.full((blocks, size, 2), np.nan), np.float32) for _ in "kv"] if has_scales else [None] * 2
+            )
+            cache = oa.PagedKVCache.from_arrays(*data, k_scale=scales[0], v_scale=scales[1])
+            oa.append(cache, k, v, slot_mapping=slots)
+            oa.append(cache, k[:4].reshape(2, 2, 2, dim), v[:4].reshape(2, 2, 2, dim), seq_lens=lens, block_table=table)
+            oa.copy_blocks(cache, [(blocks - 1, 0)])
+            for queries, heads in ((1, 8), (9, 4)):
+                q = to_gpu(rng.standard_normal((2, queries, heads, dim)))
+                check(*oa.decode(q, cache, out=poisoned(q.shape), return_lse=True, seq_lens=lens, block_table=table))

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from omniattn import KVCache
@@ -186,6 +187,8 @@ def caches() -> Iterator[KVCache]:
     for head_dim in (64, 128, 256):
         shape = (1, 16, 1, head_dim)
         yield KVCache(*shape, like=like, k_dtype="bf16", v_dtype="bf16")
+        for dtype in (ml_dtypes.float8_e4m3fn, np.int8):
+            yield KVCache.from_arrays(*(np.zeros((1, 16, 1, head_dim), dtype) for _ in "kv"))
         for groups in (1, 2, 4, 8):
             if head_dim // groups < 32:
                 continue

@@ -5,19 +5,28 @@ from __future__ import annotations
 import dataclasses
 import pickle
 
+import ml_dtypes
 import numpy as np
 import pytest
 
 import omniattn
+from omniattn.kv.formats import IN_ORDER
 from omniattn.registry import REGISTRY, KernelSpec, by_name
 from omniattn.registry.decode import SHARED_TILES
 from omniattn.select.cache import append_spec, combine_spec, decode_spec
-from omniattn.testing.cache_cases import CACHE_OPS, cache_cases, decode_errors, formats_of
-from omniattn.testing.frameworks import NumpyFramework
+from omniattn.testing.cache_cases import CACHE_OPS, Formats, cache_cases, decode_errors, formats_of
+from omniattn.testing.frameworks import E4m3Array, NumpyFramework
 from omniattn.testing.gradient_cases import BACKWARD_OPS
 from omniattn.testing.rows import cases_of, run_row
 
 ROWS = [s for s in REGISTRY if s.op in CACHE_OPS and s.dtype == "float16"]
+
+
+def _cache(formats: Formats, dim: int) -> omniattn.KVCache:
+    if formats.layout != IN_ORDER:
+        return omniattn.KVCache(1, 1, 1, dim, like=np.zeros(1, np.float32), **formats._asdict())
+    dtype = ml_dtypes.float8_e4m3fn if formats.k_dtype == "fp8" else np.int8
+    return omniattn.KVCache.from_arrays(*(np.zeros((1, 1, 1, dim), dtype) for _ in "kv"))
 
 
 @pytest.mark.parametrize("spec", ROWS, ids=lambda spec: spec.name)
@@ -33,8 +42,8 @@ def test_each_row_of_caches_is_what_its_cases_choose(spec: KernelSpec) -> None:
     dtype = "bfloat16" if spec.dtype == "uint8" else spec.dtype
     formats = formats_of(spec)
     for case in cache_cases(spec):
-        dim = spec.head_dim - case.shape.below * (formats.layout != "fbgemm")
-        cache = omniattn.KVCache(1, 1, 1, dim, like=np.zeros(1, np.float32), **formats._asdict())
+        dim = case._dim
+        cache = _cache(formats, dim)
         k, v, tiles = cache.k_format, cache.v_format, (1, 1)
         if spec.op in ("decode", "decode_combine") and spec.block_m > 16:
             assert k.bits == v.bits == 16  # others have no such rows (select.decode_ways.query_tiles)
@@ -126,3 +135,12 @@ def test_rows_of_the_backward_pass_on_the_reference(spec: KernelSpec, monkeypatc
 
 def test_every_row_has_cases() -> None:
     assert all(cases_of(spec) for spec in REGISTRY)
+
+
+def test_bytes_as_e4m3_numbers() -> None:
+    """For libraries without the type."""
+    codes = np.arange(256, dtype=np.uint8)[:112]
+    array = E4m3Array(codes.reshape(7, 16))
+    found = omniattn.arrays.describe(array, "k")
+    assert (found.dtype, tuple(found.shape)) == ("float8_e4m3fn", (7, 16))
+    assert omniattn.arrays.e4m3_bytes(found).tobytes() == codes.tobytes()

@@ -28,6 +28,7 @@ _TYPESTR = {
 }
 #: NumPy has no such numbers: their bytes.
 _BYTES = {"float8_e4m3fn": "|u1", "float8_e5m2": "|u1"}
+_SEEN_AS = _TYPESTR | _BYTES
 
 
 class Memory:
@@ -42,7 +43,7 @@ class Memory:
             "version": 3,
             "shape": tuple(tensor.shape),
             "strides": tuple(step * itemsize for step in tensor.strides),
-            "typestr": _TYPESTR.get(tensor.dtype) or _BYTES[tensor.dtype],
+            "typestr": _SEEN_AS[tensor.dtype],
             "data": (tensor.ptr, not writable),
         }
 
@@ -52,21 +53,19 @@ def _view(tensor: Tensor, *, writable: bool) -> np.ndarray[Any, Any]:
 
     if tensor.device != "cpu":
         raise DeviceError(tensor.argument, "an array on the CPU", tensor.device_name)
-    if tensor.dtype not in _TYPESTR:
-        raise DtypeError(tensor.argument, "one of " + ", ".join(sorted(_TYPESTR)), tensor.dtype)
     if 0 in tensor.shape:
         # Such arrays may have no address, which the array interface does not allow.
-        return np.empty(tuple(tensor.shape), dtype=_TYPESTR[tensor.dtype])
+        return np.empty(tuple(tensor.shape), dtype=_SEEN_AS[tensor.dtype])
     return np.asarray(Memory(tensor, writable=writable))
 
 
 def raw_view(tensor: Tensor) -> np.ndarray[Any, Any]:
-    """A CPU tensor's memory, to be written in place; bfloat16 as its bits, uint16.
+    """A CPU tensor's memory, to be written in place; bfloat16 as its bits, uint16, and 8-bit floats as bytes.
 
     Raises
     ------
-    DeviceError, DtypeError
-        As `to_numpy`.
+    DeviceError
+        The tensor is not on the CPU.
     """
     return _view(tensor, writable=True)
 
@@ -91,6 +90,8 @@ def to_numpy(tensor: Tensor) -> np.ndarray[Any, Any]:
     DtypeError
         An element type that NumPy does not have (float8).
     """
+    if tensor.device == "cpu" and tensor.dtype not in _TYPESTR:
+        raise DtypeError(tensor.argument, "one of " + ", ".join(sorted(_TYPESTR)), tensor.dtype)
     view = _view(tensor, writable=False)
     if tensor.dtype != "bfloat16":
         return view
@@ -103,11 +104,7 @@ def to_numpy(tensor: Tensor) -> np.ndarray[Any, Any]:
 
 def e4m3_bytes(tensor: Tensor) -> np.ndarray[Any, Any]:
     """A CPU tensor's 8-bit floats as the bytes that they are stored in; a read-only view."""
-    import numpy as np
-
-    if 0 in tensor.shape:
-        return np.empty(tuple(tensor.shape), dtype=np.uint8)
-    return np.asarray(Memory(tensor))
+    return _view(tensor, writable=False)
 
 
 def bfloat16_bits(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

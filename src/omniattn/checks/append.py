@@ -39,6 +39,10 @@ def check_append(call: Call, tensors: dict[str, Tensor]) -> AppendProblem:
     assert cache is not None
     k, v = tensors["k"], tensors["v"]
     check_choice(rope, "rope", ROPE_STYLES, _NAME)
+    if cache.facts.scales is not None and cache.facts.scales.sequences:
+        expected = "scales that do not depend on the sequence: one, one a head, or one a token and head"
+        received = "k_scale and v_scale of from_arrays() of shape (sequences, heads)"
+        raise ArgumentError("cache", expected, received, function=_NAME)
     if not {"seq_lens", "slot_mapping"} & tensors.keys():
         raise ArgumentError("seq_lens", "an int32 array (batch,), or slot_mapping", "None", function=_NAME)
     arrays.require_same_device([k, *(t for n, t in tensors.items() if n != "k"), *cache.tensors])

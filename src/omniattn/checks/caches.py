@@ -62,6 +62,14 @@ def check_slots(cache: KVCache, slots: Tensor | None, batch: int, function: str)
         check_int32(slots, (batch,), f"({batch},)", function)
 
 
+def check_scales(cache: KVCache, batch: int, function: str) -> None:
+    """Scales of the caller's arrays that are those of a call's sequences."""
+    scales = cache.facts.scales
+    if scales is not None and scales.sequences not in (0, batch):
+        received = f"those of {scales.sequences} sequences, k_scale and v_scale of from_arrays()"
+        raise ShapeError("cache", f"scales for {batch} sequences, or the same for all", received, function=function)
+
+
 def host_slots(cache: KVCache, slots: Tensor | None, lengths: Any, function: str) -> Any:
     """Slots of the recent window on the CPU, their numbers checked; those of a contiguous cache are its sequences.
 

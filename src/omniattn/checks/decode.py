@@ -12,7 +12,7 @@ from ..kv.formats import KV_ARRAY_DTYPES
 from ..plan.engine import Call
 from ..problems import DecodeProblem
 from . import values
-from .caches import check_int32, check_slots, check_table
+from .caches import check_int32, check_scales, check_slots, check_table
 
 _NAME = "decode"
 #: New tokens of a sequence at most; longer ones are prompts.
@@ -55,6 +55,7 @@ def check_decode(call: Call, tensors: dict[str, Tensor]) -> DecodeProblem:
     table = tensors.get("block_table")
     capacity = check_table(cache, table, batch, _NAME)
     check_slots(cache, tensors.get("recent_slots"), batch, _NAME)
+    check_scales(cache, batch, _NAME)
     scale = dim**-0.5
     if options.softmax_scale is not None:
         scale = arguments.check_number(options.softmax_scale, "softmax_scale", _NAME)
@@ -126,6 +127,9 @@ def check_prefix(
         raise ArgumentError("shared_prefix", "0 with a cache that has a recent_window", received, function=function)
     if window_left >= 0:
         raise ArgumentError("shared_prefix", "0 with a window", received, function=function)
+    if cache.facts.scales is not None and cache.facts.scales.sequences:
+        expected = "0 with a cache whose sequences have scales of their own"
+        raise ArgumentError("shared_prefix", expected, received, function=function)
     if deterministic:
         # Rows of several sequences are computed together: when one takes a new maximum, the others do.
         raise ArgumentError("shared_prefix", "0 with deterministic=True", received, function=function)

@@ -15,7 +15,7 @@ from ..problems import AttentionProblem, AttentionStrides, DecodeProblem, Pages,
 from ..problems.quantize import Strides3
 from . import values
 from .attention import describable
-from .caches import check_int32, check_slots, check_table, host_table
+from .caches import check_int32, check_scales, check_slots, check_table, host_table
 from .decode import MAX_Q_LEN, check_prefix, check_queries
 from .extras import check_score_mod
 
@@ -92,6 +92,7 @@ def check_with_cache(call: Call, tensors: dict[str, Tensor]) -> WithCacheProblem
     batch, (heads, dim) = queries.batch, q.shape[-2:]
     check_int32(tensors["seq_lens"], (batch,), f"({batch},)", _NAME)
     capacity = _check_places(cache, tensors, batch)
+    check_scales(cache, batch, _NAME)
     scale = dim**-0.5
     if options.softmax_scale is not None:
         scale = arguments.check_number(options.softmax_scale, "softmax_scale", _NAME)

@@ -16,6 +16,7 @@ from .layout import ADDRESSES, CacheLayout, intern
 from .leaves import WithLeaves
 from .on_arrays import MAX_CACHE_ROWS, OnArrays
 from .places import by_position
+from .scales import places_of_scales
 
 #: Tokens that a ring of the newest ones has beyond the window: as many as `decode` takes may be dropped again, and the
 #: window is still whole.
@@ -319,7 +320,8 @@ class KVCache(OnArrays, WithLeaves):
     def token_bytes(self) -> int:
         """Bytes that one token takes, all heads, K and V."""
         if self.array_order is not None:
-            return 4 * self.num_kv_heads * self.head_dim
+            scales = 8 if self._facts.scales is not None and self._facts.scales.each_row else 0
+            return self.num_kv_heads * (2 * self.k_format.bits // 8 * self.head_dim + scales)
         return self.num_kv_heads * (self.k_format.token_bytes + self.v_format.token_bytes)
 
     @property
@@ -374,6 +376,7 @@ class KVCache(OnArrays, WithLeaves):
                 self.paged, self.num_blocks, self.block_size, self.num_kv_heads, self.head_dim, self.k_format,
                 self.v_format, self.hadamard, tuple(self._key_arrays), self.recent_window, self.recent_ring,
                 self.recent_slots, self.recent_format, self._device, self._ordinal, self.array_order, strides,
+                places_of_scales({**self._planes, **self._key_arrays}, self.array_order),
             )
         )  # fmt: skip
         self._identity = Same(self._facts)
@@ -426,7 +429,7 @@ class KVCache(OnArrays, WithLeaves):
 
     @property
     def key_arrays(self) -> dict[str, Tensor]:
-        """The caller's k_mean and k_channel_scale, those that were given."""
+        """The caller's k_mean, k_channel_scale, and scales that `append` reads, those that were given."""
         return self._key_arrays
 
 

@@ -19,6 +19,8 @@ KV_ARRAY_DTYPES: dict[str, str] = {"bf16": "bfloat16", "fp16": "float16"}
 ROW_DIMS: tuple[int, ...] = (64, 128, 256)
 #: Where rows have their parameters and in which order their elements: the kernels' own way, or that of FBGEMM's int4.
 LAYOUTS: tuple[str, ...] = ("fragment", "fbgemm")
+#: The layout of arrays of the caller in 8 bits: channels in their order, scales in arrays of their own.
+IN_ORDER = "in_order"
 #: Parameter groups of a row that FBGEMM has.
 FBGEMM_GROUPS: tuple[int, ...] = (1, 4)
 #: Channels of a parameter group at least: K is multiplied 16 channels at a time, V in tiles of 32.
@@ -48,6 +50,7 @@ class KVFormat:
     layout : str
         One of `LAYOUTS`. "fbgemm" (int4): the row begins with a word of parameters for each group, scale and shift in
         fp16, and has the channels in their order behind them; an element with the nibble n is ``scale * n + shift``.
+        Or `IN_ORDER` (fp8, int8): an element with the code c is ``scale * c``; integers are in two's complement.
     """
 
     dtype: str
@@ -79,8 +82,8 @@ class KVFormat:
 
     @property
     def groups(self) -> int:
-        """Words of parameters of a row; 0 for 16-bit formats."""
-        return self.row_dim // self.group_size if self.quantized else 0
+        """Words of parameters of a row; 0 for 16-bit formats and arrays of the caller."""
+        return self.row_dim // self.group_size if self.quantized and self.layout != IN_ORDER else 0
 
     @property
     def plane_words(self) -> int:
@@ -95,15 +98,15 @@ class KVFormat:
     def position(self, channel: int) -> int:
         """Bit of the row at which the element of ``channel`` begins.
 
-        16-bit rows are in their natural order, FBGEMM's too, behind their parameters. Quantized rows consist of units
-        of four elements, ordered so that a lane of the tensor core's fragment finds all units that it needs in pieces
-        of up to 16 bytes:
+        16-bit rows and the caller's are in their natural order, FBGEMM's too, behind their parameters. Other rows
+        consist of units of four elements, ordered so that a lane of the tensor core's fragment finds all units that it
+        needs in pieces of up to 16 bytes:
 
         - K: channel 16 s + 4 q + e is element e of unit s of lane q, 4 lanes;
         - V: channel 32 u + 4 g + e is element e of unit u of lane g, 8 lanes.
         """
-        if not self.quantized:
-            return 16 * channel
+        if not self.quantized or self.layout == IN_ORDER:
+            return self.bits * channel
         if self.layout == "fbgemm":
             return 32 * self.groups + 4 * channel
         lanes = 4 if self.is_key else 8

@@ -9,8 +9,31 @@ from .formats import KVFormat
 
 #: Planes, and arrays of the caller, in the order in which launches take their addresses.
 ADDRESSES: tuple[str, ...] = (
-    "k", "v", "k_params", "v_params", "k_mean", "k_channel_scale", "recent_k", "recent_v", "recent_state",
+    "k", "v", "k_params", "v_params", "k_mean", "k_channel_scale", "recent_k", "recent_v", "recent_state", "k_scale",
+    "v_scale",
 )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class ScalePlaces:
+    """Steps from a scale to the next, in elements, of K's and V's alike.
+
+    Attributes
+    ----------
+    outer : int
+        From a block to the next where each row has a scale, else from a sequence of the call to the next.
+    head, token : int
+    each_row : bool
+        Each token and head has a scale, which `append` writes.
+    sequences : int
+        Sequences that there are scales for; 0: any number has the same.
+    """
+
+    outer: int
+    head: int
+    token: int
+    each_row: bool
+    sequences: int
 
 
 @dataclass(frozen=True)
@@ -35,6 +58,8 @@ class CacheLayout:
         cache's own.
     strides : (block, head, token), optional
         Of the caller's arrays, in elements, 0 for extents of 1.
+    scales : ScalePlaces, optional
+        Of the caller's arrays in 8 bits, where they have scales.
     """
 
     paged: bool
@@ -54,6 +79,7 @@ class CacheLayout:
     ordinal: int
     array_order: str | None = None
     strides: tuple[int, int, int] | None = None
+    scales: ScalePlaces | None = None
 
 
 _interned: weakref.WeakKeyDictionary[CacheLayout, weakref.ref[CacheLayout]] = weakref.WeakKeyDictionary()

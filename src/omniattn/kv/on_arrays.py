@@ -8,20 +8,21 @@ from .. import arguments, arrays
 from ..arrays import Tensor
 from ..arrays.strides import overlaps_itself
 from ..errors import AlignmentError, ArgumentError, DtypeError, ShapeError, StrideError, UnsupportedError
-from .formats import KV_ARRAY_DTYPES, KVFormat, row_dim
+from .formats import IN_ORDER, KV_ARRAY_DTYPES, KVFormat, row_dim
 from .places import CHUNK_BYTES, ORDERS, by_position, row_places
+from .scales import describe_scales
 
 #: Rows (tokens times kv heads) of a cache: the kernels count them in 32 bits.
 MAX_CACHE_ROWS = 2**32 - 1
-#: Names of 16-bit caches by the element types of arrays.
-_DTYPES = {array: name for name, array in KV_ARRAY_DTYPES.items()}
+#: Names of caches by the element types of arrays.
+_DTYPES = {**{array: name for name, array in KV_ARRAY_DTYPES.items()}, "float8_e4m3fn": "fp8", "int8": "int8"}
 #: Libraries whose arrays can be divided without a copy.
 _WITH_VIEWS = ("torch", "numpy", "cupy")
 #: What a cache knows that depends on its arrays' facts and not on their addresses: by those facts.
 _known: dict[Any, dict[str, Any]] = {}
 _MOST_KNOWN = 1024
 #: Of a cache's attributes those that are not.
-_ITS_OWN = frozenset(("_planes", "_addresses", "_operands", "_written", "_key", "_order"))
+_ITS_OWN = frozenset(("_planes", "_key_arrays", "_addresses", "_operands", "_written", "_key", "_order"))
 
 
 class OnArrays:
@@ -33,22 +34,28 @@ class OnArrays:
     def from_arrays(
         cls, k: Any, v: Any = None, *, layout: str = "NHD", k_scale: Any = None, v_scale: Any = None
     ) -> Any:
-        """A cache on arrays that are there already: K and V in 16 bits, of any strides; nothing is copied.
+        """A cache on arrays that are there already: K and V in 16 or 8 bits, of any strides; nothing is copied.
 
         Parameters
         ----------
         k, v : array, (blocks, tokens, heads, dim) for "NHD", (blocks, heads, tokens, dim) for "HND"
-            float16 or bfloat16, on the CPU too. Blocks are those of a `PagedKVCache`, ``tokens`` its block_size; of a
-            `KVCache` they are the sequences. dim is contiguous and a multiple of 8 from 8 to 256. All other strides are
-            free, the same for k and v: positive multiples of 8 elements, and no two elements in one place. Addresses
-            are multiples of 16 bytes. So a tensor (2, blocks, ...) or (blocks, 2, ...) is given as
-            ``*pool.unbind(0)`` or ``*pool.unbind(1)``. Padding between rows, and tails of blocks that no token owns,
-            may hold anything, NaN included.
+            float16, bfloat16, float8_e4m3fn or int8, on the CPU too. Blocks are those of a `PagedKVCache`, ``tokens``
+            its block_size; of a `KVCache` they are the sequences. dim is contiguous, and from 8 to 256 a multiple of
+            16 bytes. All other strides are free, the same for k and v: positive multiples of 16 bytes, and no two
+            elements in one place. Addresses are multiples of 16 bytes. So a tensor (2, blocks, ...) or (blocks, 2, ...)
+            is given as ``*pool.unbind(0)`` or ``*pool.unbind(1)``. Padding between rows, and tails of blocks that no
+            token owns, may hold anything, NaN included.
             v None: k has K and V side by side in its rows, 2 * dim elements (torch, CuPy, NumPy).
         layout : "NHD" or "HND"
             Order of the dimensions. It is not the byte order that the constructors' ``layout=`` names.
-        k_scale, v_scale : None
-            Scales of 8-bit arrays, which this version does not read.
+        k_scale, v_scale : array, float32, both or none, optional
+            Of 8-bit arrays: an element is its code times its scale, which is 1 unless given. Strides are free, the same
+            for both. (1,): one for all; (heads,): one a head; (sequences, heads): one for each sequence of the calls on
+            the cache and head (FlashAttention-3's descales), which `append` refuses. These are read only: `append`
+            writes x / scale, rounded to nearest, and beyond the largest code that one; an int8 code of NaN is 0.
+            The shape of k without dim: one for each token and head. `append` writes them: the largest absolute value
+            over 448 (int8: 127), at least 2^-60; NaN, with codes of 0, for rows with values that are not finite.
+            Scales below 2^-60 or beyond 2^60 are not what the kernels are made for.
 
         Returns
         -------
@@ -61,7 +68,7 @@ class OnArrays:
         ArgumentError
             Or a subclass: names argument, what was expected and what came.
         UnsupportedError
-            Arrays of 8 bits; rows so far apart that the kernels cannot count them in 32 bits.
+            Rows or scales so far apart that the kernels cannot count them in 32 bits.
 
         Notes
         -----
@@ -71,33 +78,57 @@ class OnArrays:
         """
         return _on(cls, k, v, layout, {"k_scale": k_scale, "v_scale": v_scale})
 
+    @property
+    def k_scale(self) -> Any:
+        """Scales of K in the caller's 8 bits, or None."""
+        return self._scale("k_scale")
+
+    @property
+    def v_scale(self) -> Any:
+        """Scales of V in the caller's 8 bits, or None."""
+        return self._scale("v_scale")
+
+    def _scale(self, name: str) -> Any:
+        cache: Any = self
+        given = cache.key_arrays.get(name)
+        return cache._array(name) if given is None else given.obj
+
 
 def _on(cls: Any, k: Any, v: Any, layout: Any, scales: dict[str, Any]) -> Any:
     if layout not in ORDERS or not isinstance(layout, str):
         raise ArgumentError("layout", " or ".join(map(repr, ORDERS)), repr(layout), function=_name(cls))
-    for name, x in scales.items():
-        if x is not None:
-            raise UnsupportedError(
-                f"{_name(cls)}(): argument {name!r}; arrays are read as they are",
-                instead="float16 or bfloat16 arrays, or a quantized cache of the package's own (k_dtype='fp8')",
-            )
     first, second = (arrays.describe(k, "k"), arrays.describe(v, "v")) if v is not None else _halves(k, _name(cls))
-    facts = cls, layout, second.ptr - first.ptr, first.ptr % CHUNK_BYTES, _facts_of(first), _facts_of(second)
+    facts: tuple[Any, ...] = (
+        cls, layout, second.ptr - first.ptr, first.ptr % CHUNK_BYTES, _facts_of(first), _facts_of(second),
+    )  # fmt: skip
+    of_rows: dict[str, Tensor] = {}
+    others: dict[str, Tensor] = {}
+    if any(x is not None for x in scales.values()):
+        found = describe_scales(scales, first, _heads(first, layout), _name(cls))
+        facts += tuple((t.ptr - first.ptr, _facts_of(t)) for t in found.values())
+        # Those of rows are written by `append`, as K and V are.
+        (of_rows if len(found["k_scale"].shape) == 3 else others).update(found)
     known = _known.get(facts)
     cache: Any = cls.__new__(cls)
     if known is None:
         _check(first, second, layout, _name(cls))
     cache.__dict__.update(_extents(first, layout) if known is None else known)
-    first.argument, second.argument = "cache.k", "cache.v"
-    if "jax" in (first.framework, second.framework):
-        for t in (first, second):
-            t.readonly = t.readonly and t.framework != "jax"
-    cache._settle({"k": first, "v": second}, is_known=known is not None)
+    planes = {"k": first, "v": second, **of_rows}
+    for name, t in planes.items():
+        t.argument = f"cache.{name}"
+        t.readonly = t.readonly and t.framework != "jax"
+    cache.__dict__["_key_arrays"] = others
+    cache._settle(planes, is_known=known is not None)
     if known is None:
         if len(_known) >= _MOST_KNOWN:
             _known.clear()
         _known[facts] = {name: x for name, x in cache.__dict__.items() if name not in _ITS_OWN}
     return cache
+
+
+def _heads(t: Tensor, layout: str) -> int:
+    """kv heads of an array, whatever its shape: `_check` is what says that it is wrong."""
+    return t.shape[2 if layout == "NHD" else 1] if len(t.shape) == 4 else 0
 
 
 def _name(cls: Any) -> str:
@@ -129,12 +160,8 @@ def _check(k: Tensor, v: Tensor, layout: str, function: str) -> None:
     arrays.require_same_device([k, v])
     for t in (k, v):
         if t.dtype not in _DTYPES:
-            if t.itemsize == 1:
-                raise UnsupportedError(
-                    f"{function}(): {t.argument} of {t.dtype}",
-                    instead="float16 or bfloat16 arrays, or a quantized cache of the package's own (k_dtype='fp8')",
-                )
-            raise DtypeError(t.argument, " or ".join(_DTYPES), t.dtype, function=function)
+            hint = "bytes are given as what they are: view(torch.float8_e4m3fn)" if t.dtype == "uint8" else None
+            raise DtypeError(t.argument, " or ".join(_DTYPES), t.dtype, function=function, hint=hint)
         if len(t.shape) != 4:
             names = "(blocks, tokens, heads, dim)" if layout == "NHD" else "(blocks, heads, tokens, dim)"
             raise ShapeError(t.argument, f"4 dimensions {names}", f"shape {tuple(t.shape)}", function=function)
@@ -143,8 +170,9 @@ def _check(k: Tensor, v: Tensor, layout: str, function: str) -> None:
     if tuple(v.shape) != tuple(k.shape):
         raise ShapeError("v", f"shape {tuple(k.shape)}, like k", f"{tuple(v.shape)}", function=function)
     dim = k.shape[3]
-    if not (8 <= dim <= arguments.MAX_HEAD_DIM and dim % 8 == 0):
-        expected = f"head_dim, the last dimension, a multiple of 8 from 8 to {arguments.MAX_HEAD_DIM}"
+    step = CHUNK_BYTES // k.itemsize
+    if not (step <= dim <= arguments.MAX_HEAD_DIM and dim % step == 0):
+        expected = f"head_dim, the last dimension, a multiple of {step} from {step} to {arguments.MAX_HEAD_DIM}"
         raise ShapeError("k", expected, f"{dim}", function=function)
     extents, strides = by_position(k.shape, k.strides, layout)
     rows = extents[0] * extents[1] * extents[2]
@@ -155,7 +183,7 @@ def _check(k: Tensor, v: Tensor, layout: str, function: str) -> None:
         _check_strides(t, function)
     if by_position(v.shape, v.strides, layout)[1] != strides:
         raise StrideError("v", f"strides {tuple(k.strides)}, like k", f"{tuple(v.strides)}", function=function)
-    row_places(strides, extents, dim, function)
+    row_places(strides, extents, dim, function, k.itemsize)
 
 
 def _check_strides(t: Tensor, function: str) -> None:
@@ -177,12 +205,13 @@ def _extents(k: Tensor, layout: str) -> dict[str, Any]:
     """A cache's attributes, but for those that `KVCache._settle` finds."""
     (blocks, heads, tokens), _ = by_position(k.shape, k.strides, layout)
     dim = k.shape[3]
+    order = "fragment" if k.itemsize == 2 else IN_ORDER
     formats = {
-        name: KVFormat(_DTYPES[k.dtype], dim, row_dim(dim), False, is_key)
+        name: KVFormat(_DTYPES[k.dtype], dim, row_dim(dim), False, is_key, order)
         for name, is_key in (("k_format", True), ("v_format", False))
     }
     return {
         "num_blocks": blocks, "block_size": tokens, "num_kv_heads": heads, "head_dim": dim, **formats,
         "hadamard": False, "recent_window": 0, "recent_slots": 0, "recent_format": None, "array_order": layout,
-        "_device": k.device, "_ordinal": k.ordinal, "_device_name": k.device_name, "_key_arrays": {},
+        "_device": k.device, "_ordinal": k.ordinal, "_device_name": k.device_name,
     }  # fmt: skip

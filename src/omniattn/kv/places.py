@@ -1,4 +1,4 @@
-"""Where rows of 16-bit caches are: what kernels take of the strides of K's and V's planes."""
+"""Where rows of caches with strides are: what kernels take of the strides of K's and V's planes."""
 
 from __future__ import annotations
 
@@ -47,15 +47,19 @@ class RowPlaces:
         return step if (blocks_follow_each_other or block_size % RUN == 0) and step < MAX_TOKEN_BYTES else 0
 
 
-def row_places(strides: Sequence[int], extents: Sequence[int], row_elems: int, function: str) -> RowPlaces:
-    """Places of rows of 16-bit elements.
+def row_places(
+    strides: Sequence[int], extents: Sequence[int], row_elems: int, function: str, itemsize: int = 2
+) -> RowPlaces:
+    """Places of rows.
 
     Parameters
     ----------
     strides, extents : (block, head, token)
-        Strides in elements, multiples of 8.
+        Strides in elements, multiples of 16 bytes.
     row_elems : int
         Elements of a row.
+    itemsize : int
+        Bytes of an element.
     function : str
         For errors.
 
@@ -64,7 +68,7 @@ def row_places(strides: Sequence[int], extents: Sequence[int], row_elems: int, f
     UnsupportedError
         Rows so far apart that their places are no 32-bit numbers.
     """
-    steps = [2 * step if n > 1 else 0 for step, n in zip(strides, extents, strict=True)]
+    steps = [itemsize * step if n > 1 else 0 for step, n in zip(strides, extents, strict=True)]
     unit = math.gcd(*steps) or CHUNK_BYTES
     # A block index out of range reads the last block, whatever its number: nothing else is multiplied.
     if sum((n - 1) * (step // unit) for step, n in zip(steps, extents, strict=True)) >= MAX_PLACES:
@@ -74,7 +78,7 @@ def row_places(strides: Sequence[int], extents: Sequence[int], row_elems: int, f
             instead="strides that are multiples of a larger number of bytes, or a smaller pool",
         )
     block, head, token = (step // unit for step in steps)
-    return RowPlaces(block, head, token, unit, 2 * row_elems // CHUNK_BYTES)
+    return RowPlaces(block, head, token, unit, itemsize * row_elems // CHUNK_BYTES)
 
 
 def own_strides(num_kv_heads: int, block_size: int, row_elems: int) -> tuple[int, int, int]:
@@ -83,12 +87,12 @@ def own_strides(num_kv_heads: int, block_size: int, row_elems: int) -> tuple[int
 
 
 def places_of(cache: CacheLayout, function: str) -> RowPlaces | None:
-    """Places of a cache's rows; None where K or V is quantized: rows are found by their numbers."""
-    if cache.k_format.quantized or cache.v_format.quantized:
-        return None
+    """Places of a cache's rows; None where K or V is quantized by `append`: rows are found by their numbers."""
     extents = (cache.num_blocks, cache.num_kv_heads, cache.block_size)
     if cache.strides is not None:
-        return row_places(cache.strides, extents, cache.head_dim, function)
+        return row_places(cache.strides, extents, cache.head_dim, function, cache.k_format.bits // 8)
+    if cache.k_format.quantized or cache.v_format.quantized:
+        return None
     row = cache.k_format.row_dim
     return row_places(own_strides(cache.num_kv_heads, cache.block_size, row), extents, row, function)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..errors import UnsupportedError
+from ..kv.layout import CacheLayout, ScalePlaces
 from ..kv.places import RowPlaces, own_strides, places_of, row_places
 from ..problems import DecodeProblem, MergeProblem, Target
 from ..problems.decode import NEWEST, DecodeSplit, KeyPass, passes
@@ -48,8 +49,7 @@ def _planes(one: KeyPass) -> dict[str, At | None]:
     return {
         "k": At("cache.k"),
         "v": At("cache.v"),
-        "k_params": At("cache.k_params") if cache.k_format.plane_words else None,
-        "v_params": At("cache.v_params") if cache.v_format.plane_words else None,
+        **params_of(cache),
         **{name: At(f"cache.{name}") if name in cache.key_arrays else None for name in ("k_mean", "k_channel_scale")},
         "block_table": At("block_table") if cache.paged else None,
         "recent_slots": slots,
@@ -57,8 +57,28 @@ def _planes(one: KeyPass) -> dict[str, At | None]:
     }
 
 
+def params_of(cache: CacheLayout) -> dict[str, At | None]:
+    """Parameter planes, or the scales of a caller's arrays."""
+    found: dict[str, At | None] = {}
+    for name, fmt in (("k", cache.k_format), ("v", cache.v_format)):
+        scale = At(f"cache.{name}_scale") if cache.scales is not None else None
+        found[f"{name}_params"] = At(f"cache.{name}_params") if fmt.plane_words else scale
+    return found
+
+
+def scale_values(cache: CacheLayout) -> dict[str, object]:
+    """The arguments that say where scales of a caller's arrays are."""
+    scales = cache.scales or ScalePlaces(0, 0, 0, False, 0)
+    return {
+        "scale_outer": scales.outer,
+        "scale_head": scales.head,
+        "scale_token": scales.token,
+        "row_scales": int(scales.each_row),
+    }
+
+
 def row_places_of(one: KeyPass) -> RowPlaces | None:
-    """Where a pass reads rows of 16 bits; None for quantized ones."""
+    """Where a pass reads rows; None for those that `append` quantizes."""
     p = one.problem
     if one.side != NEWEST:
         return places_of(p.cache, "decode")
@@ -204,6 +224,7 @@ class _PassPlan:
             "prefix_sequences": one.prefix_sequences,
             "least_seq_len": p.capacity if one.prefix_sequences else 0,
             **_row_values(one),
+            **scale_values(cache),
         }
         arguments = DECODE.pack(values)
         grid = (self.segments, -(-min(self.rows, one.rows) * split // _COMBINE_WARPS), 1)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from ..errors import UnsupportedError
-from ..kv.places import places_of
+from ..kv.layout import CacheLayout, ScalePlaces
+from ..kv.places import RowPlaces, places_of
 from ..problems import AppendProblem, CopyProblem, Target
 from ..registry import KernelSpec
 from ..runtime.record import LaunchRecord
+from .decode import params_of, scale_values
 from .host_struct import At, strides
 from .numbers import MAX_GRID_X, quotient_factors
 from .structs import KV_APPEND, KV_COPY, MAX_PAIRS
@@ -50,8 +52,8 @@ def build(spec: KernelSpec, problem: AppendProblem, target: Target) -> tuple[Lau
         "sin": At("sin") if rope else None,
         "k_data": At("cache.k"),
         "v_data": At("cache.v"),
-        "k_params": At("cache.k_params") if cache.k_format.plane_words else None,
-        "v_params": At("cache.v_params") if cache.v_format.plane_words else None,
+        **params_of(cache),
+        **scale_values(cache),
         **{name: At(f"cache.{name}") if name in cache.key_arrays else None for name in ("k_mean", "k_channel_scale")},
         "recent_slots": At("recent_slots") if recent and cache.paged else None,
         **{name: At(f"cache.{name}") if recent else None for name in ("recent_k", "recent_v", "recent_state")},
@@ -88,17 +90,43 @@ def build_copies(spec: KernelSpec, problem: CopyProblem, target: Target) -> tupl
         assert cache.recent_format is not None
         ring = cache.num_kv_heads * cache.recent_ring * cache.recent_format.row_bytes
         planes = [At("cache.recent_k"), At("cache.recent_v"), At("cache.recent_state"), None]
-        sizes = [ring, ring, 8, 0]
-    else:
-        count = cache.num_kv_heads * cache.block_size
-        formats = (cache.k_format, cache.v_format)
-        planes = [At("cache.k"), At("cache.v")]
-        planes += [
-            At(name) if fmt.plane_words else None
-            for name, fmt in zip(("cache.k_params", "cache.v_params"), formats, strict=True)
-        ]
-        widths = [f.row_bytes if rows is None else 16 * rows.chunks for f in formats]
-        sizes = [*(count * width for width in widths), *(count * 4 * f.plane_words for f in formats)]
+        return _copies(spec, problem, planes, [ring, ring, 8, 0], None)
+    count = cache.num_kv_heads * cache.block_size
+    formats = (cache.k_format, cache.v_format)
+    planes = [At("cache.k"), At("cache.v")]
+    planes += [
+        At(name) if fmt.plane_words else None
+        for name, fmt in zip(("cache.k_params", "cache.v_params"), formats, strict=True)
+    ]
+    widths = [f.row_bytes if rows is None else 16 * rows.chunks for f in formats]
+    sizes = [*(count * width for width in widths), *(count * 4 * f.plane_words for f in formats)]
+    records = _copies(spec, problem, planes, sizes, rows)
+    if cache.scales is None or not cache.scales.each_row:
+        return records
+    if not _is_dense(cache.scales, cache):
+        raise UnsupportedError(
+            "copy_blocks(): scales of tokens and heads that are not block by block without gaps",
+            instead="contiguous k_scale and v_scale, or copies by their library",
+        )
+    places = [At("cache.k_scale"), At("cache.v_scale"), None, None]
+    return (*records, *_copies(spec, problem, places, [4 * count, 4 * count, 0, 0], None))
+
+
+def _is_dense(scales: ScalePlaces, cache: CacheLayout) -> bool:
+    """Whether blocks of scales follow each other, and those of a block's tokens and heads do."""
+    inner = sorted([(scales.token, cache.block_size), (scales.head, cache.num_kv_heads)])
+    expected = 1
+    for step, extent in (*inner, (scales.outer, cache.num_blocks)):
+        if extent > 1 and step != expected:
+            return False
+        expected *= extent
+    return True
+
+
+def _copies(
+    spec: KernelSpec, problem: CopyProblem, planes: list[At | None], sizes: list[int], rows: RowPlaces | None
+) -> tuple[LaunchRecord, ...]:
+    """Launches that copy blocks of so many bytes of each plane; ``rows``: of rows that are apart."""
     parts = max(1, min(32, max(sizes) // (16 * _COPY_THREADS)))
     records = []
     for first in range(0, len(problem.pairs), MAX_PAIRS):
@@ -111,7 +139,7 @@ def build_copies(spec: KernelSpec, problem: CopyProblem, target: Target) -> tupl
             "head_step": 0 if rows is None else rows.head * rows.unit_bytes,
             "token_step": 0 if rows is None else rows.token * rows.unit_bytes,
             "row_chunks": 0 if rows is None else rows.chunks,
-            "block_size": cache.block_size,
+            "block_size": problem.cache.block_size,
             "pairs": (*flat, *[0] * (2 * MAX_PAIRS - len(flat))),
         }
         records.append(LaunchRecord(spec, (len(some), 4, parts), _COPY_THREADS, *KV_COPY.pack(values)))

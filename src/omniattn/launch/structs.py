@@ -220,6 +220,7 @@ DECODE = HostStruct(
     ("I", "worker_multiplier"), ("i", "worker_shift"), ("I", "two_1024"),
     ("i", "first_key prefix_sequences least_seq_len"),
     ("I", "block_places head_places token_places place_bytes token_bytes"), ("i", "row_chunks"),
+    ("I", "scale_outer scale_head scale_token"), ("i", "row_scales"),
 )
 
 # params/kv_append.cuh
@@ -234,6 +235,7 @@ KV_APPEND = HostStruct(
     ("I", "heads_multiplier"), ("i", "heads_shift"), ("I", "tokens_multiplier"), ("i", "tokens_shift"),
     ("I", "block_multiplier"), ("i", "block_shift wide_slots wide_positions"),
     ("I", "block_places head_places token_places place_bytes"), ("i", "row_chunks"),
+    ("I", "scale_outer scale_head scale_token"), ("i", "row_scales"),
 )
 
 # params/kv_copy.cuh

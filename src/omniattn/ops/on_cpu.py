@@ -286,7 +286,7 @@ def with_cache(call: Call, problem: WithCacheProblem, tensors: Tensors) -> list[
     starts = arrays.to_numpy(tensors["cu_seqlens_q"]) if packed else np.arange(batch + 1) * rows.shape[1]
     host, compute = on_host(cache), np.dtype("float64" if q.dtype == "float64" else "float32")
     with np.errstate(all="ignore"):  # keys that overflow are infinite, as on a GPU
-        found = [read_tokens(host, table[b], int(seq_lens[b]), int(slots[b])) for b in range(batch)]
+        found = [read_tokens(host, table[b], int(seq_lens[b]), int(slots[b]), b) for b in range(batch)]
         none = np.zeros((0, cache.num_kv_heads, cache.head_dim), np.float32)
         k, v = (np.concatenate([none, *(pair[i] for pair in found)]) for i in (0, 1))
         mod = call.subject
@@ -397,7 +397,8 @@ def copy(call: Call, problem: CopyProblem, tensors: Tensors) -> list[Any]:
         assert host.recent is not None
         planes = (host.recent.k, host.recent.v, host.recent.state)
     else:
-        planes = (host.k, host.v, host.k_params, host.v_params)
+        of_rows = (x for x in (host.k_scale, host.v_scale) if x is not None and x.ndim == 3)
+        planes = (host.k, host.v, host.k_params, host.v_params, *of_rows)
     for plane in planes:
         plane[[d for _, d in problem.pairs]] = plane[[s for s, _ in problem.pairs]]
     return []

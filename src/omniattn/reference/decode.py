@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from omniattn import arrays
 from omniattn.kv.cache import KVCache
-from omniattn.kv.formats import KVFormat
+from omniattn.kv.formats import IN_ORDER, KVFormat
 from omniattn.reference import kv_cache
 from omniattn.reference.attention import attention
 
@@ -78,6 +78,8 @@ class CacheArrays:
     k_mean, k_channel_scale : float32 (heads, head_dim) or None
     hadamard : bool
     recent : RecentArrays or None
+    k_scale, v_scale : float32, optional
+        Of the caller's arrays in 8 bits: one a row, (blocks, heads, block_size), or (sequences or 1, heads or 1).
     """
 
     k_format: KVFormat
@@ -90,6 +92,8 @@ class CacheArrays:
     k_channel_scale: Array | None = None
     hadamard: bool = False
     recent: RecentArrays | None = None
+    k_scale: Array | None = None
+    v_scale: Array | None = None
 
     @property
     def block_size(self) -> int:
@@ -134,15 +138,41 @@ def write_tokens(cache: CacheArrays, k: Array, v: Array, blocks: Array, rows: Ar
             cache.v_format.head_dim,
         ),
     )
-    for data, params, fmt, values, valid in planes:
+    for (data, params, fmt, values, valid), scale in zip(planes, (cache.k_scale, cache.v_scale), strict=True):
+        if fmt.layout == IN_ORDER:
+            if scale is not None and scale.ndim == 3:
+                scale[blocks, :, rows] = kv_cache.row_scale(values, fmt)
+            of_rows = _scales(scale, blocks, rows, data.shape[1], 0)
+            data[blocks, :, rows] = kv_cache.encode_in_order(values, of_rows, fmt)[..., : data.shape[-1]]
+            continue
         row_data, row_params = kv_cache.encode(values, fmt, valid)
         data[blocks, :, rows] = row_data[..., : data.shape[-1]]  # the caller's rows are not padded
         params[blocks, :, rows] = row_params
 
 
-def read_tokens(cache: CacheArrays, table: Array, count: int, slot: int = 0) -> tuple[Array, Array]:
-    """The first ``count`` tokens of one sequence as float32 (tokens, heads, head_dim): what attention sees."""
+def _scales(scale: Array | None, blocks: Array, rows: Array, heads: int, sequence: int) -> Array:
+    """Scales (tokens, heads) of rows of blocks, of a sequence of the call."""
+    if scale is None:
+        return np.ones((len(rows), heads), np.float32)
+    if scale.ndim == 3:
+        return np.asarray(scale[blocks, :, rows])
+    return np.broadcast_to(scale[sequence if len(scale) > 1 else 0], (len(rows), heads))
+
+
+def read_tokens(cache: CacheArrays, table: Array, count: int, slot: int = 0, sequence: int = 0) -> tuple[Array, Array]:
+    """The first ``count`` tokens of one sequence as float32 (tokens, heads, head_dim): what attention sees.
+
+    ``sequence``: its number in the call.
+    """
     blocks, rows = _places(table, np.arange(count), cache.block_size)
+    if cache.k_format.layout == IN_ORDER:
+        k, v = (
+            kv_cache.decode_in_order(data[blocks, :, rows], _scales(scale, blocks, rows, data.shape[1], sequence), fmt)
+            for data, scale, fmt in (
+                (cache.k, cache.k_scale, cache.k_format), (cache.v, cache.v_scale, cache.v_format),
+            )
+        )  # fmt: skip
+        return k, v
     k = kv_cache.decode_rows(cache.k[blocks, :, rows], cache.k_params[blocks, :, rows], cache.k_format)
     v = kv_cache.decode_rows(cache.v[blocks, :, rows], cache.v_params[blocks, :, rows], cache.v_format)
     if cache.k_format.quantized:
@@ -198,7 +228,7 @@ def decode(
     lse = np.empty((batch, heads, q_len), dtype=compute_dtype)
     for b in range(batch):
         slot = b if recent_slots is None else int(recent_slots[b])
-        k, v = read_tokens(cache, np.asarray(block_table[b]), int(seq_lens[b]), slot)
+        k, v = read_tokens(cache, np.asarray(block_table[b]), int(seq_lens[b]), slot, b)
         o[b : b + 1], lse[b : b + 1] = attention(
             q[b : b + 1],
             k[None],
@@ -220,7 +250,7 @@ def on_host(cache: KVCache) -> CacheArrays:
         raw = arrays.raw_view(cache.planes[name])
         if fmt.layout == "fbgemm":
             return raw.swapaxes(1, 2)
-        raw = raw if fmt.quantized else raw.view(np.uint8)
+        raw = raw.view(np.uint8) if not fmt.quantized or fmt.layout == IN_ORDER else raw
         return raw.swapaxes(1, 2) if cache.array_order == "NHD" else raw
 
     def params(name: str, fmt: KVFormat) -> Any:
@@ -233,9 +263,17 @@ def on_host(cache: KVCache) -> CacheArrays:
     if cache.recent_format is not None:
         k, v, state = (arrays.raw_view(cache.planes[name]) for name in ("recent_k", "recent_v", "recent_state"))
         recent = RecentArrays(cache.recent_window, cache.recent_format, k.view(np.uint8), v.view(np.uint8), state)
+
+    def scale(name: str) -> Any:
+        if name in cache.planes:
+            rows = arrays.raw_view(cache.planes[name])
+            return rows.swapaxes(1, 2) if cache.array_order == "NHD" else rows
+        found = own.get(name)
+        return None if found is None else np.atleast_2d(found)
+
     own = {name: arrays.to_numpy(t) for name, t in cache.key_arrays.items()}
     return CacheArrays(
         cache.k_format, cache.v_format, plane("k", cache.k_format), plane("v", cache.v_format),
         params("k_params", cache.k_format), params("v_params", cache.v_format), own.get("k_mean"),
-        own.get("k_channel_scale"), cache.hadamard, recent,
+        own.get("k_channel_scale"), cache.hadamard, recent, scale("k_scale"), scale("v_scale"),
     )  # fmt: skip

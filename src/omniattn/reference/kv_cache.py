@@ -192,6 +192,31 @@ def unpack_row(data: Array, fmt: KVFormat) -> Array:
     return np.asarray((stored + (CODES[fmt.dtype][0] if fmt.dtype in CODES else 0)).astype(np.int16))
 
 
+def row_scale(x: Array, fmt: KVFormat) -> Array:
+    """The scale of each row (..., row_dim) of an array of the caller, NaN where a value is not finite."""
+    amax = np.abs(np.asarray(x, dtype=_F)).max(axis=-1)
+    scale = np.maximum(amax / _F(E4M3_MAX if fmt.dtype == "fp8" else CODES[fmt.dtype][1]), MIN_SCALE)
+    return np.where(np.isfinite(amax), scale, _F(np.nan))
+
+
+def encode_in_order(x: Array, scale: Array, fmt: KVFormat) -> npt.NDArray[np.uint8]:
+    """Bytes of rows (..., row_dim) by their scales (...): codes of x / scale, 0 where the scale is NaN."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        scaled = np.asarray(x, dtype=_F) / scale[..., None]
+    if fmt.dtype == "fp8":
+        codes = encode_e4m3(np.clip(scaled, _F(-E4M3_MAX), _F(E4M3_MAX)))
+    else:
+        kept = np.where(np.isnan(scaled), _F(0), np.clip(np.rint(scaled), *CODES[fmt.dtype]))
+        codes = kept.astype(np.int8).view(np.uint8)
+    return np.where(np.isnan(scale)[..., None], np.uint8(0), codes)
+
+
+def decode_in_order(data: Array, scale: Array, fmt: KVFormat) -> Array:
+    """Rows of bytes as float32 by their scales (...)."""
+    codes = decode_e4m3(data) if fmt.dtype == "fp8" else np.ascontiguousarray(data).view(np.int8).astype(_F)
+    return np.asarray(codes * scale[..., None])
+
+
 def encode(
     x: Array, fmt: KVFormat, valid_dim: int | None = None
 ) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint32]]:

@@ -12,9 +12,10 @@ from collections.abc import Iterator
 
 from .spec import IO_TYPES, KernelSpec
 
-#: `KvKind` of device code by cache dtype; "fbgemm" is int4 in that layout.
-KV_KINDS = {"bf16": 0, "fp16": 0, "fp8": 1, "int8": 2, "int4": 3, "fbgemm": 4}
-_BITS = (16, 8, 8, 4, 4)
+#: `KvKind` of device code by cache dtype; "fbgemm" is int4 in that layout, "e4m3" and "s8" are the caller's arrays in
+#: 8 bits, whose channels are in their order.
+KV_KINDS = {"bf16": 0, "fp16": 0, "fp8": 1, "int8": 2, "int4": 3, "fbgemm": 4, "e4m3": 5, "s8": 6}
+_BITS = (16, 8, 8, 4, 4, 8, 8)
 #: Widths of a cache's rows, and channels of a parameter group at least (`kv.formats` has the same, a test compares).
 ROW_DIMS, MIN_GROUP = (64, 128, 256), 32
 #: Shared memory of a CTA that every GPU gives, less what stands behind the tiles; that of an SM of the GPUs that the
@@ -36,7 +37,7 @@ def _up(value: int, multiple: int) -> int:
 
 def row_format(kind: int, groups: int, head_dim: int) -> str:
     """Name of a row's format: element type, and channels of a group where a row has several (``"int4g32"``)."""
-    name = ("16", "fp8", "int8", "int4", "fbgemm")[kind]
+    name = ("16", "fp8", "int8", "int4", "fbgemm", "e4m3", "s8")[kind]
     return name if groups == 1 else f"{name}g{head_dim // groups}"
 
 
@@ -227,7 +228,7 @@ def _group_counts(head_dim: int) -> tuple[int, ...]:
 
 def _formats(head_dim: int) -> Iterator[_Format]:
     """Every format of a row; FBGEMM's has one group, or four."""
-    yield KV_KINDS["bf16"], 1
+    yield from ((KV_KINDS[name], 1) for name in ("bf16", "e4m3", "s8"))
     for groups in _group_counts(head_dim):
         yield from ((KV_KINDS[name], groups) for name in ("fp8", "int8", "int4"))
     yield from ((KV_KINDS["fbgemm"], groups) for groups in (1, 4) if groups in _group_counts(head_dim))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..errors import UnsupportedError
-from ..kv.formats import KVFormat
+from ..kv.formats import IN_ORDER, KVFormat
 from ..problems import AppendProblem, Target
 from ..registry import REGISTRY, KernelSpec, registered
 from ..registry.decode import KV_KINDS, append_row, combine_row, decode_row
@@ -14,7 +14,8 @@ from .choice import Selection, only, the_one
 
 def _kv(fmt: KVFormat) -> tuple[int, int]:
     """Kind and groups of a row, as the registry counts them."""
-    return KV_KINDS["fbgemm" if fmt.layout == "fbgemm" else fmt.dtype], max(fmt.groups, 1)
+    name = {"fp8": "e4m3", "int8": "s8"}[fmt.dtype] if fmt.layout == IN_ORDER else fmt.dtype
+    return KV_KINDS["fbgemm" if fmt.layout == "fbgemm" else name], max(fmt.groups, 1)
 
 
 def decode_spec(dtype: str, k: KVFormat, v: KVFormat, query_tiles: int, row_warps: int = 1) -> KernelSpec:
@@ -36,6 +37,8 @@ def _formats(k: KVFormat, v: KVFormat) -> str:
     names = [f"{f.dtype}{'' if f.groups < 2 else f' in groups of {f.group_size}'}" for f in (k, v)]
     if "fbgemm" in (k.layout, v.layout):
         names = [f"{name} in FBGEMM's layout" for name in names]
+    elif IN_ORDER in (k.layout, v.layout):
+        names = [f"{name} in the caller's arrays" for name in names]
     return f"K and V in {names[0]}" if names[0] == names[1] else f"K in {names[0]}, V in {names[1]}"
 
 

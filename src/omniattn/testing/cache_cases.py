@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import omniattn
-from omniattn.kv.formats import KVFormat, check_format
+from omniattn.kv.formats import IN_ORDER, KVFormat, check_format, row_dim
 from omniattn.reference import decode as reference
 from omniattn.registry import KernelSpec
 from omniattn.testing.expected import Values
@@ -56,7 +56,7 @@ def _shapes(group: int) -> tuple[Shape, ...]:
 
 
 class Formats(NamedTuple):
-    """Arguments of a cache."""
+    """Arguments of a cache; with the layout `IN_ORDER` it is on arrays of the caller."""
 
     k_dtype: str
     v_dtype: str
@@ -67,9 +67,11 @@ class Formats(NamedTuple):
 def formats_of(spec: KernelSpec) -> Formats:
     """The formats of a row's cache."""
     # Warps share keys of 16 bits alone, and leave more than 16 rows to combine.
-    words = spec.cache or (("16" if spec.op == "decode_combine" and spec.block_m > 16 else _ANY_FORMAT),) * 2
+    words = tuple({"e4m3": "fp8", "s8": "int8"}.get(word, word) for word in spec.cache)
+    in_order = words != spec.cache
+    words = words or (("16" if spec.op == "decode_combine" and spec.block_m > 16 else _ANY_FORMAT),) * 2
     own = "fp16" if spec.dtype == "float16" else "bf16"
-    layout = "fbgemm" if words[0].startswith("fbgemm") else "fragment"
+    layout = "fbgemm" if words[0].startswith("fbgemm") else IN_ORDER if in_order else "fragment"
     named = [word.replace("fbgemm", "int4").partition("g") for word in words]
     dtypes = [own if name == "16" else name for name, _, _ in named]
     groups = [int(group) for _, _, group in named if group]
@@ -146,12 +148,16 @@ class CacheCase:
 
     @property
     def _dim(self) -> int:
-        # Rows in FBGEMM's layout are not padded.
-        return self.head_dim if self.formats.layout == "fbgemm" else self.head_dim - self.shape.below
+        # Rows in FBGEMM's layout are not padded, and those of a caller in 8 bits are of whole 16 bytes.
+        if self.formats.layout == "fbgemm":
+            return self.head_dim
+        return self.head_dim - self.shape.below * (2 if self.formats.layout == IN_ORDER else 1)
 
     def _format(self, *, is_key: bool) -> KVFormat:
         f = self.formats
         dtype = f.k_dtype if is_key else f.v_dtype
+        if f.layout == IN_ORDER:
+            return KVFormat(dtype, self._dim, row_dim(self._dim), False, is_key, IN_ORDER)
         return check_format(dtype, self._dim, f.group_size, True, "CacheCase", is_key=is_key, layout=f.layout)
 
     def prepare(self) -> Prepared:
@@ -199,26 +205,36 @@ class CacheCase:
     def _memory(self, blocks: int) -> reference.CacheArrays:
         k, v = self._format(is_key=True), self._format(is_key=False)
         lead = (blocks, self.shape.heads_kv, self.shape.block_size or max(self.shape.lengths))
+        in_order = self.formats.layout == IN_ORDER
+        widths = [self._dim if in_order else f.row_bytes for f in (k, v)]
+        scales: list[Values | None] = [None, None]
+        if in_order and self.index == 1:  # one a head; else one a row, which is written
+            largest = 4.0 / (448.0 if k.dtype == "fp8" else 127.0)
+            scales = [np.linspace(x, 2 * x, lead[1], dtype=np.float32)[None] for x in (largest, 1.5 * largest)]
+        elif in_order:
+            scales = [np.zeros(lead, np.float32) for _ in "kv"]
         return reference.CacheArrays(
-            k, v, np.zeros((*lead, k.row_bytes), np.uint8), np.zeros((*lead, v.row_bytes), np.uint8),
+            k, v, np.zeros((*lead, widths[0]), np.uint8), np.zeros((*lead, widths[1]), np.uint8),
             np.zeros((*lead, k.plane_words), np.uint32), np.zeros((*lead, v.plane_words), np.uint32),
+            k_scale=scales[0], v_scale=scales[1],
         )  # fmt: skip
 
     def check(self, framework: Framework, prepared: Prepared) -> tuple[float, str]:
         """Append, and copy or decode; compare bytes of the cache, or O and the LSE."""
         shape = self.shape
-        like = framework.array(np.zeros(1, np.float32), self.dtype)
-        options: dict[str, Any] = {"like": like, **self.formats._asdict()}
         call: dict[str, Any] = {"seq_lens": framework.array(np.array(shape.lengths), "int32")}
         lead = prepared.host.k.shape[:3]
+        kind = omniattn.PagedKVCache if shape.block_size else omniattn.KVCache
         if shape.block_size:
-            cache: omniattn.KVCache = omniattn.PagedKVCache(lead[0], lead[2], lead[1], self._dim, **options)
             call["block_table"] = framework.array(prepared.table, "int32")
+        if self.formats.layout == IN_ORDER:
+            cache = self._on_arrays(framework, kind, prepared.host)
         else:
-            cache = omniattn.KVCache(lead[0], lead[2], lead[1], self._dim, **options)
-        for plane in (cache.k, cache.v, cache.k_params, cache.v_params):
-            if plane is not None:
-                framework.poison(plane)
+            like = framework.array(np.zeros(1, np.float32), self.dtype)
+            cache = kind(lead[0], lead[2], lead[1], self._dim, like=like, **self.formats._asdict())
+            for plane in (cache.k, cache.v, cache.k_params, cache.v_params):
+                if plane is not None:
+                    framework.poison(plane)
         starts = framework.array(np.cumsum([0, *shape.lengths]), "int32")
         k, v = (framework.array(x, self.dtype) for x in (prepared.k, prepared.v))
         omniattn.append(cache, k, v, cu_seqlens=starts, **call)
@@ -231,18 +247,35 @@ class CacheCase:
         got = omniattn.decode(framework.array(prepared.q, self.dtype), cache, return_lse=True, **call)
         framework.synchronize()
         o, lse = (framework.to_numpy(x) for x in got)
-        kind = "codes" if prepared.host.k_format.quantized else "io"
-        errors = decode_errors(o, lse, prepared.o, prepared.lse, self.dtype, kind)
+        of = "codes" if prepared.host.k_format.quantized else "io"
+        errors = decode_errors(o, lse, prepared.o, prepared.lse, self.dtype, of)
         worst = max(errors)
         return worst, "" if worst <= 1.0 else "O {:.2f}, LSE {:.2f} of their tolerances".format(*errors)
+
+    def _on_arrays(self, framework: Framework, kind: Any, host: reference.CacheArrays) -> omniattn.KVCache:
+        """A cache on arrays of bytes that nobody has written, (blocks, heads, tokens, dim)."""
+        dtype = {"fp8": "float8_e4m3fn", "int8": "int8"}[host.k_format.dtype]
+        data = [framework.array(np.full(x.shape, 0xFF, np.uint8), "uint8") for x in (host.k, host.v)]
+        scales: dict[str, Any] = {}
+        for name, scale in (("k_scale", host.k_scale), ("v_scale", host.v_scale)):
+            assert scale is not None
+            values = np.full(scale.shape, np.nan) if scale.ndim == 3 else scale[0]
+            scales[name] = framework.array(values.astype(np.float32), "float32")
+        k, v = (framework.as_dtype(x, dtype) for x in data)
+        made: omniattn.KVCache = kind.from_arrays(k, v, layout="HND", **scales)
+        return made
 
     def _different_rows(self, framework: Framework, cache: omniattn.KVCache, prepared: Prepared) -> str:
         """Which plane differs from the reference in the rows that hold tokens; empty if none does."""
         for name in ("k", "v"):
             fmt: KVFormat = getattr(prepared.host, f"{name}_format")
-            for plane in (name, f"{name}_params")[: 1 + (fmt.plane_words > 0)]:
+            in_order, others = fmt.layout == IN_ORDER, [f"{name}_params"] * (fmt.plane_words > 0)
+            if in_order and prepared.host.k_scale is not None and prepared.host.k_scale.ndim == 3:
+                others = [f"{name}_scale"]
+            for plane in (name, *others):
                 wanted = getattr(prepared.host, plane)
-                got = framework.to_numpy(getattr(cache, plane))
+                array = getattr(cache, plane)
+                got = framework.to_numpy(framework.as_dtype(array, "uint8") if in_order and plane == name else array)
                 if fmt.layout == "fbgemm":
                     got = got.swapaxes(1, 2)  # tokens before heads
                 if not fmt.quantized:

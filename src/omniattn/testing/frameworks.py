@@ -13,11 +13,32 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from omniattn import arrays
+from omniattn.arrays import capsule
 from omniattn.errors import OmniattnError
 
 
 class NoGpuError(OmniattnError):
     """No framework finds a GPU; the message says why for each."""
+
+
+class E4m3Array:
+    """An array of bytes that says by DLPack that they are e4m3 numbers, for a library that has no such type."""
+
+    def __init__(self, array: Any) -> None:
+        self.array = array
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        device, number = self.array.__dlpack_device__()
+        return int(device), int(number)
+
+    def __dlpack__(self, *, stream: int | None = None, max_version: tuple[int, int] | None = None) -> Any:
+        self.array.__dlpack__(stream=stream)  # the library keeps the order of its work, and so of its array
+        t = arrays.describe(self.array, "array")
+        versioned = max_version is not None and max_version[0] >= 1
+        return capsule.export(
+            t.ptr, t.shape, t.strides, "float8_e4m3fn", self.__dlpack_device__(), self.array, versioned=versioned
+        )
 
 
 class Framework(Protocol):
@@ -31,6 +52,9 @@ class Framework(Protocol):
 
     def to_numpy(self, array: Any) -> npt.NDArray[Any]:
         """Copy to the host; 16-bit floats come as float32."""
+
+    def as_dtype(self, array: Any, dtype: str) -> Any:
+        """The bytes of an array of 8 bits as ``"uint8"``, ``"int8"`` or ``"float8_e4m3fn"``, in the same memory."""
 
     def poison(self, array: Any) -> None:
         """Set all bits of an array: NaN in every float type. What nobody writes afterwards cannot pass for a result."""
@@ -51,6 +75,9 @@ class NumpyFramework:
     def to_numpy(self, array: Any) -> npt.NDArray[Any]:
         values = np.asarray(array)
         return values.astype(np.float32) if values.dtype == np.float16 else values
+
+    def as_dtype(self, array: Any, dtype: str) -> Any:
+        return array.view(importlib.import_module("ml_dtypes").float8_e4m3fn if dtype == "float8_e4m3fn" else dtype)
 
     def poison(self, array: Any) -> None:
         array.view(np.uint8)[...] = 0xFF
@@ -77,6 +104,9 @@ class TorchFramework:
         if array.dtype in (self._torch.float16, self._torch.bfloat16):
             array = array.float()
         return np.asarray(array.cpu().numpy())
+
+    def as_dtype(self, array: Any, dtype: str) -> Any:
+        return array.view(getattr(self._torch, dtype))
 
     def poison(self, array: Any) -> None:
         array.view(self._torch.uint8).fill_(0xFF)
@@ -108,6 +138,11 @@ class CupyFramework:
             array = array.astype(self._cupy.float32)
         return np.asarray(self._cupy.asnumpy(array))
 
+    def as_dtype(self, array: Any, dtype: str) -> Any:
+        if dtype == "float8_e4m3fn":
+            return E4m3Array(array)
+        return (array.array if isinstance(array, E4m3Array) else array).view(dtype)
+
     def poison(self, array: Any) -> None:
         array.view(self._cupy.uint8).fill(0xFF)
 
@@ -132,6 +167,9 @@ class JaxFramework:
         if array.dtype.itemsize == 2 and array.dtype.kind not in "iu":
             array = array.astype("float32")
         return np.asarray(array)
+
+    def as_dtype(self, array: Any, dtype: str) -> Any:
+        return self._jax.lax.bitcast_convert_type(array, dtype)
 
     def poison(self, array: Any) -> None:
         """Nothing: a JAX array cannot be written, and `jax.numpy.empty` gives zeros."""
