@@ -58,8 +58,8 @@ struct DecodeParams {
     // there are (seq_lens has so many).
     int32 prefix_sequences;
     int32 least_seq_len;  // shorter lengths count as this: 0; of a shared prefix its capacity, as it is as long for all
-    // Where rows of K and V in 16 bits, or of the caller's in 8, are, in both planes alike: steps from a block, a head and a token to the next, in
-    // units of place_bytes, a multiple of 16. The last row's place is below 2^32.
+    // Where rows of K and V in 16 bits, or of the caller's in 8, are, in both planes alike: steps from a block, a head
+    // and a token to the next, in units of place_bytes, a multiple of 16. The last row's place is below 2^32.
     uint32 block_places, head_places, token_places;
     uint32 place_bytes;
     // From a token's row to the next, where 16 tokens from a multiple of 16 on are in one block and the step is below
