@@ -4,6 +4,7 @@
 // one CTA has is a split; splits that are not a whole segment leave partial results, for decode_combine to merge.
 #pragma once
 #include "decode/recent_window.cuh"
+#include "decode/rows.cuh"
 #include "params/decode.cuh"
 #include "ptx/types.cuh"
 #include "scheduler/quotient.cuh"
@@ -13,6 +14,7 @@
 struct KeySpan {
     int32 begin, end, chunks;
     int32 seq_len;
+    Queries queries;
 };
 // A sequence that has all of the shared prefix, whose row of the block table is read for all: the first one, unless it
 // is paused; the last one if all are paused and the result does not count.
@@ -24,7 +26,8 @@ OA_DEVICE int32 prefix_owner(const DecodeParams& p) {
 OA_DEVICE KeySpan key_span(const DecodeParams& p, int32 b) {
     KeySpan s;
     s.seq_len = s.end = min_of(max_of(p.seq_lens[b], p.least_seq_len), p.capacity);
-    int64 first = p.window_left < 0 ? 0 : int64(s.end) - p.q_len - p.window_left;
+    s.queries = queries_of(p, b);
+    int64 first = p.window_left < 0 ? 0 : int64(s.end) - s.queries.count - p.window_left;
     s.begin = first <= 0 ? 0 : int32(first) & ~15;
     if (p.recent_side != kRecentNone) {
         // A number out of range reads the last slot, nothing outside the ring.
@@ -37,7 +40,7 @@ OA_DEVICE KeySpan key_span(const DecodeParams& p, int32 b) {
         }
     }
     if (p.first_key > s.begin) s.begin = min_of(p.first_key, s.seq_len), s.end = max_of(s.end, s.begin);
-    s.chunks = (s.end - s.begin + (1 << p.chunk_log2) - 1) >> p.chunk_log2;
+    s.chunks = s.queries.count == 0 ? 0 : (s.end - s.begin + (1 << p.chunk_log2) - 1) >> p.chunk_log2;
     return s;
 }
 

@@ -65,6 +65,37 @@ OA_DEVICE void store_channels(uint16* to, const float (&x)[kWidth], float scale)
     }
 }
 
+// O and LSE of rows of packed queries, those of all heads, to a constant: a warp a row and head. `warp` of `warps`.
+OA_DEVICE void fill_rows(const DecodeParams& p, int32 first, int32 count, float o, float lse, int32 warp, int32 warps) {
+    const int lane = threadIdx.x & 31;
+    for (int64 at = warp; at < int64(count) * p.num_q_heads; at += warps) {
+        int32 row = int32(at / p.num_q_heads), head = int32(at - int64(row) * p.num_q_heads);
+        row += first;
+        float values[Config::kWidth];
+#pragma unroll
+        for (int e = 0; e < Config::kWidth; ++e) values[e] = o;
+        uint16* to = p.o + row * p.o_stride_s + head * p.o_stride_h;
+        if (lane * Config::kWidth < p.head_dim) store_channels(to + lane * Config::kWidth, values, 1.0f);
+        if (p.lse != nullptr && lane == 0) p.lse[int64(head) * p.total_queries + row] = lse;
+    }
+}
+
+// Rows of packed queries that decode_sm80 does not compute: 0 and -inf in those that no sequence owns, by the CTAs of
+// one sequence more than there are; NaN in those of a sequence with more queries than the caller has said.
+OA_DEVICE void fill_others(const DecodeParams& p, int32 sequence, int32 segment, int32 segments) {
+    const int32 warp = (segment * int32(gridDim.y) + int32(blockIdx.y)) * Config::kWarps + int32(threadIdx.x >> 5);
+    const int32 warps = segments * int32(gridDim.y) * Config::kWarps;
+    auto edge = [&](int32 b) { return min_of(max_of(p.cu_seqlens_q[b], 0), p.total_queries); };
+    if (sequence == p.batch) {
+        const int32 last = edge(p.batch);
+        fill_rows(p, 0, edge(0), 0.0f, neg_inf(), warp, warps);
+        fill_rows(p, last, p.total_queries - last, 0.0f, neg_inf(), warp, warps);
+    } else if (p.cu_seqlens_q != nullptr && p.has_company == 0) {
+        const int32 first = edge(sequence), count = edge(sequence + 1) - first;
+        if (count > p.q_len) fill_rows(p, first, count, quiet_nan(), quiet_nan(), warp, warps);
+    }
+}
+
 extern "C" __global__ void __launch_bounds__(Config::kThreads) decode_combine_sm80(const
                                                                                    __grid_constant__ DecodeParams p) {
     __shared__ SharedStorage smem;
@@ -76,9 +107,15 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads) decode_combine_sm
     int32 row = (int32(blockIdx.y) * Config::kWarps + warp_idx) / split;
     int32 flat = (segment - kv_head * p.num_row_blocks) * Config::kRows + row;
     int32 token = token_of(p, flat), head = kv_head * p.group + (flat - token * p.group);
-    bool active = row < Config::kRows && token < p.q_len;
+    fill_others(p, sequence, segment, segments);
+    if (sequence == p.batch) {
+        wait_for_kernel_ahead();  // as every CTA
+        return;
+    }
+    const KeySpan span = key_span(p, sequence);
+    bool active = row < Config::kRows && token < span.queries.count;
 
-    int32 chunks = key_span(p, sequence).chunks, count = 0;
+    int32 chunks = span.chunks, count = 0;
     int64 first_slot = 0, later_slots = 0;  // slots of partial result 0, and of i > 0: later_slots + i * step
     int32 step = p.fixed_splits ? 1 : 2;
     Scan<Config::kThreads> scan(p, smem.scan);
@@ -137,7 +174,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads) decode_combine_sm
     }
     if (!active) return;
     RowResult result = finish_row(m, l, sink_log2<Config::Io>(p.sinks, p.sinks_kind, head));
-    uint16* to = p.o + sequence * p.o_stride_b + token * p.o_stride_s + head * p.o_stride_h;
+    uint16* to = p.o + sequence * p.o_stride_b + (span.queries.first + token) * p.o_stride_s + head * p.o_stride_h;
     if (lane * Config::kWidth < p.head_dim) store_channels(to + lane * Config::kWidth, sum, result.o_scale);
-    if (p.lse != nullptr && lane == 0) p.lse[(int64(sequence) * p.num_q_heads + head) * p.q_len + token] = result.lse;
+    if (p.lse != nullptr && lane == 0) p.lse[lse_place(p, sequence, head, span.queries.first, token)] = result.lse;
 }

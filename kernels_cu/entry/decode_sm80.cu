@@ -4,7 +4,7 @@
 //   S = softmax_scale * q (s_k c_k + z_k)^T;  S = softcap * tanh(S / softcap);  P = softmax([S, sink])
 //   O = P (s_v c_v + z_v);  LSE = log(sum(exp(S)) + exp(sink))
 //
-// q, o: [batch, q_len, num_q_heads, head_dim]; the cache: docs/kv_formats.md. Rows of 16-bit K and V, and those of an
+// q, o: [batch, q_len, num_q_heads, head_dim], or packed by cu_seqlens_q; the cache: docs/kv_formats.md. Rows of 16-bit K and V, and those of an
 // engine's pool in 8 bits, are wherever the strides of the arguments say, and as wide as head_dim there. Query token i
 // of sequence b sees the keys up to seq_lens[b] - q_len + i. lse: [batch, num_q_heads, q_len].
 //
@@ -131,6 +131,7 @@ struct Split {
     int32 begin, end;  // keys to walk
     int32 seq_len;
     int32 limit;  // end of the keys that are this launch's
+    Queries queries;
 };
 
 // First row of a warp.
@@ -139,10 +140,10 @@ OA_DEVICE int32 first_row(const Split& split, int warp_idx) {
 }
 
 // Address of query row `row` of a split, null if there is none.
-OA_DEVICE const uint16* query_row(const DecodeParams& p, int32 sequence, int32 kv_head, int32 row) {
-    int32 token = token_of(p, row), head = kv_head * p.group + (row - token * p.group);
-    if (token >= p.q_len) return nullptr;
-    return p.q + sequence * p.q_stride_b + token * p.q_stride_s + head * p.q_stride_h;
+OA_DEVICE const uint16* query_row(const DecodeParams& p, const Split& split, int32 row) {
+    int32 token = token_of(p, row), head = split.kv_head * p.group + (row - token * p.group);
+    if (token >= split.queries.count) return nullptr;
+    return p.q + split.sequence * p.q_stride_b + (split.queries.first + token) * p.q_stride_s + head * p.q_stride_h;
 }
 
 OA_DEVICE void load_queries(Query (&queries)[Config::kNTiles], const DecodeParams& p, const Split& split, int warp_idx,
@@ -150,7 +151,7 @@ OA_DEVICE void load_queries(Query (&queries)[Config::kNTiles], const DecodeParam
 #pragma unroll
     for (int n = 0; n < Config::kNTiles; ++n) {
         int32 row = first_row(split, warp_idx) + n * 8 + (lane >> 2);
-        queries[n].load(query_row(p, split.sequence, split.kv_head, row), p, lane & 3);
+        queries[n].load(query_row(p, split, row), p, lane & 3);
     }
 }
 
@@ -186,8 +187,9 @@ OA_DEVICE void make_rows(QueryFragments& b, Rows& rows, Query (&queries)[Config:
                     if (!Tile::kZeroProduct) rows.sum[group][n][r] = __shfl_sync(0xffffffffu, query.sum[group], src);
                     rows.start[group][n][r] = __shfl_sync(0xffffffffu, query.start[group], src);
                 }
-            int32 its_token = min_of(__shfl_sync(0xffffffffu, token, src), p.q_len - 1);
-            rows.end[n][r] = p.first_key == kSharedPrefix ? split.seq_len : split.seq_len - p.q_len + 1 + its_token;
+            int32 its_token = min_of(__shfl_sync(0xffffffffu, token, src), split.queries.count - 1);
+            rows.end[n][r] =
+                p.first_key == kSharedPrefix ? split.seq_len : split.seq_len - split.queries.count + 1 + its_token;
             rows.m[n][r] = kLowest;
             rows.l[n][r] = 0.0f;
             rows.f[n][r] = kLargestFactor;
@@ -219,7 +221,7 @@ OA_DEVICE void walk(QueryFragments& b, Rows& rows, const DecodeParams& p, const 
     int32 first = split.begin + warp_idx * Config::kTile;
     const int32 computed = Config::kSharedKeys ? split.begin : first;  // first key that this warp computes
     int32 tiles = computed < split.end ? (split.end - computed + kStep - 1) / kStep : 0;
-    const bool has_rows = !Config::kSharedKeys || first_row(split, warp_idx) < p.q_len * p.group;
+    const bool has_rows = !Config::kSharedKeys || first_row(split, warp_idx) < split.queries.count * p.group;
     KvPlaces places{p.place_bytes, p.token_bytes, p.row_chunks};
     int part = Config::kSharedKeys ? int(of_lane(uint32(warp_idx), lane)) : 0;
     KvCopy<Config> copy{p.k, p.v, p.k_params, p.v_params, policy, lane, part, places, p.row_scales != 0};
@@ -254,7 +256,8 @@ OA_DEVICE void walk(QueryFragments& b, Rows& rows, const DecodeParams& p, const 
     make_rows(b, rows, queries, p, split, warp_idx, lane);
     HalfMagic magic{p.two_1024};
     // Every row sees the keys before this one, but for the window.
-    int32 seen_by_all = p.first_key == kSharedPrefix ? split.limit : min_of(split.seq_len - p.q_len + 1, split.limit);
+    int32 seen_by_all =
+        p.first_key == kSharedPrefix ? split.limit : min_of(split.seq_len - split.queries.count + 1, split.limit);
     int32 window_begin = p.window_left < 0 ? 0 : split.seq_len - 1 - p.window_left;
     for (int32 i = 0; i < tiles; ++i) {
         cp_async_wait<Config::kStages - 2>();
@@ -338,7 +341,7 @@ OA_DEVICE void write_split(const Merge& merge, const DecodeParams& p, const Spli
             l = fmaf(merge.l[w][row], weight[w], l);
         }
         int32 flat = split.row_block * Config::kRows + row, token = token_of(p, flat);
-        if (token >= p.q_len) continue;
+        if (token >= split.queries.count) continue;
         int32 head = split.kv_head * p.group + (flat - token * p.group);
         float scale = v_scale;
         int64 slot_row = int64(slot) * Config::kRows + row;
@@ -346,12 +349,13 @@ OA_DEVICE void write_split(const Merge& merge, const DecodeParams& p, const Spli
             RowResult result = finish_row(m, l, sink_log2<Config::Io>(p.sinks, p.sinks_kind, head));
             scale *= result.o_scale;
             if (p.lse != nullptr && at == 0)
-                p.lse[(int64(p.prefix_sequences ? 0 : split.sequence) * p.num_q_heads + head) * p.q_len + token] =
+                p.lse[lse_place(p, p.prefix_sequences ? 0 : split.sequence, head, split.queries.first, token)] =
                     result.lse;
         } else if (at == 0) {
             *reinterpret_cast<float2*>(p.partial_ml + 2 * slot_row) = make_float2(m, l);
         }
-        uint16* to = p.o + split.sequence * p.o_stride_b + token * p.o_stride_s + head * p.o_stride_h;
+        uint16* to =
+            p.o + split.sequence * p.o_stride_b + (split.queries.first + token) * p.o_stride_s + head * p.o_stride_h;
 #pragma unroll
         for (int i = 0; i < Config::kHeadDim / 4 / kRowThreads; ++i) {
             int channel = 4 * (i * kRowThreads + at);
@@ -395,7 +399,10 @@ OA_DEVICE void prefetch_first(const DecodeParams& p, int tid) {
     row_block -= kv_head * p.num_row_blocks;
     int line = (tid - 32) % kLines, row = row_block * Config::kRows + (tid - 32) / kLines;
     if (row >= p.group || kv_head >= p.num_kv_heads || 64 * line >= p.head_dim) return;
-    prefetch_l2(p.q + sequence * p.q_stride_b + (kv_head * p.group + row) * p.q_stride_h + 64 * line);
+    // Packed: as if every sequence had one query.
+    int64 at =
+        p.cu_seqlens_q == nullptr ? sequence * p.q_stride_b : min_of(sequence, p.total_queries - 1) * p.q_stride_s;
+    prefetch_l2(p.q + at + (kv_head * p.group + row) * p.q_stride_h + 64 * line);
 }
 
 extern "C" __global__ void __launch_bounds__(Config::kThreads, MIN_CTAS) decode_sm80(const
@@ -408,10 +415,10 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, MIN_CTAS) decode_
     Scan<Config::kThreads> scan(p, smem.scan);
     Partition partition(scan.total, p);
     int32 at = partition.begin(blockIdx.x), end = partition.begin(blockIdx.x + 1);
-    if (at >= end) return;
+    if (at >= end) return;  // which counts as launch_dependents
     // decode_combine waits for the end of this kernel. Where there is much work it is launched late, so that it takes
     // nothing from the first copies.
-    bool early = partition.each <= kEarlyChunks;
+    bool early = partition.each <= kEarlyChunks || p.has_company;
     if (early) launch_dependents();
     scan.locate(p, at, smem.scan);
     int32 sequence = smem.scan.sequence, before = smem.scan.before;
@@ -442,6 +449,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, MIN_CTAS) decode_
         split.end = min_of<int64>(span.end, span.begin + (int64(stop - segment_begin) << p.chunk_log2));
         split.seq_len = span.seq_len;
         split.limit = span.end;
+        split.queries = span.queries;
         bool whole = stop - at == span.chunks;
 
         if (p.recent_side != kRecentNewest) prefetch_table(p, split, tid);

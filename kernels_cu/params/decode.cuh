@@ -18,12 +18,15 @@ struct DecodeParams {
     const float* k_mean;  // [num_kv_heads, head_dim] or null
     const float* k_channel_scale;  // the same
     const int32* seq_lens;  // [batch]
+    // [batch + 1]: q, o and lse are packed, [total_queries, ...] and [num_q_heads, total_queries]; sequences with more
+    // than q_len queries are another launch's. Null: q_len queries of each.
+    const int32* cu_seqlens_q;
     const int32* block_table;  // [batch, table_columns]; null: block b is sequence b
     const int32* recent_slots;  // [batch]: which slot of the recent window is a sequence's; null: slot b
     const int32* recent_state;  // [num_slots, 2], see decode/recent_window.cuh; null: there is no recent window
     const void* sinks;
     uint16* o;
-    float* lse;  // [batch, num_q_heads, q_len] or null
+    float* lse;  // [batch, num_q_heads, q_len], or of packed queries as above; or null
     float* partial_o;  // [slots, rows, padded head_dim]
     float* partial_ml;  // [slots, rows, 2]: maximum in base-2 units, denominator
     int64 q_stride_b, q_stride_s, q_stride_h;
@@ -70,6 +73,10 @@ struct DecodeParams {
     // block's step; else it is a sequence's, whose rows have one scale a head.
     uint32 scale_outer, scale_head, scale_token;
     int32 row_scales;
+    int32 total_queries;  // of packed ones
+    // The queries of other sequences, and rows that no sequence owns, are those of the next launch, which may run at the
+    // same time. Else decode_combine clears the rows that no sequence owns.
+    int32 has_company;
 };
 
 constexpr int32 kSharedPrefix = -1;

@@ -27,6 +27,8 @@ HEADS, HEADS_KV = 4, 2
 NAMES = {"bfloat16": "bf16", "float16": "fp16"}
 #: New tokens and tokens of each sequence: a prompt, a chunk of one, single tokens, requests that pad a graph.
 MIXED = [(130, 130), (70, 300), (1, 257), (1, 1), (0, 40), (0, 0), (5, 64)]
+#: As many packed queries as `decode` takes: of drafts, of one token, of none, of more than there are keys.
+FEW = [(1, 300), (4, 64), (0, 17), (9, 200), (3, 2), (0, 0), (16, 40), (1, 1)]
 ALIKE = {1: [(1, 300), (1, 1), (1, 17), (1, 0)], 4: [(4, 300), (4, 2), (4, 17)], 40: [(40, 300), (40, 40), (40, 7)]}
 ATOL = {"bfloat16": 3e-2, "float16": 4e-3}
 
@@ -141,6 +143,7 @@ def test_head_dims(family: str, dtype: str, head_dim: int, page: int) -> None:
     for lengths in ALIKE.values():
         Served(lengths, page, head_dim, dtype).check(False)
     Served(ALIKE[1], page, head_dim, dtype).check(True)
+    Served(FEW, page, head_dim, dtype).check(True, spare=3)
 
 
 @pytest.mark.parametrize("page", [0, 1, 3, 64, 256])
@@ -154,6 +157,7 @@ def test_head_dims(family: str, dtype: str, head_dim: int, page: int) -> None:
 )  # fmt: skip
 def test_options(family: str, page: int, options: dict[str, Any]) -> None:
     Served(MIXED, page).check(True, spare=1, **options)
+    Served(FEW, page).check(True, spare=1, **options)
     for lengths in ALIKE.values():
         Served(lengths, page).check(False, **options)
 
@@ -173,7 +177,11 @@ def test_batch_index(family: str) -> None:
 @pytest.mark.parametrize("order", ORDERS)
 def test_caches_on_arrays_of_the_caller(family: str, order: str, page: int) -> None:
     """Of any strides, NaN wherever no token is: the bits of own caches."""
-    calls = [(MIXED, True, {"spare": 3}), *((lengths, False, {}) for lengths in ALIKE.values())]
+    calls = [
+        (MIXED, True, {"spare": 3}),
+        (FEW, True, {"spare": 2}),
+        *((lengths, False, {}) for lengths in ALIKE.values()),
+    ]
     for dim, dtype in ((64, "bfloat16"), (96, "float16"), (128, "bfloat16")):
         for lengths, packed, more in calls:
             call, own = Served(lengths, page, dim, dtype, order=order), Served(lengths, page, dim, dtype)
@@ -227,11 +235,26 @@ def test_quantized_caches_take_what_decode_takes(k_dtype: str, page: int) -> Non
         expected = oa.decode(q, call.cache, **places, return_lse=True, softcap=9.0)
         made = oa.attention_with_kvcache(q, call.cache, **places, return_lse=True, softcap=9.0)
         assert all(map(torch.equal, made, expected))
-    for count, packed, text in ((40, False, "40 queries a sequence"), (1, True, "packed queries")):
-        call = Served(ALIKE[count], page, k_dtype=k_dtype)
+    for lengths, packed, text in ((ALIKE[40], False, "40 queries"), (MIXED, True, "up to 130 queries")):
+        call = Served(lengths, page, k_dtype=k_dtype)
         q, places = call.queries(packed)
-        with pytest.raises(oa.errors.UnsupportedError, match=f"{text}, over a cache with K {k_dtype}"):
+        with pytest.raises(oa.errors.UnsupportedError, match=f"{text} a sequence, over a cache with K {k_dtype}"):
             oa.attention_with_kvcache(q, call.cache, **places)
+    # Packed queries are those of a batch, sequence by sequence.
+    call = Served(FEW, page, k_dtype=k_dtype)
+    q, places = call.queries(True, spare=2)
+    o, lse = oa.attention_with_kvcache(q, call.cache, **places, return_lse=True, deterministic=True)
+    row = 0
+    for b, count in enumerate(call.new):
+        of_one = {name: x[b : b + 1] for name, x in call.places.items()}
+        if count and page:
+            own = q[None, row : row + count]
+            alone = oa.decode(own, call.cache, **of_one, return_lse=True, deterministic=True)
+            assert torch.equal(o[row : row + count], alone[0][0])
+            assert torch.equal(lse[:, row : row + count], alone[1][0])
+        row += count
+    assert not o[row:].any()
+    assert torch.isneginf(lse[:, row:]).all()
 
 
 @pytest.mark.parametrize("page", [0, 16])
@@ -240,9 +263,51 @@ def test_as_many_packed_rows_as_sequences(family: str, page: int) -> None:
     Served([(1, 300), (0, 17), (1, 40), (1, 9)], page).check(True, spare=1)
 
 
+def test_a_recent_window_of_packed_queries() -> None:
+    """Two passes and their merge, with rows of nobody."""
+    k, v, q = (torch.randn(300, n, 64, device="cuda", dtype=torch.bfloat16) for n in (2, 2, 4))
+    cache = oa.KVCache(3, 200, 2, 64, like=k, k_dtype="int4", recent_window=20)
+    lens, starts = int32([150, 40, 110]), int32([0, 150, 190, 300])
+    oa.append(cache, k, v, seq_lens=lens, cu_seqlens=starts)
+    q, first = q[:9], int32([0, 4, 5, 7])
+    o, lse = oa.attention_with_kvcache(
+        q,
+        cache,
+        seq_lens=lens,
+        cu_seqlens_q=first,
+        max_seqlen_q=4,
+        return_lse=True,
+        out=torch.full_like(q, float("nan")),
+    )
+    for b, (begin, end) in enumerate(((0, 4), (4, 5), (5, 7))):
+        queries = q[None, begin:end].expand(3, -1, -1, -1).contiguous()
+        alone, alone_lse = oa.decode(queries, cache, seq_lens=lens, return_lse=True)
+        assert (o[begin:end] - alone[b]).abs().max() < 2e-2
+        assert (lse[:, begin:end] - alone_lse[b]).abs().max() < 1e-3
+    assert not o[7:].any()
+    assert torch.isneginf(lse[:, 7:]).all()
+
+
 @pytest.mark.parametrize("page", [0, 16])
-def test_one_graph_for_other_starts_lengths_and_tables(page: int) -> None:
-    call = Served(MIXED, page, 128)
+def test_more_packed_queries_than_the_caller_has_said(page: int) -> None:
+    """NaN in the rows of that sequence, and nothing else."""
+    call = Served(FEW, page)
+    q, places = call.queries(True, spare=2)
+    right = oa.attention_with_kvcache(q, call.cache, **places, return_lse=True)
+    places["max_seqlen_q"] = 9
+    o, lse = oa.attention_with_kvcache(q, call.cache, **places, return_lse=True)
+    begin = sum(call.new[:6])
+    assert o[begin : begin + 16].isnan().all()
+    assert lse[:, begin : begin + 16].isnan().all()
+    for made, expected in ((o, right[0]), (lse.mT, right[1].mT)):
+        for rows in (slice(0, begin), slice(begin + 16, None)):
+            torch.testing.assert_close(made[rows], expected[rows], atol=2e-2, rtol=0)
+
+
+@pytest.mark.parametrize("lengths", [MIXED, FEW], ids=["mixed", "few"])
+@pytest.mark.parametrize("page", [0, 16])
+def test_one_graph_for_other_starts_lengths_and_tables(page: int, lengths: list[tuple[int, int]]) -> None:
+    call = Served(lengths, page, 128)
     for plane in (call.cache.k, call.cache.v):  # with other tables a sequence reads what nobody owned
         plane.nan_to_num_(0.5)
     q, places = call.queries(True, spare=3)
@@ -260,7 +325,10 @@ def test_one_graph_for_other_starts_lengths_and_tables(page: int) -> None:
     starts, lens, table = (places.get(name) for name in ("cu_seqlens_q", "seq_lens", "block_table"))
     first, whole = starts.clone(), lens.clone()
     others = [([1] * 7, whole // 2), ([0, 0, 100, 0, 20, 1, 0], whole), ([0] * 7, whole * 0)]
-    for new, tokens in (*others, ([130, 0, 0, 1, 0, 9, 60], whole)):
+    others.append(([130, 0, 0, 1, 0, 9, 60], whole))
+    if lengths is FEW:
+        others = [([1] * 8, whole // 2), ([0, 16, 0, 2, 1, 0, 5, 0], whole), ([0] * 8, whole * 0)]
+    for new, tokens in others:
         starts.copy_(int32(np.cumsum([0, *new])))
         lens.copy_(tokens)
         if table is not None:
@@ -274,7 +342,7 @@ def test_one_graph_for_other_starts_lengths_and_tables(page: int) -> None:
 
 
 def test_compiled_calls() -> None:
-    for lengths, packed in ((MIXED, True), (ALIKE[40], False), (ALIKE[1], True), (ALIKE[4], False)):
+    for lengths, packed in ((MIXED, True), (FEW, True), (ALIKE[40], False), (ALIKE[1], True), (ALIKE[4], False)):
         call = Served(lengths, 16)
         q, places = call.queries(packed)
 

@@ -278,7 +278,8 @@ FOUR = MIXED.batch(3)
     (Q, {"score_mod": "score"}, ArgumentError, "'score_mod': expected an omniattn.ScoreMod, received str"),
     (Q, {"shared_prefix": 3}, ArgumentError, "'shared_prefix': expected a multiple of block_size 4"),
     (Q, {"shared_prefix": 4}, UnsupportedError, "shared_prefix with packed queries"),
-    (Q, {"deterministic": True}, UnsupportedError, "deterministic=True.*with packed queries.*1 to 16 new tokens"),
+    (Q, {"deterministic": True, "max_seqlen_q": 17}, UnsupportedError,
+     "deterministic=True.*with up to 17 queries a sequence.*1 to 16 new tokens"),
 ])  # fmt: skip
 def test_errors(q: Any, changes: dict[str, Any], error: type[Exception], text: str) -> None:
     places = {name: x for name, x in {**PLACES, **changes}.items() if x is not None}
@@ -291,7 +292,8 @@ def test_errors(q: Any, changes: dict[str, Any], error: type[Exception], text: s
     (3, {"score_mod": oa.ScoreMod("score", reference=lambda score, b, h, q, k: score)}, "score_mod"),
     (40, {}, "40 queries a sequence"),
     (0, {}, "0 queries a sequence"),
-    (1, {"cu_seqlens_q": ints(0, 1, 2), "max_seqlen_q": 1}, "packed queries"),
+    (1, {"cu_seqlens_q": ints(0, 1, 2), "max_seqlen_q": 17}, "up to 17 queries a sequence"),
+    (1, {"cu_seqlens_q": ints(0, 1, 2), "max_seqlen_q": 0}, "up to 0 queries a sequence"),
 ])  # fmt: skip
 def test_what_quantized_caches_do_not_take(q_len: int, options: dict[str, Any], text: str) -> None:
     call = Served([(1, 9), (1, 13)], 0, "int8", v_dtype="fp16")
@@ -364,7 +366,7 @@ def test_every_call_has_kernels(
     for x, packed in ((q, 0), (q.reshape(-1, 4, head_dim), q_len)):
         made = _explained(x, paged, packed=packed, head_dim=head_dim, **options)
         assert isinstance(made.problem, WithCacheProblem)
-        decodes = by_decode and not packed
+        decodes = by_decode
         assert isinstance(made.problem.kernels, DecodeProblem if decodes else AttentionProblem)
         assert made.kernel.startswith("decode" if decodes else "attn_fwd")
         assert decodes or "_paged" in made.kernel

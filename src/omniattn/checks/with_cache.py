@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -104,6 +105,8 @@ def check_with_cache(call: Call, tensors: dict[str, Tensor]) -> WithCacheProblem
         values.check_strides(tensors["out"], _NAME, written=True)
         o_strides = tuple(tensors["out"].strides)
     shared = check_prefix(options.shared_prefix, cache, capacity, left, deterministic, _NAME)
+    if shared and queries.packed:
+        raise UnsupportedError(f"{_NAME}(): shared_prefix with packed queries", instead="shared_prefix=0, or a batch")
     facts = _Facts(
         left, right, scale, softcap, sinks, return_lse, deterministic, capacity, "batch_index" in tensors, shared
     )
@@ -182,24 +185,21 @@ def _check_places(cache: KVCache, tensors: dict[str, Tensor], batch: int) -> int
 def _reason_against_decode(queries: Queries, right: int, has_mod: bool) -> str | None:
     """Why a call is not for the kernels of ``decode``; None if it is. By its shape and kind alone.
 
-    These take a few queries of each sequence that see no later key: the same number for all, which the host knows. How
-    many packed queries a sequence has is known on the device alone. One without any is allowed, so that as many rows as
-    sequences do not mean one each.
+    These take a few queries of each sequence that see no later key; how many packed queries a sequence has they read on
+    the device.
     """
     if has_mod:
         return "score_mod"
-    if queries.packed:
-        return "packed queries"
-    if not 1 <= queries.q_len <= MAX_Q_LEN:
-        return f"{queries.q_len} queries a sequence"
-    if queries.q_len > 1 and right != 0:
+    if not 1 <= queries.longest <= MAX_Q_LEN or queries.batch == 0:
+        return f"{'up to ' if queries.packed else ''}{queries.longest} queries a sequence"
+    if queries.longest > 1 and right != 0:
         return "queries that see keys behind their own"
     return None
 
 
 def _check_served(cache: KVCache, facts: _Facts, against: str) -> None:
     """Raise for what attention over pages does not have."""
-    few = f"a batch, (batch, q_len, heads, head_dim), of 1 to {MAX_Q_LEN} new tokens a sequence, causal, no score_mod"
+    few = f"1 to {MAX_Q_LEN} new tokens a sequence (of packed ones: max_seqlen_q), causal, no score_mod"
     quantized = [f"{x} {f.dtype}" for x, f in (("K", cache.k_format), ("V", cache.v_format)) if f.quantized]
     if quantized:
         raise UnsupportedError(
@@ -224,10 +224,15 @@ def _decode(
     if f.has_index:
         layout, columns = replace(layout, paged=True), 1
     return DecodeProblem(
-        q.dtype, layout, queries.batch, queries.q_len, q.shape[-2], cache.num_kv_heads, cache.head_dim, f.capacity,
+        q.dtype, layout, queries.batch, queries.longest, q.shape[-2], cache.num_kv_heads, cache.head_dim, f.capacity,
         cache.block_size, cache.num_blocks, columns, f.left, f.scale, f.softcap, f.sinks, f.deterministic, f.shared,
-        f.return_lse, tuple(q.strides), o_strides,
+        f.return_lse, _with_batch(q.strides), _with_batch(o_strides), queries.rows if queries.packed else -1,
     )  # fmt: skip
+
+
+def _with_batch(strides: Sequence[int]) -> tuple[int, ...]:
+    """Strides of (batch, queries, heads, channels); packed queries are those of one."""
+    return (0, *strides) if len(strides) == 3 else tuple(strides)
 
 
 def _over_pages(

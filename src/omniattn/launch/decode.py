@@ -120,7 +120,8 @@ def build(
     p, dim, heads = problem, problem.head_dim, problem.num_q_heads
     plans = [_PassPlan(one, kernels) for one, kernels in zip(todo, chosen, strict=True)]
     # O and LSE of both passes, a place for the merged LSE, and scratch memory that one pass has after the other.
-    rows = p.batch * p.q_len * heads
+    batch, queries = p.rows
+    rows = batch * queries * heads
     places = [0]
     for size in (2 * rows * dim, 2 * rows * dim, 4 * rows, 4 * rows, 4 * rows):
         places.append(places[-1] + -(-size // WORKSPACE_ALIGNMENT) * WORKSPACE_ALIGNMENT)
@@ -128,11 +129,11 @@ def build(
     records: list[LaunchRecord] = []
     for plan, o, lse in zip(plans, o_at, lse_at, strict=True):
         records += plan.records(o, lse, places[5])
-    own, own_lse = (p.q_len * heads * dim, heads * dim, dim), (heads * p.q_len, p.q_len, 1)
+    own, own_lse = (queries * heads * dim, heads * dim, dim), (heads * queries, queries, 1)
     # The prefix's queries are those of one sequence.
     first_lse = (p.q_len, p.batch * p.q_len, 1) if p.shared_prefix else own_lse
     joined = MergeProblem(
-        p.dtype, (p.batch, p.q_len, heads, dim),
+        p.dtype, (batch, queries, heads, dim),
         (own, own, (p.o_strides[0], p.o_strides[1], p.o_strides[2])), (first_lse, own_lse, own_lse),
     )  # fmt: skip
     operands: dict[str, At | None] = {
@@ -170,7 +171,7 @@ class _PassPlan:
             return ()
         one, spec, combine = self.one, self.kernels.main, self.kernels.combine
         p, cache = one.problem, one.problem.cache
-        extents = (p.batch, p.q_len, p.num_q_heads)
+        extents = (*p.rows, p.num_q_heads)
 
         def three(own: tuple[int, ...]) -> tuple[int, int, int]:
             b, s, h = (0 if n == 1 else x for n, x in zip(extents, own, strict=False))
@@ -184,6 +185,9 @@ class _PassPlan:
             "q": At("q"),
             **_planes(one),
             "seq_lens": At("seq_lens"),
+            "cu_seqlens_q": At("cu_seqlens_q") if p.packed else None,
+            "total_queries": max(p.total_queries, 0),
+            "has_company": int(p.has_company),
             "sinks": At("sinks") if sinks != "none" else None,
             "o": o,
             "lse": lse,
@@ -227,7 +231,9 @@ class _PassPlan:
             **scale_values(cache),
         }
         arguments = DECODE.pack(values)
-        grid = (self.segments, -(-min(self.rows, one.rows) * split // _COMBINE_WARPS), 1)
+        # The CTAs of one sequence more clear the rows that no sequence owns.
+        others = self.segments // p.batch if p.packed and not p.has_company else 0
+        grid = (self.segments + others, -(-min(self.rows, one.rows) * split // _COMBINE_WARPS), 1)
         return (
             LaunchRecord(spec, (self.num_workers, 1, 1), 32 * spec.num_warps, *arguments),
             LaunchRecord(combine, grid, 32 * _COMBINE_WARPS, *arguments, overlap=True),

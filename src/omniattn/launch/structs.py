@@ -210,8 +210,8 @@ CLEAR_UNUSED = HostStruct(
 
 DECODE = HostStruct(
     "DecodeParams",
-    ("P", "q k v k_params v_params k_mean k_channel_scale seq_lens block_table recent_slots recent_state sinks"
-     " o lse partial_o partial_ml"),
+    ("P", "q k v k_params v_params k_mean k_channel_scale seq_lens cu_seqlens_q block_table recent_slots"
+     " recent_state sinks o lse partial_o partial_ml"),
     ("q", "q_stride_b q_stride_s q_stride_h o_stride_b o_stride_s o_stride_h"),
     ("i", "batch q_len num_q_heads num_kv_heads group num_row_blocks head_dim capacity block_size num_blocks"
      " table_columns window_left sinks_kind hadamard chunk_log2 fixed_splits num_workers recent_window"
@@ -220,7 +220,7 @@ DECODE = HostStruct(
     ("I", "worker_multiplier"), ("i", "worker_shift"), ("I", "two_1024"),
     ("i", "first_key prefix_sequences least_seq_len"),
     ("I", "block_places head_places token_places place_bytes token_bytes"), ("i", "row_chunks"),
-    ("I", "scale_outer scale_head scale_token"), ("i", "row_scales"),
+    ("I", "scale_outer scale_head scale_token"), ("i", "row_scales total_queries has_company"),
 )
 
 # params/kv_append.cuh

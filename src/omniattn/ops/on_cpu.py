@@ -301,7 +301,7 @@ def with_cache(call: Call, problem: WithCacheProblem, tensors: Tensors) -> list[
             )  # fmt: skip
         except ArgumentError as error:  # in the contents of an array
             raise error.named(name) from None
-    if problem.by_decode:
+    if problem.by_decode and not packed:
         lse = lse.reshape(heads, batch, rows.shape[1]).swapaxes(0, 1)
     return store_results(call, problem, tensors, [o.reshape(rows.shape), lse][: len(problem.outputs)])
 

@@ -45,6 +45,10 @@ class DecodeProblem:
         The caller wants the LSE.
     q_strides, o_strides : tuple of int
         Element strides (batch, seq, head, ...).
+    total_queries : int
+        Of packed queries, of which a sequence has up to q_len; -1: each has q_len.
+    has_company : bool
+        Sequences with more queries than q_len are another launch's, and so are rows that no sequence owns.
     """
 
     dtype: str
@@ -67,6 +71,8 @@ class DecodeProblem:
     lse: bool = False
     q_strides: tuple[int, ...] = ()
     o_strides: tuple[int, ...] = ()
+    total_queries: int = -1
+    has_company: bool = False
 
     @property
     def group(self) -> int:
@@ -74,10 +80,22 @@ class DecodeProblem:
         return self.num_q_heads // self.num_kv_heads
 
     @property
+    def packed(self) -> bool:
+        """Whether queries are packed: sequences have as many as their starts say."""
+        return self.total_queries >= 0
+
+    @property
+    def rows(self) -> tuple[int, int]:
+        """Extents of q and o before the heads: sequences and queries of each; packed ones as those of one."""
+        return (1, self.total_queries) if self.packed else (self.batch, self.q_len)
+
+    @property
     def outputs(self) -> tuple[Output, ...]:
-        """Arrays that the call returns."""
-        o = Output("o", (self.batch, self.q_len, self.num_q_heads, self.head_dim), self.dtype)
-        lse = Output("lse", (self.batch, self.num_q_heads, self.q_len), "float32")
+        """Arrays that the call returns; those of packed queries without the first dimension."""
+        batch, queries = self.rows
+        first = () if self.packed else (batch,)
+        o = Output("o", (*first, queries, self.num_q_heads, self.head_dim), self.dtype)
+        lse = Output("lse", (*first, self.num_q_heads, queries), "float32")
         return (o, lse) if self.lse else (o,)
 
 
@@ -155,7 +173,7 @@ def passes(problem: DecodeProblem) -> tuple[KeyPass, ...]:
     """What is computed one after the other: one pass, or two whose results are merged."""
     p, cache = problem, problem.cache
     row = p.num_q_heads * p.head_dim
-    own = (p.q_len * row, row, p.head_dim, 1)
+    own = (p.rows[1] * row, row, p.head_dim, 1)
     formats = (cache.k_format, cache.v_format)
     if cache.recent_window:
         assert cache.recent_format is not None
