@@ -325,3 +325,25 @@ def test_what_is_shared_is_the_prefix_of_one_call() -> None:
     for i, tokens in enumerate(prompts.values()):
         k = np.stack([keys[token] for token in tokens])[None].astype(np.float16).astype(np.float32)
         np.testing.assert_allclose(o[i], oa.attention(q[i : i + 1], k, -k)[0], atol=1e-5)
+
+
+def test_a_window_does_not_see_who_has_its_old_blocks() -> None:
+    rng = np.random.default_rng(0)
+    cache = oa.PagedKVCache(16, 4, 2, 16, like=np.zeros(0, np.float32), k_dtype="fp16")
+    manager = oa.BlockManager(16, 4)
+    manager.add("a")
+    manager.extend({"a": 30})
+    k, v = rng.standard_normal((2, 1, 30, 2, 16), dtype=np.float32)
+    q = rng.standard_normal((1, 2, 4, 16), dtype=np.float32)
+
+    def places() -> dict[str, Any]:
+        return {"seq_lens": manager.seq_lens(["a"]), "block_table": manager.block_table(["a"])}
+
+    oa.append(cache, k, v, **places())
+    before = oa.decode(q, cache, **places(), window=(7, 0))
+    old = manager.blocks("a")
+    manager.free_before("a", 30 - 2 - 7)
+    for block in set(old) - set(manager.blocks("a")):
+        cache.k[block] = cache.v[block] = np.nan
+    np.testing.assert_array_equal(oa.decode(q, cache, **places(), window=(7, 0)), before)
+    np.testing.assert_allclose(oa.attention_with_kvcache(q, cache, **places(), window=(7, 0)), before)
