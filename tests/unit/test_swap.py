@@ -475,6 +475,31 @@ def test_the_host_waits_for_what_a_failed_swap_has_queued(
     assert manager.swapped == (() if outward else ("a",))
 
 
+def test_the_same_by_cupys_runtime() -> None:
+    """Names and order of the arguments are those of CUDA's runtime; 4 is a copy whose direction the addresses say."""
+    calls: list[tuple[Any, ...]] = []
+
+    class Runtime:
+        CUDARuntimeError = RuntimeError
+
+        def __getattr__(self, name: str) -> Any:
+            return lambda *arguments: calls.append((name, *arguments)) or 4096
+
+    backend = object.__new__(events._Cupy)
+    backend._rt = Runtime()
+    assert backend.host_allocate(64) == 4096
+    backend.copy_rows(1, 8, 2, 8, 8, 5, 0x7000)
+    backend.copy_rows(1, 8, 2, 16, 8, 5, 0x7000)
+    backend.copy_rows(1, 2**31, 2, 16, 8, 2, 0x7000)
+    backend.synchronize(77)
+    backend.host_free(4096)
+    assert calls == [
+        ("hostAlloc", 64, 1), ("memcpyAsync", 1, 2, 40, 4, 0x7000), ("memcpy2DAsync", 1, 8, 2, 16, 8, 5, 4, 0x7000),
+        ("memcpyAsync", 1, 2, 8, 4, 0x7000), ("memcpyAsync", 1 + 2**31, 18, 8, 4, 0x7000),
+        ("eventSynchronize", 77), ("freeHost", 4096),
+    ]  # fmt: skip
+
+
 def test_page_locked_memory_goes_behind_its_last_copy(gpu: FakeEvents) -> None:
     cache = oa.PagedKVCache.from_arrays(*(Pool(POOLS["NHD"]).exporter for _ in range(2)))
     manager = oa.BlockManager(BLOCKS, SIZE, swap_space=oa.SwapSpace(cache, 8))

@@ -90,7 +90,8 @@ class Swapping:
 
         Notes
         -----
-        Whatever is raised, also by a copy: the sequence is in the cache as before, and no copy is under way.
+        Whatever is raised, also by a copy: the sequence is in the cache as before, and no copy is under way. Blocks go
+        as they are then: copies that `extend` has asked for have to be queued before.
         """
         s = self._known(sequence, "swap_out")
         space, pool, host = self._space("swap_out"), self._pool, self._host
