@@ -178,7 +178,7 @@ _RELAXED = 2
 _PORTABLE = 1
 #: ``cudaMemcpyDefault``: the direction follows from the addresses.
 _BY_ADDRESS = 4
-#: The largest CU_DEVICE_ATTRIBUTE_MAX_PITCH of copies in rows is this one, on every GPU so far.
+#: CU_DEVICE_ATTRIBUTE_MAX_PITCH of every GPU so far: rows of one copy begin at most so far apart.
 _MAX_PITCH = 2**31 - 1
 
 
