@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from . import errors
     from .kv.blocks import BlockManager
     from .kv.cache import KVCache, PagedKVCache
+    from .kv.swap import SwapSpace
     from .ops.append import append, copy_blocks, copy_recent
     from .ops.attention import attention, attention_varlen
     from .ops.attention_backward import attention_backward, attention_varlen_backward
@@ -49,6 +50,7 @@ _ROOMS = {
     "QuantizedQK": "problems",
     "QuantizedV": "problems",
     "ScoreMod": "ops",
+    "SwapSpace": "kv.swap",
     "append": "ops",
     "attention": "ops",
     "attention_backward": "ops",
@@ -79,6 +81,7 @@ __all__ = [
     "QuantizedQK",
     "QuantizedV",
     "ScoreMod",
+    "SwapSpace",
     "__version__",
     "append",
     "attention",

@@ -21,6 +21,7 @@ __all__ = [
     "KernelNotFoundError",
     "OmniattnError",
     "OutOfBlocksError",
+    "OutOfHostBlocksError",
     "OutOfSlotsError",
     "ShapeError",
     "StrideError",
@@ -143,7 +144,26 @@ class OutOfBlocksError(OmniattnError):
         self.block_size = block_size
         super().__init__(
             f"{needed} more blocks of {block_size} tokens are needed, {free} of {num_blocks} are free. What to do: "
-            "free() or truncate() sequences, let some wait, or make the cache larger"
+            "free(), swap_out() or truncate() sequences, let some wait, or make the cache larger"
+        )
+
+
+class OutOfHostBlocksError(OmniattnError):
+    """A `SwapSpace` has less room than a sequence needs that is to leave the cache; nothing has changed.
+
+    Parameters
+    ----------
+    needed, free, num_blocks : int
+        Blocks that the sequence needs there, that are free, and of the whole space.
+    """
+
+    def __init__(self, needed: int, free: int, num_blocks: int) -> None:
+        self.needed = needed
+        self.free = free
+        self.num_blocks = num_blocks
+        super().__init__(
+            f"{needed} more blocks of the swap space are needed, {free} of {num_blocks} are free. What to do: free() "
+            "the sequence and compute it again later, swap_in() or free() others, or make the space larger"
         )
 
 

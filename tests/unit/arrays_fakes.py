@@ -172,3 +172,29 @@ class FakeEvents:
         assert self.depth
         ctypes.memmove(to, source, num_bytes)
         self.log.append(("copy", num_bytes, stream))
+
+    def synchronize(self, event: int) -> None:
+        assert self.depth
+        assert self.relaxations
+        self.log.append(("synchronize", event))
+
+    def host_allocate(self, num_bytes: int) -> int:
+        assert self.depth
+        assert self.relaxations
+        memory = ctypes.create_string_buffer(num_bytes)
+        self.memory[ctypes.addressof(memory)] = memory
+        self.log.append(("host allocate", num_bytes))
+        return ctypes.addressof(memory)
+
+    def host_free(self, address: int) -> None:
+        assert self.depth
+        del self.memory[address]
+        self.log.append(("host free",))
+
+    def copy_rows(
+        self, to: int, to_pitch: int, source: int, source_pitch: int, width: int, height: int, stream: int
+    ) -> None:
+        assert self.depth
+        for i in range(height):
+            ctypes.memmove(to + i * to_pitch, source + i * source_pitch, width)
+        self.log.append(("rows", width, height, stream))

@@ -66,11 +66,17 @@ def test_a_shared_prefix_is_read_once(cache_dtype: str, q_len: int) -> None:
     check_prefix("cpu", torch.float32, cache_dtype, q_len, 1e-5)
 
 
+def serving() -> dict[str, Any]:
+    """The functions of that page."""
+    names: dict[str, Any] = {"oa": omniattn}
+    for code in re.findall(r"```python\n(.*?)```", (DOCS / "serving.md").read_text(), re.DOTALL):
+        exec(code, names)
+    return names
+
+
 def test_a_step_of_an_engine() -> None:
     """Prompts in chunks, then single tokens, of requests that come and go: as attention over all of a request."""
-    (code,) = re.findall(r"```python\n(.*?)```", (DOCS / "serving.md").read_text(), re.DOTALL)
-    names: dict[str, Any] = {"oa": omniattn}
-    exec(code, names)
+    names = serving()
     generator = torch.Generator().manual_seed(3)
     lengths, heads, kv, dim = {"a": 30, "b": 9, "c": 17}, 4, 2, 16
     whole = {n: [torch.randn(t, h, dim, generator=generator) for h in (heads, kv, kv)] for n, t in lengths.items()}
@@ -95,3 +101,65 @@ def test_a_step_of_an_engine() -> None:
         k, v = (x.half().float() for x in (k, v))
         expected = omniattn.attention(q[None], k[None], v[None], causal=True)[0]
         assert float((torch.cat(got[n]) - expected).abs().max()) <= 1e-5
+
+
+@pytest.mark.parametrize("room", [1, 8], ids=["most are computed again", "most are swapped"])
+def test_prompts_are_shared_and_requests_leave_and_come_back(room: int) -> None:
+    """More requests than the cache has blocks for: each token's result is that of its request alone."""
+    names, heads, kv, dim, size = serving(), 4, 2, 16, 4
+    generator = torch.Generator().manual_seed(3)
+    q_of, k_of, v_of = (torch.randn(100, n, dim, generator=generator) for n in (heads, kv, kv))
+    cache = omniattn.PagedKVCache(9, size, kv, dim, like=torch.empty(0), k_dtype="fp16")
+    blocks = omniattn.BlockManager(9, size, swap_space=omniattn.SwapSpace(cache, room))
+    system, count = [1, 2, 3, 4, 5, 6, 7, 8, 9], 9
+    tokens = {name: [*system, *range(10 * i, 10 * i + 3)] for i, name in enumerate("abc", 1)}
+    got: dict[str, dict[int, Any]] = {name: {} for name in tokens}
+    waiting, running, swapped, matched, computed = list(tokens), [], 0, 0, 0
+
+    def compute(growth: dict[str, int]) -> None:
+        nonlocal computed
+        first = {name: blocks.length(name) - n for name, n in growth.items()}
+        new = torch.tensor([t for name, n in growth.items() for t in tokens[name][first[name] :][:n]])
+        starts = torch.tensor([0, *torch.tensor(list(growth.values())).cumsum(0)], dtype=torch.int32)
+        places = [torch.from_numpy(x) for x in (blocks.seq_lens(growth), blocks.block_table(growth))]
+        o = names["step"](cache, q_of[new], k_of[new], v_of[new], starts, max(growth.values()), *places)
+        for name, rows in zip(growth, o.split(list(growth.values())), strict=True):
+            got[name] |= {first[name] + i: row for i, row in enumerate(rows)}
+            blocks.commit(name, tokens[name][first[name] :][: growth[name]])
+        computed += len(new)
+
+    while waiting or running:
+        if waiting:
+            name = waiting[0]
+            try:
+                if name in blocks.swapped:
+                    blocks.swap_in(name).wait()
+                    swapped += 1
+                else:
+                    there = names["admit"](blocks, name, tokens[name])
+                    matched += there
+                    compute({name: len(tokens[name]) - there})
+                running.append(waiting.pop(0))
+            except omniattn.errors.OutOfBlocksError:
+                assert running
+        for name in running:
+            if len(tokens[name]) == blocks.length(name):
+                tokens[name].append(50 + len(tokens[name]))
+        before = list(running)
+        growth = dict.fromkeys(running, 1)
+        omniattn.copy_blocks(cache, names["make_room"](blocks, growth, running))
+        waiting = before[len(running) :] + waiting
+        compute(growth)
+        for name in [n for n in running if len(tokens[n]) == 12 + count]:
+            running.remove(name)
+            blocks.free(name)
+    assert blocks.num_free == 9
+    assert blocks.num_free_host == room
+    assert matched >= 16
+    assert swapped > 0 if room == 8 else computed > 3 * (12 + count) - 2 * 8
+    for name, rows in got.items():
+        assert len(rows) == 12 + count - (0 if name == "a" else 8)
+        q, k, v = (x[torch.tensor(tokens[name])][None] for x in (q_of, k_of.half().float(), v_of.half().float()))
+        expected = omniattn.attention(q, k, v, causal=True)[0]
+        for i, row in rows.items():
+            assert float((row - expected[i]).abs().max()) <= 1e-5

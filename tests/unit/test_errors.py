@@ -22,6 +22,7 @@ from omniattn.errors import (
     KernelNotFoundError,
     OmniattnError,
     OutOfBlocksError,
+    OutOfHostBlocksError,
     OutOfSlotsError,
     ShapeError,
     StrideError,
@@ -45,8 +46,13 @@ SAMPLES: dict[type[OmniattnError], tuple[OmniattnError, str]] = {
     ),
     OutOfBlocksError: (
         OutOfBlocksError(3, 1, 8, 16),
-        "3 more blocks of 16 tokens are needed, 1 of 8 are free. What to do: free() or truncate() sequences, let some "
-        "wait, or make the cache larger",
+        "3 more blocks of 16 tokens are needed, 1 of 8 are free. What to do: free(), swap_out() or truncate() "
+        "sequences, let some wait, or make the cache larger",
+    ),
+    OutOfHostBlocksError: (
+        OutOfHostBlocksError(3, 1, 8),
+        "3 more blocks of the swap space are needed, 1 of 8 are free. What to do: free() the sequence and compute it "
+        "again later, swap_in() or free() others, or make the space larger",
     ),
     OutOfSlotsError: (
         OutOfSlotsError(4),

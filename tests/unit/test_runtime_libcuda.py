@@ -107,6 +107,40 @@ copied.release()
     ]  # fmt: skip
 
 
+def test_copies_to_the_host_and_back(libcuda: Path) -> None:
+    """As bytes where they lie as one, in rows where they do not, each row where rows are too far apart for that."""
+    code = """
+import gc
+from omniattn.arrays import events
+from omniattn.kv.swap import _PinnedMemory
+memory, backend = _PinnedMemory(64, 1), events.backend()
+device = ctypes.create_string_buffer(bytes(range(64)), 64)
+here = ctypes.addressof(device)
+with backend.context(1):
+    backend.copy_rows(memory.address, 8, here, 8, 8, 2, 0x7000)
+    print(ctypes.string_at(memory.address, 16) == bytes(range(16)))
+    backend.copy_rows(memory.address, 8, here, 16, 8, 3, 0x7000)
+    print(ctypes.string_at(memory.address, 24) == bytes([*range(8), *range(16, 24), *range(32, 40)]))
+    backend.copy_rows(here, 20, memory.address, 8, 8, 2, 0x7000)
+    print(ctypes.string_at(here + 20, 8) == bytes(range(16, 24)))
+    events._MAX_PITCH = 8
+    backend.copy_rows(memory.address, 8, here + 40, 12, 4, 2, 0x7000)
+    print(ctypes.string_at(memory.address + 8, 4) == bytes(range(52, 56)))
+memory.last = events.Event(0x7000, 1)
+del memory
+gc.collect()
+"""
+    out, calls = run(libcuda, code)
+    assert out == 4 * "True\n"
+    kinds = ("on the host", "copy of", "host waits")
+    assert [call for call in calls if any(kind in call for kind in kinds)] == [
+        "64 bytes on the host, flags 1, in capture mode 2",
+        "copy of 16 bytes on 0x7000", "copy of 3 x 8 bytes on 0x7000", "copy of 2 x 8 bytes on 0x7000",
+        "copy of 4 bytes on 0x7000", "copy of 4 bytes on 0x7000",
+        "host waits in capture mode 2", "free on the host",
+    ]  # fmt: skip
+
+
 def test_device_info(libcuda: Path) -> None:
     out, calls = run(libcuda, "print(device_info(1)); attempt(lambda: device_info(2))")
     assert out.splitlines() == [

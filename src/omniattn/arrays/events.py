@@ -64,6 +64,20 @@ class EventBackend(Protocol):
     def copy(self, to: int, source: int, num_bytes: int, stream: int) -> None:
         """Queue a copy on the GPU."""
 
+    def synchronize(self, event: int) -> None:
+        """Have the host wait for an event."""
+
+    def host_allocate(self, num_bytes: int) -> int:
+        """Page-locked memory of the host, at the same address for every GPU."""
+
+    def host_free(self, address: int) -> None:
+        """Give it back; nothing may use it any more."""
+
+    def copy_rows(
+        self, to: int, to_pitch: int, source: int, source_pitch: int, width: int, height: int, stream: int
+    ) -> None:
+        """Queue a copy of ``height`` rows of ``width`` bytes that begin ``pitch`` bytes apart, from or to the host."""
+
 
 class _CudaBindings:
     """Events through cuda-bindings."""
@@ -133,9 +147,53 @@ class _CudaBindings:
     def copy(self, to: int, source: int, num_bytes: int, stream: int) -> None:
         self._check("cuMemcpyDtoDAsync", self._cu.cuMemcpyDtoDAsync(to, source, num_bytes, stream))
 
+    def synchronize(self, event: int) -> None:
+        self._check("cuEventSynchronize", self._cu.cuEventSynchronize(event))
+
+    def host_allocate(self, num_bytes: int) -> int:
+        return int(self._check("cuMemHostAlloc", self._cu.cuMemHostAlloc(num_bytes, _PORTABLE)))
+
+    def host_free(self, address: int) -> None:
+        self._check("cuMemFreeHost", self._cu.cuMemFreeHost(address))
+
+    def copy_rows(
+        self, to: int, to_pitch: int, source: int, source_pitch: int, width: int, height: int, stream: int
+    ) -> None:
+        plain = _plain_copies(to, to_pitch, source, source_pitch, width, height)
+        for place, origin, count in plain:
+            self._check("cuMemcpyAsync", self._cu.cuMemcpyAsync(place, origin, count, stream))
+        if not plain:
+            rows = self._cu.CUDA_MEMCPY2D()
+            # Unified: which side is the host follows from the addresses.
+            rows.srcMemoryType = rows.dstMemoryType = self._cu.CUmemorytype.CU_MEMORYTYPE_UNIFIED
+            rows.srcDevice, rows.srcPitch = source, source_pitch
+            rows.dstDevice, rows.dstPitch = to, to_pitch
+            rows.WidthInBytes, rows.Height = width, height
+            self._check("cuMemcpy2DAsync", self._cu.cuMemcpy2DAsync(rows, stream))
+
 
 #: ``CU_STREAM_CAPTURE_MODE_RELAXED``.
 _RELAXED = 2
+#: ``CU_MEMHOSTALLOC_PORTABLE`` and ``cudaHostAllocPortable``.
+_PORTABLE = 1
+#: ``cudaMemcpyDefault``: the direction follows from the addresses.
+_BY_ADDRESS = 4
+#: CU_DEVICE_ATTRIBUTE_MAX_PITCH of every GPU so far: rows of one copy begin at most so far apart.
+_MAX_PITCH = 2**31 - 1
+
+
+def _plain_copies(
+    to: int, to_pitch: int, source: int, source_pitch: int, width: int, height: int
+) -> list[tuple[int, int, int]]:
+    """Rows as copies of bytes (to, source, count): one where they lie as one, each where they are too far apart.
+
+    Nothing for those that one copy of rows takes.
+    """
+    if height == 1 or to_pitch == source_pitch == width:
+        return [(to, source, width * height)]
+    if max(to_pitch, source_pitch) <= _MAX_PITCH:
+        return []
+    return [(to + i * to_pitch, source + i * source_pitch, width) for i in range(height)]
 
 
 class _Cupy:
@@ -208,10 +266,28 @@ class _Cupy:
     def copy(self, to: int, source: int, num_bytes: int, stream: int) -> None:
         self._call("memcpyAsync", to, source, num_bytes, self._rt.memcpyDeviceToDevice, stream)
 
+    def synchronize(self, event: int) -> None:
+        self._call("eventSynchronize", event)
+
+    def host_allocate(self, num_bytes: int) -> int:
+        return int(self._call("hostAlloc", num_bytes, _PORTABLE))
+
+    def host_free(self, address: int) -> None:
+        self._call("freeHost", address)
+
+    def copy_rows(
+        self, to: int, to_pitch: int, source: int, source_pitch: int, width: int, height: int, stream: int
+    ) -> None:
+        plain = _plain_copies(to, to_pitch, source, source_pitch, width, height)
+        for place, origin, count in plain:
+            self._call("memcpyAsync", place, origin, count, _BY_ADDRESS, stream)
+        if not plain:
+            self._call("memcpy2DAsync", to, to_pitch, source, source_pitch, width, height, _BY_ADDRESS, stream)
+
 
 _backend: EventBackend | None = None
-#: Streams of our own, by GPU.
-_side_streams: dict[int, int] = {}
+#: Streams of our own, by GPU and purpose.
+_side_streams: dict[tuple[int, str], int] = {}
 
 
 def era() -> int:
@@ -219,13 +295,13 @@ def era() -> int:
     return _era
 
 
-def side_stream(ordinal: int) -> int:
+def side_stream(ordinal: int, purpose: str = "") -> int:
     """A stream of this package alone, which waits for no other one and lives as long as the process."""
-    found = _side_streams.get(ordinal)
+    found = _side_streams.get((ordinal, purpose))
     if found is None:
         # No lock: this runs in finalizers too. Two threads at once make one stream too many.
         with backend().context(ordinal), backend().relaxed():
-            found = _side_streams.setdefault(ordinal, backend().new_stream())
+            found = _side_streams.setdefault((ordinal, purpose), backend().new_stream())
     return found
 
 
@@ -280,6 +356,13 @@ class Event:
         """Whether everything before the record has run; never waits, and spoils no other thread's graph capture."""
         with self._backend.context(self.ordinal), self._backend.relaxed():
             return self._backend.done(self._handle)
+
+    def synchronize(self) -> None:
+        """Have the host wait for the event; spoils no other thread's graph capture."""
+        if self._era != _era:
+            return
+        with self._backend.context(self.ordinal), self._backend.relaxed():
+            self._backend.synchronize(self._handle)
 
     # A default value, because this module's globals are None while the interpreter goes down.
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
