@@ -14,6 +14,7 @@ from ..kv.places import by_position
 from ..plan.engine import Call
 from ..problems import AttentionProblem, AttentionStrides, DecodeProblem, Pages, WithCacheProblem
 from ..problems.quantize import Strides3
+from ..problems.with_cache import few_queries
 from . import values
 from .attention import describable
 from .caches import check_int32, check_scales, check_slots, check_table, host_table
@@ -113,6 +114,7 @@ def check_with_cache(call: Call, tensors: dict[str, Tensor]) -> WithCacheProblem
     texts = call.facts
     against = _reason_against_decode(queries, right, texts is not None)
     kernels: AttentionProblem | DecodeProblem
+    few: DecodeProblem | None = None
     if against is None:
         kernels, why = _decode(q, cache, queries, facts, tensors, o_strides), "1 to 16 new tokens of each sequence"
         if shared:
@@ -122,7 +124,10 @@ def check_with_cache(call: Call, tensors: dict[str, Tensor]) -> WithCacheProblem
         kernels, why = _over_pages(q, cache, queries, facts, tensors, o_strides), f"attention over pages: {against}"
         if texts is not None:
             kernels = replace(kernels, score_mod=check_score_mod(kernels, call, tensors, texts))
-    problem = WithCacheProblem(kernels, tuple(q.shape), capacity, (left, right), why, facts.has_index)
+        elif queries.packed and queries.batch and right == 0:
+            few = _decode(q, cache, queries, facts, tensors, o_strides)
+            few = replace(few, q_len=few_queries(few.group), has_company=True)
+    problem = WithCacheProblem(kernels, tuple(q.shape), capacity, (left, right), why, facts.has_index, few)
     if return_lse and not problem.lse_is_own and q.framework == "dlpack":
         raise UnsupportedError(
             f"{_NAME}(): return_lse with a batch over pages, of a library that is known by DLPack alone and has no "

@@ -69,7 +69,7 @@ def forward_values(
         "seqlen_k": problem.seqlen_k if pages is None else pages.capacity,
         "page_size": 0 if pages is None else pages.page_size,
         "num_pages": 0 if pages is None else pages.num_pages,
-        "queries_per_sequence": problem.queries_per_sequence,
+        "queries_per_sequence": problem.queries_per_sequence or problem.passed_over,
         "page_rows_log2": 0 if pages is None else (page_rows(pages, block_n) - 1).bit_length(),
         "mask_rows": mask_extent[0],
         "mask_cols": mask_extent[1],

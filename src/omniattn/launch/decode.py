@@ -99,9 +99,9 @@ def _row_values(one: KeyPass) -> dict[str, object]:
 
 
 def build(
-    chosen: tuple[Kernels, ...], merge: KernelSpec | None, problem: DecodeProblem, target: Target
+    chosen: tuple[Kernels, ...], merge: KernelSpec | None, problem: DecodeProblem, target: Target, begin: int = 0
 ) -> tuple[tuple[LaunchRecord, ...], int]:
-    """The launches of a call, and the bytes of their workspace.
+    """The launches of a call, and where their part of the workspace ends.
 
     Parameters
     ----------
@@ -111,18 +111,20 @@ def build(
         The kernel that merges two passes.
     problem : DecodeProblem
     target : Target
+    begin : int
+        Where it begins.
     """
     todo = passes(problem)
     if len(todo) == 1:
         plan = _PassPlan(todo[0], chosen[0])
-        return plan.records(At("o"), At("lse") if problem.lse else None, 0), plan.workspace_bytes
+        return plan.records(At("o"), At("lse") if problem.lse else None, begin), begin + plan.workspace_bytes
     assert merge is not None
     p, dim, heads = problem, problem.head_dim, problem.num_q_heads
     plans = [_PassPlan(one, kernels) for one, kernels in zip(todo, chosen, strict=True)]
     # O and LSE of both passes, a place for the merged LSE, and scratch memory that one pass has after the other.
     batch, queries = p.rows
     rows = batch * queries * heads
-    places = [0]
+    places = [begin]
     for size in (2 * rows * dim, 2 * rows * dim, 4 * rows, 4 * rows, 4 * rows):
         places.append(places[-1] + -(-size // WORKSPACE_ALIGNMENT) * WORKSPACE_ALIGNMENT)
     o_at, lse_at = ([At("workspace", x) for x in places[first : first + 2]] for first in (0, 2))

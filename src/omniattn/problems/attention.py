@@ -141,6 +141,8 @@ class AttentionProblem:
         Whether the call says how many rows of each packed sequence are used, of queries and of keys.
     queries_per_sequence : int
         Of packed sequences over pages that all have so many, without cu_seqlens; else 0.
+    passed_over : int
+        Packed sequences over pages of up to so many queries are another launch's; 0: none.
     pages : Pages, optional
         Where K and V lie in pages. ``seqlen_k`` is a bound of all sequences' keys then, and strides of k and v are
         those of (page, key, head).
@@ -182,6 +184,7 @@ class AttentionProblem:
     used: tuple[bool, bool] = (False, False)
     pages: Pages | None = None
     queries_per_sequence: int = 0
+    passed_over: int = 0
 
     @property
     def input_dtype(self) -> str:

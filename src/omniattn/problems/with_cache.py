@@ -9,6 +9,14 @@ from .decode import DecodeProblem
 from .outputs import Output
 
 
+def few_queries(group: int) -> int:
+    """Queries of a sequence up to which ``decode``'s kernels have no row too many: their smallest tile has 8.
+
+    ``group``: query heads of a kv head.
+    """
+    return max(1, 8 // group)
+
+
 @dataclass(frozen=True)
 class WithCacheProblem:
     """One call of ``attention_with_kvcache``, after validation.
@@ -28,6 +36,9 @@ class WithCacheProblem:
         Why these kernels.
     batch_index : bool
         Each sequence names the one of a contiguous cache that it reads.
+    few : DecodeProblem, optional
+        Of packed queries that attention over pages runs: the call of ``decode``'s kernels on the sequences that have a
+        few, which may take these off it.
     """
 
     kernels: AttentionProblem | DecodeProblem
@@ -36,6 +47,7 @@ class WithCacheProblem:
     window: tuple[int, int]
     why: str
     batch_index: bool = False
+    few: DecodeProblem | None = None
 
     @property
     def by_decode(self) -> bool:

@@ -28,6 +28,10 @@ _AT_ONCE, _WARPS = 8, (1, 2, 4, 8)
 _FIXED_WARPS = 4
 #: CTAs of the second kernel on an SM.
 _COMBINES = 8
+#: Queries of all sequences, times the heads of a kv head, for each sequence: with as many, attention over pages takes a
+#: quarter of the time that memory takes for the keys of all (one query of 128 channels: 4 flops a channel and key at
+#: 700 TFLOP/s, beside 4 bytes at 3 TB/s).
+_QUERIES = 64
 
 
 @dataclass(frozen=True)
@@ -141,6 +145,19 @@ def _by_rule(one: KeyPass, target: Target, force: str | None) -> PassWay:
     pair = select_decode(one.problem.dtype, one.k, one.v, tiles, target=target, force=force)
     own = next(each for each in tiles if 8 * math.prod(each) == pair[0].spec.block_m)
     return _with_split(one, own, pair, target.sm_count * at_a_time(pair[0].spec, target))
+
+
+def way_in_company(problem: DecodeProblem, target: Target) -> DecodeWay:
+    """The way to run sequences of few queries while attention over pages runs the others: on half of the SMs.
+
+    Which keep memory busy. Where the others are few this launch takes most of the time, and has all SMs.
+    """
+    (one,) = passes(problem)
+    tiles = (1, 1)
+    pair = select_decode(problem.dtype, one.k, one.v, (tiles,), target=target)
+    is_half = target.cc >= (9, 0) and problem.total_queries * problem.group >= _QUERIES * problem.batch
+    most = target.sm_count // 2 if is_half else target.sm_count * at_a_time(pair[0].spec, target)
+    return DecodeWay((_with_split(one, tiles, pair, most),))
 
 
 def decode_ways(problem: DecodeProblem, target: Target) -> tuple[DecodeWay, ...]:

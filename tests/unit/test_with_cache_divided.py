@@ -1,0 +1,121 @@
+"""Prompts and single tokens in one call: which kernels run which sequences, in which order, and what they are told."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import omniattn as oa
+from omniattn.launch.structs import ATTN_FWD, ATTN_FWD_SM90, DECODE
+from omniattn.plan.with_cache import plan_with_cache
+from omniattn.problems import AttentionProblem, Target, WithCacheProblem
+from omniattn.problems.with_cache import few_queries
+from omniattn.select.with_cache import is_divided
+from tests.unit.launch_fakes import explain_as_on_gpu, fields_of_record
+
+HOPPER, AMPERE = Target((9, 0), 232448, 132), Target((8, 0), 166912, 108)
+
+
+def ints(*x: int) -> Any:
+    return np.array(x, np.int32)
+
+
+@pytest.fixture(autouse=True)
+def _gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    explain_as_on_gpu(monkeypatch, (9, 0))
+
+
+def problem_of(
+    singles: int, prompts: int, rows: int, *, heads: int = 8, kv: int = 2, paged: bool = True, **options: Any
+) -> WithCacheProblem:
+    """So many single tokens, and prompts of so many rows."""
+    batch, total = singles + prompts, singles + prompts * rows
+    q = np.zeros((total, heads, 128), np.float16)
+    places: dict[str, Any] = {"cu_seqlens_q": np.cumsum([0] + [1] * singles + [rows] * prompts).astype(np.int32)}
+    if paged:
+        cache: Any = oa.PagedKVCache(64, 64, kv, 128, like=q, k_dtype="fp16")
+        places["block_table"] = np.zeros((batch, 16), np.int32)
+    else:
+        cache = oa.KVCache(batch, 1024, kv, 128, like=q, k_dtype="fp16")
+    seq_lens = np.full(batch, rows, np.int32)
+    made = oa.explain(oa.attention_with_kvcache, q, cache, seq_lens=seq_lens, max_seqlen_q=rows, **places, **options)
+    assert isinstance(made.problem, WithCacheProblem)
+    return made.problem
+
+
+def test_launches_on_hopper() -> None:
+    """decode's kernel first, on half of the SMs; attention beside it; what is merged, behind both."""
+    problem = problem_of(64, 2, 4096, return_lse=True)
+    launches = plan_with_cache(problem, HOPPER, None)
+    main, attend, combine = launches.records
+    assert [r.spec.op for r in launches.records] == ["decode", "attention", "decode_combine"]
+    assert [r.overlap for r in launches.records] == [False, True, False]
+    assert main.grid == (66, 1, 1)
+    assert attend.grid[0] == 4 * 132
+    told, others = fields_of_record(main, DECODE), fields_of_record(attend, ATTN_FWD_SM90)
+    assert (told["q_len"], told["total_queries"], told["has_company"]) == (2, 64 + 2 * 4096, 1)
+    assert others["fwd.queries_per_sequence"] == 2 == few_queries(4)
+    names = {p.operand for r in (main, combine) for p in r.pointers}
+    assert {"cu_seqlens_q", "cache.k", "cache.v", "block_table", "seq_lens", "q", "o", "lse", "workspace"} == names
+    assert {"cu_seqlens_q", "block_table", "seq_lens", "o", "lse"} <= {p.operand for p in attend.pointers}
+    assert launches.workspace_bytes > 0
+    # The CTAs that would clear rows of nobody are attention's.
+    assert combine.grid[0] == 66 * 2
+
+
+def test_many_tokens_and_a_short_chunk_have_all_sms() -> None:
+    main = plan_with_cache(problem_of(300, 1, 300), HOPPER, None).records[0]
+    assert main.grid[0] == 2 * 132
+
+
+def test_launches_on_other_gpus() -> None:
+    """One after the other: their kernels do not wait for each other."""
+    records = plan_with_cache(problem_of(64, 2, 4096), AMPERE, None).records
+    assert [r.spec.op for r in records] == ["decode", "attention", "decode_combine"]
+    assert not any(r.overlap for r in records)
+    assert fields_of_record(records[1], ATTN_FWD)["queries_per_sequence"] == 2
+
+
+@pytest.mark.parametrize(
+    ("singles", "prompts", "rows", "options"),
+    [
+        (0, 4, 512, {}),  # all alike
+        (0, 1, 512, {}),
+        (2, 4, 512, {}),  # about as long as the longest, in the mean
+        (64, 2, 4096, {"causal": False}),
+        (64, 2, 4096, {"window": (100, 20), "causal": False}),
+        (64, 2, 4096, {"score_mod": oa.ScoreMod("score")}),
+    ],
+)
+def test_calls_that_are_not_divided(singles: int, prompts: int, rows: int, options: dict[str, Any]) -> None:
+    problem = problem_of(singles, prompts, rows, **options)
+    assert isinstance(problem.kernels, AttentionProblem)
+    assert not is_divided(problem, HOPPER)
+    assert problem.kernels.passed_over == 0
+
+
+def test_a_forced_kernel_has_all_sequences() -> None:
+    problem = problem_of(64, 2, 4096)
+    name = plan_with_cache(problem, HOPPER, None).selection.spec.name
+    (record,) = plan_with_cache(problem, HOPPER, name).records
+    assert record.spec.name == name
+    assert fields_of_record(record, ATTN_FWD_SM90)["fwd.queries_per_sequence"] == 0
+
+
+def test_an_index_of_a_contiguous_cache() -> None:
+    index = ints(*range(66))
+    problem = problem_of(64, 2, 4096, paged=False, batch_index=index)
+    main, attend, combine = plan_with_cache(problem, HOPPER, None).records
+    for record in (main, combine, attend):
+        names = {p.operand for p in record.pointers}
+        assert "batch_index" in names
+        assert "block_table" not in names
+
+
+@pytest.mark.parametrize(("group", "queries"), [(1, 8), (2, 4), (3, 2), (4, 2), (8, 1), (16, 1)])
+def test_few_queries_fill_a_tile(group: int, queries: int) -> None:
+    assert few_queries(group) == queries
+    main = plan_with_cache(problem_of(64, 2, 4096, heads=group, kv=1), HOPPER, None).records[0]
+    assert fields_of_record(main, DECODE)["num_row_blocks"] == -(-group * queries // 8)
