@@ -281,7 +281,7 @@ def merge_state(v_a: Any, s_a: Any, v_b: Any, s_b: Any) -> tuple[torch.Tensor, t
         if x.shape != v_a.shape[:2]:
             raise ShapeError(name, f"shape {tuple(v_a.shape[:2])}, like v_a", f"{tuple(x.shape)}", function=function)
     v, s = _merged(v_a, _natural(s_a), v_b, _natural(s_b))
-    return v, plans.lse_as_asked(s, *v_a.shape[:2], None)
+    return v, plans.lse_as_asked(s, v_a.shape[0], v_a.shape[1], None)
 
 
 def _natural(s: torch.Tensor) -> torch.Tensor:

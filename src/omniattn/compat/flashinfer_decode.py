@@ -51,6 +51,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
         jit_args: Any = None,
     ) -> None:
         plans.refuse_jit(self._name, jit_args)
+        self._q_len = 1
         self._use_tensor_cores = common.flag(use_tensor_cores, "use_tensor_cores", self._name)
         super().__init__(
             float_workspace_buffer, kv_layout, use_cuda_graph, backend, paged_kv_indptr_buffer=paged_kv_indptr_buffer,
@@ -125,7 +126,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
         self._plan(
             f"{self._name}.plan", indptr, indices, last_page_len, num_qo_heads, num_kv_heads, head_dim, page_size,
             pos_encoding_mode, window_left, logits_soft_cap, q_data_type, kv_data_type, o_data_type, data_type,
-            sm_scale, block_tables, seq_lens, fixed_split_size, disable_split_kv, q_len_per_req, None,
+            sm_scale, non_blocking, block_tables, seq_lens, fixed_split_size, disable_split_kv, q_len_per_req, None,
         )  # fmt: skip
 
     begin_forward = plan
@@ -133,8 +134,8 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
     def _plan(
         self, function: str, indptr: Any, indices: Any, last_page_len: Any, num_qo_heads: Any, num_kv_heads: Any,
         head_dim: Any, page_size: Any, pos_encoding_mode: Any, window_left: Any, logits_soft_cap: Any, q_data_type: Any,
-        kv_data_type: Any, o_data_type: Any, data_type: Any, sm_scale: Any, block_tables: Any, seq_lens: Any,
-        fixed_split_size: Any, disable_split_kv: Any, q_len: Any, indptr_on_host: Any,
+        kv_data_type: Any, o_data_type: Any, data_type: Any, sm_scale: Any, non_blocking: Any, block_tables: Any,
+        seq_lens: Any, fixed_split_size: Any, disable_split_kv: Any, q_len: Any, indptr_on_host: Any,
     ) -> None:  # fmt: skip
         plans.check_encoding(pos_encoding_mode, function)
         if data_type is not None:
@@ -149,9 +150,9 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
             raise ArgumentError("q_len_per_req", expected, f"{q_len}", function=function)
         score = self._score_of(function, q_len > 1, window_left, logits_soft_cap, sm_scale)
         invariant = plans.asks_invariance(fixed_split_size, disable_split_kv, function)
-        table, lengths, _ = self._pages(
+        table, lengths = self._pages(
             function, _NAMES, (indptr, indices, last_page_len), page_size, seq_lens, block_tables, None, invariant,
-            indptr_on_host,
+            non_blocking, indptr_on_host,
         )  # fmt: skip
         self._q_len = q_len
         self._settle(score)
@@ -338,6 +339,6 @@ def fast_decode_plan(
         q_data_type = "float16"
     self._plan(
         function, indptr, indices, last_page_len, num_qo_heads, num_kv_heads, head_dim, page_size, pos_encoding_mode,
-        window_left, logits_soft_cap, q_data_type, kv_data_type, None, data_type, sm_scale, None, None,
-        fixed_split_size, disable_split_kv, q_len_per_req, host,
+        window_left, logits_soft_cap, q_data_type, kv_data_type, None, data_type, sm_scale, non_blocking,
+        None, None,        fixed_split_size, disable_split_kv, q_len_per_req, host,
     )  # fmt: skip

@@ -255,6 +255,13 @@ def check_numbers(x: Any, name: str, extent: int | None, function: str) -> torch
     return x
 
 
+def check_integers(x: Any, name: str, function: str) -> None:
+    """Numbers of any integer type, which are copied."""
+    common.check_tensors(function, **{name: x})
+    if x.dtype.is_floating_point or x.dtype.is_complex or x.dtype == torch.bool:
+        raise DtypeError(name, "integers", x.dtype, function=function)
+
+
 def check_starts(x: Any, name: str, function: str, extent: int | None = None) -> torch.Tensor:
     """Where each request begins, and the end of the last one."""
     if extent is None and isinstance(x, torch.Tensor) and x.ndim == 1 and x.shape[0] < 1:

@@ -144,8 +144,10 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
             Rows of each request in all plans of a CUDA graph, which runs as a batch then.
         head_dim_vo : int, optional
             head_dim_qk.
-        rope_scale, rope_theta, non_blocking
-            Without effect; copies never block.
+        non_blocking : bool
+            Index arrays are copied to the device without waiting.
+        rope_scale, rope_theta
+            Without effect.
         custom_mask, packed_custom_mask, pos_encoding_mode, use_fp16_qk_reduction, prefix_len_ptr,
         token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr, seq_lens_q
             Their defaults.
@@ -182,14 +184,16 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
             )
         names = ("paged_kv_indptr", "paged_kv_indices", "paged_kv_last_page_len")
         plans.check_starts(paged_kv_indptr, names[0], function, batch + 1)
-        table, lengths, _ = self._pages(
+        table, lengths = self._pages(
             function, names, (paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len), page_size, seq_lens,
-            block_tables, max_sequence_kv, invariant,
+            block_tables, max_sequence_kv, invariant, non_blocking,
         )  # fmt: skip
         self._rows = rows
-        starts: torch.Tensor | None = qo.to(self.device, non_blocking=True)
+        starts: torch.Tensor | None = None
         if self._use_cuda_graph:
-            starts = self._buffers["qo_indptr_buf"].copy_(qo, non_blocking=qo.device == self.device)
+            starts = self._buffers["qo_indptr_buf"].copy_(qo, non_blocking=bool(non_blocking))
+        elif not rows.q_len:
+            starts = qo.to(self.device, non_blocking=bool(non_blocking))
         if rows.q_len:
             starts = None
         self._settle(score)

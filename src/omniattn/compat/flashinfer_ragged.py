@@ -154,15 +154,17 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
         batch = starts.shape[0] - 1
         keys = plans.check_starts(kv_indptr, "kv_indptr", function, batch + 1)
         self._check_batch(batch, "qo_indptr", function)
-        graph = self._use_cuda_graph
+        graph, async_copy = self._use_cuda_graph, common.flag(non_blocking, "non_blocking", function)
         rows = self._rows.of(function, starts, graph, max_token_per_sequence, uniform_q_len)
         longest_k = int(plans.counts_on_host(keys, "kv_indptr", function).max(initial=0))
         plans.check_bound(max_sequence_kv, "max_sequence_kv", longest_k, "kv_indptr", function)
         if graph:
             for into, x in ((self._qo_indptr_buf, starts), (self._kv_indptr_buf, keys)):
-                into.copy_(x, non_blocking=x.device == self.device)
+                into.copy_(x, non_blocking=async_copy)
         else:
-            self._qo_indptr_buf, self._kv_indptr_buf = (x.to(self.device, non_blocking=True) for x in (starts, keys))
+            self._qo_indptr_buf, self._kv_indptr_buf = (
+                x.to(self.device, non_blocking=async_copy) for x in (starts, keys)
+            )
         self._rows = rows
         self._settle(score)
         self._planned = _Ragged(

@@ -184,9 +184,9 @@ class PagedWrapper(Wrapper):
 
     def _pages(
         self, function: str, names: tuple[str, str, str], given: tuple[Any, Any, Any], page: Any, seq_lens: Any,
-        block_tables: Any, most_keys: Any, invariant: bool, host: Any = None,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:  # fmt: skip
-        """Table, lengths, and indptr on the device, of ``given``: indptr, indices, last_page_len.
+        block_tables: Any, most_keys: Any, invariant: bool, non_blocking: Any, host: Any = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        """Table and lengths of ``given``: indptr, indices, last_page_len.
 
         Of a CUDA graph they are written into fixed tensors. host: indptr on the host, where the caller has it.
         """
@@ -196,8 +196,11 @@ class PagedWrapper(Wrapper):
         indices, last = (plans.check_numbers(x, name, n, function) for x, name, n in zip(
             given[1:], names[1:], (None, batch), strict=True))  # fmt: skip
         self._check_batch(batch, names[0], function)
+        non_blocking = common.flag(non_blocking, "non_blocking", function)
+        for name, x in (("block_tables", block_tables), ("seq_lens", seq_lens)):
+            if x is not None:
+                plans.check_integers(x, name, function)
         if block_tables is not None:
-            common.check_tensors(function, block_tables=block_tables)
             if block_tables.ndim != 2 or block_tables.shape[0] != batch or not block_tables.shape[1]:
                 expected = f"shape ({batch}, max_blocks)"
                 raise ShapeError("block_tables", expected, f"{tuple(block_tables.shape)}", function=function)
@@ -206,32 +209,31 @@ class PagedWrapper(Wrapper):
             columns = -(-arguments.check_int(most_keys, "max_sequence_kv", function) // page)
         else:
             counts = plans.counts_on_host(starts if host is None else host, names[0], function, indices.shape[0])
-            columns = int(counts.max()) if counts.size else 0
-        if seq_lens is not None:
-            common.check_tensors(function, seq_lens=seq_lens)
-            if seq_lens.numel() != batch:
-                raise ShapeError("seq_lens", f"{batch} elements", f"{tuple(seq_lens.shape)}", function=function)
+            columns = int(counts.max(initial=0))
+        if seq_lens is not None and seq_lens.numel() != batch:
+            raise ShapeError("seq_lens", f"{batch} elements", f"{tuple(seq_lens.shape)}", function=function)
         table, lengths = self._fixed(function, names[1], indices, batch, columns, most_keys, invariant)
         # Nothing is written before this line, and nothing is refused behind it.
         if self._use_cuda_graph:
-            self._copy(names, (starts, indices, last))
-        on_device = starts.to(self.device, non_blocking=True)
+            starts, indices, last = self._copied(names, (starts, indices, last), non_blocking)
+        else:
+            starts, indices, last = (x.to(self.device, non_blocking=non_blocking) for x in (starts, indices, last))
         if seq_lens is not None:
             made = seq_lens.reshape(batch).to(device=self.device, dtype=torch.int32)
         else:
-            made = plans.lengths_of(on_device, last.to(self.device, non_blocking=True), page)
+            made = plans.lengths_of(starts, last, page)
         if table is None:
             if block_tables is not None:
-                return block_tables.to(device=self.device, dtype=torch.int32).contiguous(), made, on_device
+                return block_tables.to(device=self.device, dtype=torch.int32).contiguous(), made
             table = torch.zeros((batch, plans.rounded(columns)), dtype=torch.int32, device=self.device)
         if block_tables is not None:
             table[:, :columns] = block_tables
         else:
-            plans.fill_table(table, columns, on_device, indices.to(self.device, non_blocking=True))
+            plans.fill_table(table, columns, starts, indices)
         if lengths is None:
-            return table, made, on_device
+            return table, made
         self._table, self._lengths = table, lengths.copy_(made)
-        return table, lengths, on_device
+        return table, lengths
 
     def _fixed(
         self, function: str, name: str, indices: torch.Tensor, batch: int, columns: int, most_keys: Any, invariant: bool
@@ -254,12 +256,16 @@ class PagedWrapper(Wrapper):
                                 hint="A larger buffer of indices makes a larger table")  # fmt: skip
         return table, lengths
 
-    def _copy(self, names: tuple[str, str, str], given: tuple[torch.Tensor, ...]) -> None:
-        """The caller's buffers are written as the original writes them: others may read them."""
+    def _copied(
+        self, names: tuple[str, str, str], given: tuple[torch.Tensor, ...], non_blocking: bool
+    ) -> list[torch.Tensor]:
+        """The caller's buffers, written as the original writes them: others may read them."""
+        made = []
         for name, x in zip(names, given, strict=True):
             kind = next(kind for kind in ("indptr", "indices", "last_page_len") if kind in name)
-            into = next(b for key, b in self._buffers.items() if kind in key and not key.startswith("qo"))
-            into[: x.shape[0]].copy_(x, non_blocking=x.device == self.device)
+            into = next(b for key, b in self._buffers.items() if kind in key and not key.startswith("qo"))[: x.shape[0]]
+            made.append(into.copy_(x, non_blocking=non_blocking and (kind != "indices" or x.device == self.device)))
+        return made
 
     def _attend(
         self, function: str, q: Any, pool: Any, scales: tuple[Any, Any, Any], out: Any, lse: Any, return_lse: Any,
@@ -282,11 +288,10 @@ class PagedWrapper(Wrapper):
             common.check_tensors(function, out=out)
             raise ShapeError("out", f"shape {tuple(q.shape)}, like q", f"{tuple(out.shape)}", function=function)
         cache = PagedKVCache.from_arrays(k, v, layout=self._kv_layout)
+        into = out
         if plan.q_len:
-            batch = (plan.seq_lens.shape[0], plan.q_len)
-            q, into = q.unflatten(0, batch), None if out is None else out.unflatten(0, batch)
-        else:
-            into = out
+            batch = (plan.seq_lens.shape[0], plan.q_len, shape.heads, shape.head_dim)
+            q, into = q.view(batch), None if out is None else out.view(batch)
         made = attention_with_kvcache(
             q, cache, seq_lens=plan.seq_lens, block_table=plan.table, cu_seqlens_q=plan.starts,
             max_seqlen_q=plan.longest, causal=self._causal,
@@ -294,7 +299,7 @@ class PagedWrapper(Wrapper):
             softcap=self._logits_soft_cap, sinks=sinks, return_lse=asked, out=into, deterministic=plan.invariant,
         )  # fmt: skip
         o, natural = made if asked else (made, None)
-        result = out if out is not None else o.flatten(0, 1) if plan.q_len else o
+        result = o.view(rows, shape.heads, shape.head_dim) if out is None else out
         plans.scaled(result, v_scale)
         if not asked:
             return result
