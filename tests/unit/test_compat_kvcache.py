@@ -270,17 +270,6 @@ def test_no_gradients_and_parameters() -> None:
     assert bool((k[0, 4] == 1).all())
 
 
-def test_a_break_of_the_graph() -> None:
-    """Under torch.compile the call runs as it is, between graphs."""
-    torch._dynamo.reset()
-    q, k, v = randoms((1, 1, 4, 24), (1, 8, 2, 24), (1, 8, 2, 24), dtype=torch.float32)
-
-    def step(q: Any, k: Any, v: Any) -> Any:
-        return fa2.flash_attn_with_kvcache(q * 2, k, v, cache_seqlens=5) + 1
-
-    assert close(torch.compile(step, backend="eager")(q, k, v), step(q, k, v), 1e-6)
-
-
 CALL = {"cache_seqlens": int32(3, 4)}
 NEW = torch.zeros(2, 1, 2, 24)
 

@@ -14,6 +14,7 @@ from ..checks.decode import MAX_Q_LEN
 from ..checks.memory import check_written
 from ..checks.values import check_no_overlap
 from ..errors import AlignmentError, ArgumentError, DtypeError, ShapeError, StrideError, UnsupportedError
+from ..frameworks import FUNCTIONS
 from ..kv.cache import KVCache, PagedKVCache
 from ..ops import append, attention_varlen, decode
 from . import common
@@ -82,12 +83,33 @@ class _Cache:
 def attend_cached(function: str, *arrays: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """out and LSE, -inf where a row attends to nothing; the arguments as `compat.flash_attn` describes them.
 
-    Under torch.compile a break of the graph, as a call of the originals' kernels is.
+    Under torch.compile an operator, whose function this is again.
     """
-    if torch.compiler.is_compiling():
-        # Not as a decorator: that would import the compiler with this module.
-        return torch.compiler.disable(_attend)(function, *arrays, **options)
-    return _attend(function, *arrays, **options)
+    return (_traced if torch.compiler.is_compiling() else _attend)(function, *arrays, **options)
+
+
+def _traced(function: str, q: Any, k_cache: Any, v_cache: Any, k: Any, v: Any, **x: Any) -> Any:
+    """A call that torch.compile reads. Tensors are checked where the operator runs."""
+    from ..frameworks.torch import foreign_caches
+    from ..frameworks.torch.library import fail
+
+    common.check_tensors(function, q=q, k_cache=k_cache, v_cache=v_cache)
+    common.check_rank(q, "q", "(batch, seqlen, heads, head_dim)", function)
+    if (k is None) != (v is None):
+        fail("argument", "k" if k is None else "v", "k and v, or neither", "one of them", function=function)
+    scale, length = x["softmax_scale"], x["cache_seqlens"]
+    is_tensor = length is None or isinstance(length, torch.Tensor)
+    x = x | {"cache_seqlens": length if is_tensor else None}
+    out, lse = foreign_caches.run(
+        q, k_cache, v_cache, k, v, *(x.get(name) for name in foreign_caches.TENSORS),
+        None if is_tensor else arguments.check_int(length, "cache_seqlens", function), function, x["table_name"],
+        None if scale is None else arguments.check_number(scale, "softmax_scale", function),
+        common.flag(x["causal"], "causal", function),
+        list(common.check_window(x["window_size"], function) or (-1, -1)), common.softcap_of(x["softcap"], function),
+        arguments.check_bool(x["rotary_interleaved"], "rotary_interleaved", function),
+        arguments.check_int(x["num_splits"], "num_splits", function),
+    )  # fmt: skip
+    return out, lse
 
 
 @torch.no_grad()
@@ -141,6 +163,9 @@ def _attend(
     if _lies_in_pages(cache, q):
         return _over_pages(cache, q, lengths, mod, options)
     return _gathered(cache, q, lengths, mod, options)
+
+
+FUNCTIONS["attend_cached"] = _attend
 
 
 # Checks: all of them before the cache is written
