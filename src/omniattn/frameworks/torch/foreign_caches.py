@@ -17,12 +17,12 @@ NAME = "attend_cached"
 #: Tensors behind q and the caches, and then what is none, in the order of a call.
 TENSORS = (
     "rotary_cos", "rotary_sin", "cache_seqlens", "cache_batch_idx", "cache_leftpad", "block_table", "alibi_slopes",
-    "rotary_seqlens",
+    "rotary_seqlens", "cu_seqlens_q", "cu_seqlens_k_new",
 )  # fmt: skip
 _REST = (
     ", ".join(f"Tensor? {name}" for name in TENSORS) + ", SymInt? length, str function, str table_name, "
     "float? softmax_scale, bool causal, SymInt[] window_size, float softcap, bool rotary_interleaved, "
-    "SymInt num_splits) -> (Tensor, Tensor)"
+    "SymInt num_splits, SymInt? max_seqlen_q) -> (Tensor, Tensor)"
 )
 LIBRARY.define(f"attend_cached(Tensor q, Tensor k_cache, Tensor v_cache, {_REST}", tags=TAGS)
 LIBRARY.define(
@@ -32,12 +32,13 @@ LIBRARY.define(
 
 def _attend(q: Any, k_cache: Any, v_cache: Any, k: Any, v: Any, given: tuple[Any, ...]) -> tuple[Any, Any]:
     tensors = dict(zip(TENSORS, given, strict=False))
-    length, function, table_name, scale, causal, window, softcap, interleaved, splits = given[len(TENSORS) :]
+    length, function, table_name, scale, causal, window, softcap, interleaved, splits, longest = given[len(TENSORS) :]
     if length is not None:
         tensors["cache_seqlens"] = length
     out, lse = FUNCTIONS[NAME](
         function, q, k_cache, v_cache, k, v, **tensors, table_name=table_name, softmax_scale=scale, causal=causal,
         window_size=tuple(window), softcap=softcap, rotary_interleaved=interleaved, num_splits=splits,
+        max_seqlen_q=longest,
     )  # fmt: skip
     return out.contiguous(), lse.contiguous()  # as `_shapes` says
 
@@ -51,8 +52,10 @@ def _writes(q: Any, k_cache: Any, v_cache: Any, k: Any, v: Any, *given: Any) -> 
 
 
 def _shapes(q: Any, *others: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    batch, rows, heads, _ = q.shape
-    return q.new_empty(tuple(q.shape)), q.new_empty((batch, heads, rows), dtype=torch.float32)
+    *batch, rows, heads, _ = q.shape
+    # Packed rows have no batch.
+    shape = (*batch, heads, rows)
+    return q.new_empty(tuple(q.shape)), q.new_empty(shape, dtype=torch.float32)
 
 
 for _name, _kernel in ((NAME, _reads), (f"{NAME}_", _writes)):
