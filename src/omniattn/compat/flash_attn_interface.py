@@ -330,7 +330,8 @@ def flash_attn_with_kvcache(
     -------
     out : tensor, (batch, seqlen_q, nheads, headdim)
         Or as q is packed. With ``return_softmax_lse`` (out, softmax_lse, out_accum, softmax_lse_accum): LSE, (batch,
-        nheads, seqlen_q) or (nheads, total_q), -inf where a row attends to nothing, and two empty tensors, as the original without splits.
+        nheads, seqlen_q) or (nheads, total_q), -inf where a row attends to nothing, and two empty tensors, as the
+        original without splits.
 
     Raises
     ------
