@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import warnings
 from typing import Any
 
@@ -216,7 +215,9 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
             function, q, paged_kv_cache, (q_scale, k_scale, v_scale), out, lse, return_lse, sinks, window_left
         )
 
-    run_return_lse = functools.partialmethod(run, return_lse=True)
+    def run_return_lse(self, *args: Any, **options: Any) -> Any:
+        """run() with return_lse."""
+        return self.run(*args, return_lse=True, **options)
 
     def forward(
         self,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -272,7 +271,9 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
             window_left, lse_base, lse_layout,
         )  # fmt: skip
 
-    run_return_lse = functools.partialmethod(run, return_lse=True)
+    def run_return_lse(self, *args: Any, **options: Any) -> Any:
+        """run() with return_lse."""
+        return self.run(*args, return_lse=True, **options)
 
     def forward(
         self,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -241,7 +240,9 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
         found = plans.lse_as_asked(natural, rows, shape.heads, lse, lse_base, lse_layout)
         return (o, found) if with_lse else o
 
-    run_return_lse = functools.partialmethod(run, return_lse=True)
+    def run_return_lse(self, *args: Any, **options: Any) -> Any:
+        """run() with return_lse."""
+        return self.run(*args, return_lse=True, **options)
 
     def _keys(self, function: str, shape: Shape, k: Any, v: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """k and v as (keys, heads, channels)."""

@@ -8,6 +8,7 @@ import torch
 
 from .. import arguments
 from ..errors import ArgumentError, ShapeError, UnsupportedError
+from ..frameworks import FUNCTIONS, compiling
 from ..kv.cache import PagedKVCache
 from ..ops import attention_with_kvcache
 from . import common
@@ -87,6 +88,34 @@ class Paged(NamedTuple):
     seq_lens: torch.Tensor
     table: torch.Tensor
     invariant: bool
+
+
+def _attend_pages(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: str, seq_lens: torch.Tensor, table: torch.Tensor,
+    starts: torch.Tensor | None, sinks: Any, longest: int | None, causal: bool, left: int, scale: float, softcap: float,
+    invariant: bool, return_lse: bool, out: Any = None,
+) -> Any:  # fmt: skip
+    """out, or (out, lse) as ours, over the caller's pages."""
+    return attention_with_kvcache(
+        q, PagedKVCache.from_arrays(k, v, layout=layout), seq_lens=seq_lens, block_table=table, cu_seqlens_q=starts,
+        max_seqlen_q=longest, causal=causal, window=(left, -1) if left >= 0 else None, softmax_scale=scale,
+        softcap=softcap, sinks=sinks, return_lse=return_lse, out=out, deterministic=invariant,
+    )  # fmt: skip
+
+
+FUNCTIONS["attend_pages"] = _attend_pages
+
+
+def _traced(q: Any, *given: Any) -> Any:
+    """The same for torch.compile, by an operator."""
+    from ..frameworks.torch import foreign_caches
+
+    *options, return_lse, out = given
+    with torch.no_grad():
+        o, lse = foreign_caches.run_pages(q, *options, return_lse)
+        if out is not None:
+            o = out.copy_(o)
+    return (o, lse) if return_lse else o
 
 
 class Wrapper:
@@ -287,16 +316,14 @@ class PagedWrapper(Wrapper):
         if out is not None and (not isinstance(out, torch.Tensor) or out.shape != q.shape):
             common.check_tensors(function, out=out)
             raise ShapeError("out", f"shape {tuple(q.shape)}, like q", f"{tuple(out.shape)}", function=function)
-        cache = PagedKVCache.from_arrays(k, v, layout=self._kv_layout)
         into = out
         if plan.q_len:
             batch = (plan.seq_lens.shape[0], plan.q_len, shape.heads, shape.head_dim)
             q, into = q.view(batch), None if out is None else out.view(batch)
-        made = attention_with_kvcache(
-            q, cache, seq_lens=plan.seq_lens, block_table=plan.table, cu_seqlens_q=plan.starts,
-            max_seqlen_q=plan.longest, causal=self._causal,
-            window=(self._window_left, -1) if self._window_left >= 0 else None, softmax_scale=scale,
-            softcap=self._logits_soft_cap, sinks=sinks, return_lse=asked, out=into, deterministic=plan.invariant,
+        run = _traced if compiling() else _attend_pages
+        made = run(
+            q, k, v, self._kv_layout, plan.seq_lens, plan.table, plan.starts, sinks, plan.longest, self._causal,
+            self._window_left, scale, self._logits_soft_cap, plan.invariant, asked, into,
         )  # fmt: skip
         o, natural = made if asked else (made, None)
         result = o.view(rows, shape.heads, shape.head_dim) if out is None else out

@@ -1,6 +1,7 @@
-"""`compat`'s attention over caches in the caller's tensors, as operators: one that reads them, one that writes first.
+"""`compat`'s attention over caches in the caller's tensors, as operators.
 
-torch knows of the second that it changes both caches, which may be views of one tensor.
+Of FlashAttention's one reads the caches, and one writes them first: torch knows that it changes both, which may be
+views of one tensor. FlashInfer's reads pages.
 """
 
 from __future__ import annotations
@@ -70,3 +71,35 @@ def run(q: Any, k_cache: Any, v_cache: Any, k: Any, v: Any, *given: Any) -> Any:
         if k is None:
             return torch.ops.omniattn.attend_cached.default(q, k_cache, v_cache, *given)
         return torch.ops.omniattn.attend_cached_.default(q, k_cache, v_cache, k, v, *given)
+
+
+# FlashInfer's
+
+PAGES = "attend_pages"
+LIBRARY.define(
+    f"{PAGES}(Tensor q, Tensor k, Tensor v, str layout, Tensor seq_lens, Tensor block_table, Tensor? cu_seqlens_q, "
+    "Tensor? sinks, SymInt? max_seqlen_q, bool causal, SymInt window_left, float softmax_scale, float softcap, "
+    "bool deterministic, bool return_lse) -> (Tensor, Tensor)",
+    tags=TAGS,
+)
+
+
+def _pages(q: Any, *given: Any) -> tuple[Any, Any]:
+    made = FUNCTIONS[PAGES](q, *given)
+    out, lse = made if given[-1] else (made, q.new_empty((0,), dtype=torch.float32))
+    return out, lse.contiguous()
+
+
+def _shapes_of_pages(q: Any, *given: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    out, lse = _shapes(q)
+    return out, lse if given[-1] else lse.new_empty((0,))
+
+
+for _key in ("CPU", "CUDA"):
+    LIBRARY.impl(PAGES, _pages, _key)
+torch.library.register_fake(f"omniattn::{PAGES}", _shapes_of_pages, lib=LIBRARY)
+
+
+def run_pages(*given: Any) -> Any:
+    """out and LSE; the LSE is empty where it is not asked for."""
+    return torch.ops.omniattn.attend_pages.default(*given)
