@@ -254,11 +254,51 @@ def test_a_graph_of_packed_rows() -> None:
 
 def test_a_graph_s_table_has_a_bound() -> None:
     plans: Any = importlib.import_module("omniattn.compat.flashinfer_plans")
-    assert plans.columns_of_graph(40, 3, False) == 40
-    assert plans.columns_of_graph(2**19, 256, False) == 4096
-    assert plans.columns_of_graph(2**30, 256, False) == 2**22  # an even part of the buffer in any case
-    assert plans.columns_of_graph(2**19, 256, True) == 2**11
+    for room, batch, columns in ((40, 3, 40), (2**19, 256, 2**12), (2**21, 256, 2**13), (2**21, 1, 2**21), (5, 0, 5)):
+        table, _ = plans.table_of_graph(torch.empty(room, dtype=torch.int32), batch)
+        assert table.shape == (batch, columns)
+        assert table.is_contiguous()
     assert [plans.rounded(n) for n in (0, 1, 7, 8, 9, 15, 17, 127, 129)] == [1, 1, 7, 8, 10, 16, 20, 128, 160]
+
+
+def test_graphs_on_one_buffer_share_a_table() -> None:
+    """Engines have a graph for each batch, on one buffer of indices, which each plan writes anew."""
+    starts_of, indices, last = buffers(3, 40)
+    shape, options = plan_of(Requests([1], 5))
+    wrappers = [
+        fi.CUDAGraphBatchDecodeWithPagedKVCacheWrapper(WORKSPACE, starts_of[: n + 1], indices, last[:n]) for n in (3, 2)
+    ]
+    for _ in range(2):
+        for wrapper, lengths in zip(wrappers, ([7, 0, 33], [40, 2]), strict=True):
+            x = Requests(lengths, 5)
+            (q,) = randoms((len(lengths), HEADS, DIM), seed=3, dtype=torch.float16)
+            wrapper.plan(*x.tables, *shape, **options)
+            x.check(wrapper.run(q, x.pool, return_lse=True), q, [1] * len(lengths))
+    tables = [wrapper._planned.table for wrapper in wrappers]
+    assert [table.shape for table in tables] == [(3, 40), (2, 40)]
+    assert tables[0].data_ptr() == tables[1].data_ptr()
+    other = fi.CUDAGraphBatchDecodeWithPagedKVCacheWrapper(WORKSPACE, *buffers(2, 40))
+    x = Requests([40, 2], 5)
+    other.plan(*x.tables, *shape, **options)
+    assert other._planned.table.data_ptr() != tables[0].data_ptr()
+
+
+def test_a_graph_whose_results_do_not_depend_on_the_batch() -> None:
+    x = Requests([40, 2], 5)
+    (q,) = randoms((2, HEADS, DIM), seed=3, dtype=x.dtype)
+    shape, options = plan_of(x, disable_split_kv=True)
+    wrapper = fi.CUDAGraphBatchDecodeWithPagedKVCacheWrapper(WORKSPACE, *buffers(2, 40))
+    with pytest.raises(ValueError, match="disable_split_kv"):
+        wrapper.plan(*x.tables, *shape, **options)
+    table = torch.zeros((2, 9), dtype=torch.int32)
+    for b in range(2):
+        own = x.indices[int(x.indptr[b]) : int(x.indptr[b + 1])]
+        table[b, : len(own)] = own
+    wrapper.plan(*x.tables, *shape, block_tables=table, **options)
+    x.check(wrapper.run(q, x.pool, return_lse=True), q, [1, 1])
+    wrapper.plan(*x.tables, *shape, **options)
+    assert wrapper._planned.table.shape == (2, 9)
+    x.check(wrapper.run(q, x.pool, return_lse=True), q, [1, 1])
 
 
 def test_fast_plan() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
@@ -18,7 +19,7 @@ LAYOUTS = ("NHD", "HND")
 #: Kernels of the original whose arguments and results are those of the default.
 BACKENDS = ("auto", "fa2", "fa3")
 _DTYPES = (torch.float16, torch.bfloat16)
-#: Entries of a CUDA graph's table: as many as fit in half of the 8 MiB that a wrapper of the original has for its plan.
+#: Entries of the memory of a CUDA graph's tables, at least: half of the 8 MiB that each wrapper of the original has.
 _ENTRIES = 2**20
 
 
@@ -302,14 +303,23 @@ def rounded(columns: int) -> int:
     return max(-(-columns // step) * step, 1)
 
 
-def columns_of_graph(indices: int, batch: int, invariant: bool) -> int:
-    """Pages that a request of a captured graph can have.
+def table_of_graph(indices: torch.Tensor, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """A table of captured graphs, and its memory, which all wrappers on one buffer of ``indices`` share.
 
-    All that the caller's buffer of ``indices`` has room for, unless the table became much larger than that buffer.
-    Results that do not depend on the batch have a workspace that grows with the table: an even part then.
+    Each plan() writes that buffer anew, so that only the last one of them is in use. A request can have as many pages
+    as the buffer, or an even part of the memory.
     """
-    even = -(-indices // max(batch, 1))
-    return max(even if invariant else min(indices, max(even, _ENTRIES // max(batch, 1))), 1)
+    entries = max(indices.shape[0], _ENTRIES)
+    key = indices.device, indices.data_ptr(), indices.shape[0]
+    memory = _memory.get(key)
+    if memory is None:
+        memory = _memory[key] = torch.zeros((entries,), dtype=torch.int32, device=indices.device)
+    columns = max(min(indices.shape[0], entries // max(batch, 1)), 1)
+    return memory[: batch * columns].view(batch, columns), memory
+
+
+#: Memory of tables, by the place of the buffer of indices. Wrappers keep both.
+_memory: WeakValueDictionary[tuple[torch.device, int, int], torch.Tensor] = WeakValueDictionary()
 
 
 def fill_table(table: torch.Tensor, columns: int, starts: torch.Tensor, indices: torch.Tensor) -> None:

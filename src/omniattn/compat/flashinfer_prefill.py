@@ -24,10 +24,10 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
         Pages are (tokens, num_kv_heads, head_dim) or (num_kv_heads, tokens, head_dim).
     use_cuda_graph : bool
         plan() writes into the buffers, which are needed then, and into a table of its own, so that a captured run() may
-        be replayed after another plan(). The batch stays the same. The first plan() makes the table: a request may have
-        as many pages as the buffer of indices has room for, or, where 2**20 entries divided by the batch are less than
-        that, as many as these, and always its even part of the buffer. max_sequence_kv of the first plan() is taken in
-        place of that.
+        be replayed after another plan(). The batch stays the same. The first plan() makes the table: of as many pages a
+        request as max_sequence_kv or block_tables say, if it has one of them. Else a request may have as many pages as
+        the buffer of indices, or its even part of that buffer's entries, at least of 2**20; wrappers on one such buffer
+        share the memory of the table.
     qo_indptr_buf, paged_kv_indptr_buf, paged_kv_indices_buf, paged_kv_last_page_len_buf : tensor, int32
         (batch + 1,), (batch + 1,), (pages,) and (batch,).
     custom_mask_buf, mask_indptr_buf, jit_args, jit_kwargs

@@ -209,6 +209,7 @@ class PagedWrapper(Wrapper):
             self._fixed_batch_size = self._check_buffers(**buffers)
         self._buffers = buffers if self._use_cuda_graph else {}
         self._table: torch.Tensor | None = None
+        self._memory: torch.Tensor | None = None
         self._lengths: torch.Tensor | None = None
 
     def _pages(
@@ -241,7 +242,8 @@ class PagedWrapper(Wrapper):
             columns = int(counts.max(initial=0))
         if seq_lens is not None and seq_lens.numel() != batch:
             raise ShapeError("seq_lens", f"{batch} elements", f"{tuple(seq_lens.shape)}", function=function)
-        table, lengths = self._fixed(function, names[1], indices, batch, columns, most_keys, invariant)
+        is_bound = block_tables is not None or most_keys is not None
+        table, lengths = self._fixed(function, names[1], indices, batch, columns, is_bound, invariant)
         # Nothing is written before this line, and nothing is refused behind it.
         if self._use_cuda_graph:
             starts, indices, last = self._copied(names, (starts, indices, last), non_blocking)
@@ -265,23 +267,34 @@ class PagedWrapper(Wrapper):
         return table, lengths
 
     def _fixed(
-        self, function: str, name: str, indices: torch.Tensor, batch: int, columns: int, most_keys: Any, invariant: bool
+        self, function: str, name: str, indices: torch.Tensor, batch: int, columns: int, is_bound: bool, invariant: bool
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Table and lengths of a CUDA graph, made by the first plan; neither without one."""
+        """Table and lengths of a CUDA graph, made by the first plan; neither without one.
+
+        is_bound: the caller says that no request will have more than ``columns`` pages.
+        """
         if not self._use_cuda_graph:
             return None, None
-        room = next(x.shape[0] for key, x in self._buffers.items() if "indices" in key)
-        if indices.shape[0] > room:
-            raise ShapeError(name, f"at most {room} pages, as the CUDA graph's buffer", f"{indices.shape[0]}",
-                             function=function)  # fmt: skip
+        buffer = next(x for key, x in self._buffers.items() if "indices" in key)
+        if indices.shape[0] > buffer.shape[0]:
+            expected = f"at most {buffer.shape[0]} pages, as the CUDA graph's buffer"
+            raise ShapeError(name, expected, f"{indices.shape[0]}", function=function)
         table, lengths = self._table, self._lengths
         if table is None or lengths is None:
-            width = columns if most_keys is not None else plans.columns_of_graph(room, batch, invariant)
-            table = torch.zeros((batch, max(width, 1)), dtype=torch.int32, device=self.device)
+            if invariant and not is_bound:
+                raise UnsupportedError(
+                    f"{function}(): results that do not depend on the batch (fixed_split_size, disable_split_kv), in a "
+                    "CUDA graph without a bound of the pages, which the memory that they take grows with",
+                    instead="block_tables with the most columns, or max_sequence_kv, in the first plan()",
+                )
+            if is_bound:
+                table = self._memory = torch.zeros((batch, max(columns, 1)), dtype=torch.int32, device=self.device)
+            else:
+                table, self._memory = plans.table_of_graph(buffer, batch)
             lengths = torch.zeros((batch,), dtype=torch.int32, device=self.device)
         if columns > table.shape[1]:
-            raise ArgumentError(name, f"at most {table.shape[1]} pages of a request, as the CUDA graph's table has",
-                                f"{columns}", function=function,
+            expected = f"at most {table.shape[1]} pages of a request, as the CUDA graph's table has"
+            raise ArgumentError(name, expected, f"{columns}", function=function,
                                 hint="A larger buffer of indices makes a larger table")  # fmt: skip
         return table, lengths
 
