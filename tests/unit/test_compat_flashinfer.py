@@ -383,6 +383,23 @@ def test_single_requests(layout: str) -> None:
         assert bool((got[1][4] == -math.inf).all())
 
 
+def test_nothing_has_gradients() -> None:
+    x = Requests([7, 33], 5)
+    q, k, v = randoms((8, HEADS, DIM), (40, KV, DIM), (40, KV, DIM), seed=3, dtype=x.dtype, grad=True)
+    shape, options = plan_of(x)
+    paged = fi.BatchPrefillWithPagedKVCacheWrapper(WORKSPACE)
+    paged.plan(starts([3, 5]), *x.tables, *shape, **options)
+    ragged = fi.BatchPrefillWithRaggedKVCacheWrapper(WORKSPACE)
+    ragged.plan(starts([3, 5]), starts([7, 33]), HEADS, KV, DIM)
+    made = [
+        *paged.run(q, x.pool.requires_grad_(), return_lse=True, v_scale=2.0), *ragged.run(q, k, v, return_lse=True),
+        *fi.single_prefill_with_kv_cache(q, k, v, return_lse=True, v_scale=2.0),
+        *fi.single_decode_with_kv_cache(q[0], k, v, return_lse=True),
+        *fi.merge_state(q, q[..., 0].float(), q, q[..., 1].float()),
+    ]  # fmt: skip
+    assert not any(t.requires_grad for t in made)
+
+
 # States
 
 

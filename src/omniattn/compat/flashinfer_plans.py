@@ -144,8 +144,13 @@ def check_shape(
     return Shape(heads, kv_heads, dims[0], dims[1], dtype)
 
 
-def check_query(q: Any, shape: Shape, rows: int, device: torch.device, function: str) -> None:
-    """q of run() is what plan() was told."""
+def without_gradient(x: torch.Tensor) -> torch.Tensor:
+    """The tensor as the original takes it, whose results have no gradients."""
+    return x.detach() if x.requires_grad else x
+
+
+def check_query(q: Any, shape: Shape, rows: int, device: torch.device, function: str) -> torch.Tensor:
+    """q of run(), which is what plan() was told, without gradients."""
     if not isinstance(q, torch.Tensor) or q.dtype is not shape.dtype or q.device != device:
         common.check_tensors(function, q=q)
         if q.dtype is not shape.dtype:
@@ -154,6 +159,7 @@ def check_query(q: Any, shape: Shape, rows: int, device: torch.device, function:
     if q.shape != (rows, shape.heads, shape.head_dim):
         expected = f"shape {(rows, shape.heads, shape.head_dim)}, as plan() was told"
         raise ShapeError("q", expected, f"{tuple(q.shape)}", function=function)
+    return without_gradient(q)
 
 
 def planes(pool: Any, layout: str, function: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -173,7 +179,7 @@ def planes(pool: Any, layout: str, function: str) -> tuple[torch.Tensor, torch.T
     if k.ndim == v.ndim == 3:
         at = -3 if layout == "NHD" else -2
         k, v = k.unsqueeze(at), v.unsqueeze(at)
-    return k, v
+    return without_gradient(k), without_gradient(v)
 
 
 def check_pages(k: torch.Tensor, layout: str, shape: Shape, page: int, function: str) -> None:

@@ -222,7 +222,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
                 common.refuse(function, "16-bit tensors have no scales", "a factor in sm_scale", **{name: (x, 1.0)})
         plan: _Ragged = self._planned_for(function)
         shape, rows = plan.shape, plan.rows
-        plans.check_query(q, shape, rows, self.device, function)
+        q = plans.check_query(q, shape, rows, self.device, function)
         k, v = self._keys(function, shape, k, v)
         with_lse = common.flag(return_lse, "return_lse", function)
         asked = with_lse or lse is not None
@@ -258,7 +258,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
             if rows.ndim != 3 or rows.shape[1:] != (shape.kv_heads, dim):
                 expected = f"{shape.kv_heads} heads of {dim} channels in {self._kv_layout}, as plan() was told"
                 raise ShapeError(name, expected, f"shape {tuple(x.shape)}", function=function)
-            made.append(rows)
+            made.append(plans.without_gradient(rows))
         return made[0], made[1]
 
     def forward(

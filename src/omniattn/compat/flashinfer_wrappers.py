@@ -316,7 +316,7 @@ class PagedWrapper(Wrapper):
         """One call of `attention_with_kvcache`."""
         plan: Paged = self._planned_for(function)
         shape, rows = plan.shape, plan.rows
-        plans.check_query(q, shape, rows, self.device, function)
+        q = plans.check_query(q, shape, rows, self.device, function)
         k, v = plans.planes(pool, self._kv_layout, function)
         plans.check_pages(k, self._kv_layout, shape, plan.page, function)
         if window_left is not None and window_left != self._window_left:
