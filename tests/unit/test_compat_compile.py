@@ -21,8 +21,6 @@ from omniattn.compat import flash_attn as fa2  # noqa: E402
 from omniattn.compat import flash_attn_interface as fa3  # noqa: E402
 from tests.unit.compat_cases import starts  # noqa: E402
 
-#: Caches are the caller's memory, which the originals' kernels change: a break of the graph, there as here.
-BREAKS = {"flash_attn_with_kvcache"}
 #: Runs on the host before a step.
 NOT_COMPILED = {"get_scheduler_metadata"}
 
@@ -186,9 +184,7 @@ def _parts(x: Any) -> list[Any]:
 def test_compiled_gives_what_eager_gives(case: str) -> None:
     module, name, call, inputs = CASES[case]
     function = getattr(module, name)
-    compiled = torch.compile(
-        lambda *x: call(function, *x), dynamic=True, fullgraph=name not in BREAKS, backend="aot_eager"
-    )
+    compiled = torch.compile(lambda *x: call(function, *x), dynamic=True, fullgraph=True, backend="aot_eager")
     for rows in (6, 7):
         given = inputs(rows)
         for got, want in zip(_parts(compiled(*given)), _parts(call(function, *given)), strict=True):

@@ -124,12 +124,15 @@ def test_every_public_function_is_held_to_a_signature(module: str) -> None:
 def clean() -> Iterator[None]:
     """Nothing is installed before and after."""
     originals = [
-        name for name in sys.modules if name.split(".")[0] in ("flash_attn", "flash_attn_interface", "sageattention")
+        name
+        for name in sys.modules
+        if name.split(".")[0] in ("flash_attn", "flash_attn_interface", "sageattention", "flashinfer")
     ]
     assert originals == []
     yield
     compat.uninstall()
-    assert not [name for name in sys.modules if name.split(".")[0] in ("flash_attn", "flash_attn_3", "sageattention")]
+    names = ("flash_attn", "flash_attn_3", "sageattention", "flashinfer")
+    assert not [name for name in sys.modules if name.split(".")[0] in names]
 
 
 @pytest.mark.usefixtures("clean")
@@ -177,6 +180,25 @@ def test_install() -> None:
         importlib.metadata.version("flash-attn")
     compat.uninstall()
     assert importlib.util.find_spec("sageattention") is None
+
+
+@pytest.mark.usefixtures("clean")
+def test_flashinfer_is_installed_by_its_name_only() -> None:
+    compat.install()
+    assert importlib.util.find_spec("flashinfer") is None
+    compat.install("flashinfer")
+    import flashinfer
+    from flashinfer.decode import BatchDecodeWithPagedKVCacheWrapper
+    from flashinfer.page import append_paged_kv_cache  # noqa: F401
+    from flashinfer.prefill import BatchPrefillWithPagedKVCacheWrapper  # noqa: F401
+
+    assert flashinfer.BatchDecodeWithPagedKVCacheWrapper is BatchDecodeWithPagedKVCacheWrapper
+    assert flashinfer.cascade.merge_state is flashinfer.merge_state
+    assert flashinfer.__version__ == importlib.metadata.version("flashinfer-python") == "0.6.18"
+    with pytest.raises(AttributeError, match="sampling"):
+        _ = flashinfer.sampling
+    compat.uninstall()
+    assert importlib.util.find_spec("flashinfer") is None
 
 
 @pytest.mark.usefixtures("clean")

@@ -1,4 +1,4 @@
-"""FlashAttention's and SageAttention's functions on omniattn, for code that is written for these packages.
+"""Functions of FlashAttention, SageAttention and FlashInfer on omniattn, for code that is written for these packages.
 
 Use the modules themselves, ``from omniattn.compat.flash_attn import flash_attn_func``, or, for code that imports the
 original, `install`. Importing this package imports no framework and installs nothing.
@@ -31,10 +31,17 @@ _MODULES = {
         "flash_attn_3.flash_attn_interface": "flash_attn_interface",
     },
     "sageattention": {"sageattention": "sageattention", "sageattention.core": "sageattention"},
+    "flashinfer": {
+        "flashinfer": "flashinfer", "flashinfer.decode": "flashinfer", "flashinfer.prefill": "flashinfer",
+        "flashinfer.cascade": "flashinfer", "flashinfer.page": "flashinfer",
+    },
 }  # fmt: skip
+#: Those that are installed by their name only: code that finds the original expects more of it than attention.
+_BY_NAME = ("flashinfer",)
 #: Names of the distributions that the originals come with.
 _DISTRIBUTIONS = {
-    "flash_attn": ("flash-attn",), "flash_attn_interface": ("flash-attn-3",), "sageattention": ("sageattention",)
+    "flash_attn": ("flash-attn",), "flash_attn_interface": ("flash-attn-3",), "sageattention": ("sageattention",),
+    "flashinfer": ("flashinfer-python",),
 }  # fmt: skip
 
 #: What stood in sys.modules before, None for nothing, by name of `install` and module.
@@ -52,8 +59,9 @@ def install(*names: str, replace: bool = False) -> None:
     ----------
     names : str
         "flash_attn" (with "flash_attn.flash_attn_interface" and "flash_attn.bert_padding"), "flash_attn_interface"
-        (FlashAttention-3; with "flash_attn_3"), "sageattention" (with "sageattention.core"). All three unless given.
-        What is installed already stays.
+        (FlashAttention-3; with "flash_attn_3"), "sageattention" (with "sageattention.core"). These three unless given.
+        Or "flashinfer" (with "flashinfer.decode", ".prefill", ".cascade" and ".page"), whose attention over caches is
+        all that is there: for code that uses nothing else of it. What is installed already stays.
     replace : bool
         Also where the original has been imported. Whoever holds its functions keeps them.
 
@@ -65,7 +73,8 @@ def install(*names: str, replace: bool = False) -> None:
         There is no torch.
     """
     function = "compat.install"
-    wanted = [name for name in _checked(names, function) if name not in _before]
+    names = _checked(names, function) or tuple(name for name in _MODULES if name not in _BY_NAME)
+    wanted = [name for name in names if name not in _before]
     for name in wanted:
         there = [module for module in _MODULES[name] if sys.modules.get(module) is not None]
         if there and replace is not True:
@@ -101,7 +110,7 @@ def uninstall(*names: str) -> None:
     ArgumentError
         Another name.
     """
-    for name in _checked(names, "compat.uninstall"):
+    for name in _checked(names, "compat.uninstall") or tuple(_before):
         for module, old in _before.pop(name, {}).items():
             sys.modules.pop(module, None)
             if old is not None:
@@ -114,7 +123,7 @@ def _checked(names: tuple[str, ...], function: str) -> tuple[str, ...]:
     for name in names:
         if not isinstance(name, str) or name not in _MODULES:
             raise ArgumentError("names", " or ".join(map(repr, _MODULES)), repr(name), function=function)
-    return names or tuple(_MODULES)
+    return names
 
 
 def _packages(name: str) -> set[str]:

@@ -302,8 +302,17 @@ def flash_attn_with_kvcache(
 
     Parameters
     ----------
+    q : tensor, (batch, seqlen_q, nheads, headdim), or (total_q, nheads, headdim) with ``cu_seqlens_q``
+    k, v : tensor, (batch, seqlen_new, nheads_k, headdim), or (total_new, nheads_k, headdim) with ``cu_seqlens_k_new``
     page_table : tensor, (batch, max_blocks), int32, optional
-        The ``block_table`` of FlashAttention-2.
+        The ``block_table`` of FlashAttention-2. With ``cache_batch_idx``, which names its rows, any number of them.
+        ``cache_leftpad`` goes with it; the keys are gathered then.
+    cu_seqlens_q, cu_seqlens_k_new : tensor, (batch + 1,), int32, optional
+        Row at which each sequence's queries, or new keys, begin, and the end of the last one's; each without the other
+        too. Checked on the CPU. Packed queries run attention over pages, whatever their number; a batch of up to 16
+        runs `omniattn.decode`.
+    max_seqlen_q : int, with ``cu_seqlens_q``
+        At least the queries of a sequence.
     rotary_seqlens : tensor, (batch,), int32, optional
         Position by whose angle the first of the new tokens of a sequence is rotated, in place of cache_seqlens. No
         more than checked without ``rotary_cos``.
@@ -311,17 +320,18 @@ def flash_attn_with_kvcache(
         What `get_scheduler_metadata` returns. Without effect.
     pack_gqa, sm_margin
         Without effect.
-    qv, cu_seqlens_q, cu_seqlens_k_new, max_seqlen_q, q_descale, k_descale, v_descale, attention_chunk
+    qv, q_descale, k_descale, v_descale, attention_chunk
         Their defaults.
-    q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, softmax_scale,
+    k_cache, v_cache, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, softmax_scale,
     causal, window_size, softcap, rotary_interleaved, num_splits
         As in `omniattn.compat.flash_attn.flash_attn_with_kvcache`; lengths on a GPU are not looked at.
 
     Returns
     -------
     out : tensor, (batch, seqlen_q, nheads, headdim)
-        With ``return_softmax_lse`` (out, softmax_lse, out_accum, softmax_lse_accum): LSE, (batch, nheads, seqlen_q),
-        -inf where a row attends to nothing, and two empty tensors, as the original without splits.
+        Or as q is packed. With ``return_softmax_lse`` (out, softmax_lse, out_accum, softmax_lse_accum): LSE, (batch,
+        nheads, seqlen_q) or (nheads, total_q), -inf where a row attends to nothing, and two empty tensors, as the
+        original without splits.
 
     Raises
     ------
@@ -334,17 +344,13 @@ def flash_attn_with_kvcache(
         function, "caches have formats of their own", "a KVCache with k_dtype='fp8', or tensors without a cache",
         q_descale=(q_descale, None), k_descale=(k_descale, None), v_descale=(v_descale, None),
     )  # fmt: skip
-    common.refuse(
-        function, "queries and new keys are a batch", "sequences of one length, or omniattn.append and omniattn.decode",
-        cu_seqlens_q=(cu_seqlens_q, None), cu_seqlens_k_new=(cu_seqlens_k_new, None),
-        max_seqlen_q=(max_seqlen_q, None),
-    )  # fmt: skip
     _check_metadata(function, scheduler_metadata)
     out, lse = attend_cached(
         function, q, k_cache, v_cache, k, v, rotary_cos=rotary_cos, rotary_sin=rotary_sin, cache_seqlens=cache_seqlens,
         cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad, block_table=page_table, table_name="page_table",
         softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap,
         rotary_interleaved=rotary_interleaved, alibi_slopes=None, num_splits=num_splits, rotary_seqlens=rotary_seqlens,
+        cu_seqlens_q=cu_seqlens_q, cu_seqlens_k_new=cu_seqlens_k_new, max_seqlen_q=max_seqlen_q,
     )  # fmt: skip
     return (out, lse, lse.new_empty(0), lse.new_empty(0)) if return_softmax_lse else out
 
