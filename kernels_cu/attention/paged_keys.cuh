@@ -5,7 +5,7 @@
 // is multiplied: all warps copy rows of both, 16 bytes a lane (cp.async), eight lanes a row of a panel; lane i looks up
 // the warp's row i. Where the swizzle puts 16 bytes follows from their place in the tile, so that tiles are those of
 // one copy. TMA leaves chunks without a key of the sequence: their rows are masked in K and cleared in V, as rows of
-// others are.
+// others are. Left of all windows it fills chunks with zeros, and threads copy the first key that is seen.
 #pragma once
 #include "params/attn_fwd.cuh"
 #include "ptx/cp_async.cuh"
@@ -31,14 +31,23 @@ class PagedKeys {
     OA_DEVICE static bool copies_v(const AttnFwdParams& p) { return kWarps == 1 || by_threads(p) || warp() % 2 == 1; }
 
     // Finds the rows of tile n of K, ahead of its copy: the table is in global memory. Those of V are a tile behind.
-    OA_DEVICE void read_table(const AttnFwdParams& p, const FwdTile& t, int32 n, bool exists) {
+    template <typename Tile>
+    OA_DEVICE void read_table(const AttnFwdParams& p, const Tile& t, int32 n, bool exists) {
+        const int32 seen = first_seen_key(p, t);
 #pragma unroll
         for (int slot = 0; slot < kSlots; ++slot) {
             of_v_[slot] = of_k_[slot];
             const int32 at = 32 * slot + lane();
             const int32 row = by_threads(p) ? (at / 4 * kWarps + warp()) * 4 + at % 4 : chunk_row(p);
             const int32 key = n * kBlockN + row;
-            if (exists && row < kBlockN && key < t.seqlen_k) of_k_[slot] = PageTable(p, t).at(key);
+            if (!exists || row >= kBlockN || key >= t.seqlen_k) continue;
+            if (by_threads(p)) {
+                of_k_[slot] = PageTable(p, t).at(max_of(key, seen));
+            } else if (key + (1 << p.page_rows_log2) > seen) {
+                of_k_[slot] = PageTable(p, t).at(key);
+            } else {
+                of_k_[slot] = {p.num_pages, 0};  // no page of the tensor map
+            }
         }
     }
 

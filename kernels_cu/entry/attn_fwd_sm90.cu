@@ -156,7 +156,7 @@ class Producer : public ForwardProducer<Config, Producer> {
     }
     using Pages = PagedKeys<Config::kBlockN, producer_warps<Config>()>;  // with kPaged
     OA_DEVICE bool by_threads() const { return Pages::by_threads(p_); }
-    OA_DEVICE void read_table(const FwdTile& t, int32 n, bool exists) { pages_.read_table(p_, t, n, exists); }
+    OA_DEVICE void read_table(const Tile& t, int32 n, bool exists) { pages_.read_table(p_, t, n, exists); }
 
   private:
     template <typename P>

@@ -225,16 +225,21 @@ OA_DEVICE void walk(QueryFragments& b, Rows& rows, const DecodeParams& p, const 
     KvPlaces places{p.place_bytes, p.token_bytes, p.row_chunks};
     int part = Config::kSharedKeys ? int(of_lane(uint32(warp_idx), lane)) : 0;
     KvCopy<Config> copy{p.k, p.v, p.k_params, p.v_params, policy, lane, part, places, p.row_scales != 0};
-    // A lane's key of a tile; behind the end of the split its last one, of which nothing is copied.
-    auto key_of = [&](int32 tile) { return min_of(first + tile * kStep + lane % Config::kTile, split.end - 1); };
-    // Loaded a tile ahead of its copy: the block table is another trip to memory.
-    uint32 block = tiles > 0 ? block_of(p, split.sequence, key_of(0)) : 0;
     // Where rows follow each other at least 16 at a time, splits begin at multiples of 16. (Between FBGEMM's rows are
     // those of other heads.)
     bool in_runs = Config::kPlaces
                        ? p.token_bytes != 0
                        : p.recent_side != kRecentNewest && (p.block_table == nullptr || p.block_size % 16 == 0) &&
                              (Config::kKKind != kKvFbgemm || p.num_kv_heads == 1);
+    // Left of all windows, in blocks that may be another sequence's by now, is the first key that a query sees: NaN
+    // times 0 would be NaN. (16 keys that follow each other are in one block, which the sequence has.)
+    const int32 seen = in_runs || p.window_left < 0 ? 0 : split.seq_len - split.queries.count - p.window_left;
+    // A lane's key of a tile; behind the end of the split its last one, of which nothing is copied.
+    auto key_of = [&](int32 tile) {
+        return min_of(max_of(first + tile * kStep + lane % Config::kTile, seen), split.end - 1);
+    };
+    // Loaded a tile ahead of its copy: the block table is another trip to memory.
+    uint32 block = tiles > 0 ? block_of(p, split.sequence, key_of(0)) : 0;
     int32 copied = 0;
     KvRing<KvStage<Config>, Config::kStages> ring(stages, lane);
     auto copy_next = [&]() {

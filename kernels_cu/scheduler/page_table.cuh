@@ -8,6 +8,13 @@ struct PageRow {
     int32 page, row;
 };
 
+// The first key that a query of the tile's sequence sees. Pages left of it may be another sequence's by now, or hold
+// NaN, which is NaN times 0 too.
+template <typename Tile>
+OA_DEVICE int32 first_seen_key(const AttnFwdParams& p, const Tile& t) {
+    return p.window_left < 0 ? 0 : max_of(t.seqlen_k - query_of(t, t.seqlen_q) - p.window_left, 0);
+}
+
 class PageTable {
   public:
     OA_DEVICE PageTable(const AttnFwdParams& p, const FwdTile& t)

@@ -162,6 +162,22 @@ def test_options(family: str, page: int, options: dict[str, Any]) -> None:
         Served(lengths, page).check(False, **options)
 
 
+@pytest.mark.parametrize("page", [1, 3, 8, 16, 64])
+@pytest.mark.parametrize("softcap", [0.0, 5.0])
+def test_blocks_left_of_a_window(family: str, page: int, softcap: float) -> None:
+    """They may be anybody's: blocks of NaN, or no block at all."""
+    for lengths, packed in ((MIXED, True), (FEW, True), *((each, False) for each in ALIKE.values())):
+        for left in (0, 20, 150):
+            call = Served(lengths, page)
+            table = call.places["block_table"].cpu().numpy()
+            spare = np.setdiff1d(np.arange(call.cache.num_blocks), table)
+            for b, (new, tokens) in enumerate(lengths):
+                nobody = (spare[0], NOWHERE, -1)[b % 3]
+                table[b, : max(tokens - new - left, 0) // page] = nobody
+            call.places["block_table"] = int32(table)
+            call.check(packed, window=(left, -1), softcap=softcap)
+
+
 def test_batch_index(family: str) -> None:
     for count, read in ((1, [2, 0, 0, 1]), (4, [1, 1, 0]), (40, [2, 2, 0])):
         call = Served(ALIKE[count], 0)

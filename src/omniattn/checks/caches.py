@@ -89,10 +89,13 @@ def host_slots(cache: KVCache, slots: Tensor | None, lengths: Any, function: str
     return numbers
 
 
-def check_values(cache: KVCache, lengths: Any, table: Any, capacity: int, function: str, *, new: Any = None) -> None:
+def check_values(
+    cache: KVCache, lengths: Any, table: Any, capacity: int, function: str, *, new: Any = None, first: Any = None
+) -> None:
     """Lengths and block numbers on the CPU; on a GPU that would need a synchronization.
 
-    ``new``: tokens that are appended to each sequence, which its length includes; of length 0 it is padding.
+    ``new``: tokens that are appended to each sequence, which its length includes; of length 0 it is padding. ``first``:
+    the first token of each sequence that matters; 0 unless given.
     """
     for b, length in enumerate(lengths):
         if length == 0:
@@ -107,7 +110,8 @@ def check_values(cache: KVCache, lengths: Any, table: Any, capacity: int, functi
                 "seq_lens", f"{least} to {capacity}{of}", f"{length} at {b}", function=function, hint=hint
             )
         if cache.paged:
-            used = table[b, : -(-int(length) // cache.block_size)]
+            begin = 0 if first is None else int(first[b]) // cache.block_size
+            used = table[b, begin : -(-int(length) // cache.block_size)]
             bad = [int(x) for x in used if not 0 <= x < cache.num_blocks]
             if bad:
                 expected = f"blocks 0 to {cache.num_blocks - 1}"

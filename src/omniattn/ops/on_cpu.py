@@ -244,7 +244,8 @@ def decode(call: Call, problem: DecodeProblem, tensors: Tensors) -> list[Any]:
     arrays.prepare([q], call.stream)  # refuses a stream
     table = host_table(cache, tensors.get("block_table"), problem.batch)
     seq_lens = arrays.to_numpy(tensors["seq_lens"])
-    check_values(cache, seq_lens, table, problem.capacity, name)
+    first = reference.first_seen(seq_lens, problem.q_len, problem.window_left)
+    check_values(cache, seq_lens, table, problem.capacity, name, first=first)
     if problem.shared_prefix:
         check_shared(table, seq_lens, problem, cache.block_size, name)
     slots = host_slots(cache, tensors.get("recent_slots"), seq_lens, name)
@@ -269,7 +270,7 @@ def with_cache(call: Call, problem: WithCacheProblem, tensors: Tensors) -> list[
     import numpy as np
 
     from .. import reference
-    from ..reference.decode import on_host, read_tokens
+    from ..reference.decode import first_seen, on_host, read_tokens
 
     q, cache, name, kernels = tensors["q"], call.cache, call.operation.name, problem.kernels
     assert cache is not None
@@ -279,14 +280,15 @@ def with_cache(call: Call, problem: WithCacheProblem, tensors: Tensors) -> list[
     seq_lens = arrays.to_numpy(tensors["seq_lens"])
     batch = len(seq_lens)
     table = host_places(cache, tensors, batch)
-    check_values(cache, seq_lens, table, problem.capacity, name)
+    starts = arrays.to_numpy(tensors["cu_seqlens_q"]) if packed else np.arange(batch + 1) * rows.shape[1]
+    first = first_seen(seq_lens, np.diff(starts), problem.window[0])
+    check_values(cache, seq_lens, table, problem.capacity, name, first=first)
     if isinstance(kernels, DecodeProblem) and kernels.shared_prefix:
         check_shared(table, seq_lens, kernels, cache.block_size, name)
     slots = host_slots(cache, tensors.get("recent_slots"), seq_lens, name)
-    starts = arrays.to_numpy(tensors["cu_seqlens_q"]) if packed else np.arange(batch + 1) * rows.shape[1]
     host, compute = on_host(cache), np.dtype("float64" if q.dtype == "float64" else "float32")
     with np.errstate(all="ignore"):  # keys that overflow are infinite, as on a GPU
-        found = [read_tokens(host, table[b], int(seq_lens[b]), int(slots[b]), b) for b in range(batch)]
+        found = [read_tokens(host, table[b], int(seq_lens[b]), int(slots[b]), b, int(first[b])) for b in range(batch)]
         none = np.zeros((0, cache.num_kv_heads, cache.head_dim), np.float32)
         k, v = (np.concatenate([none, *(pair[i] for pair in found)]) for i in (0, 1))
         mod = call.subject

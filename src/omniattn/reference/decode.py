@@ -159,12 +159,21 @@ def _scales(scale: Array | None, blocks: Array, rows: Array, heads: int, sequenc
     return np.broadcast_to(scale[sequence if len(scale) > 1 else 0], (len(rows), heads))
 
 
-def read_tokens(cache: CacheArrays, table: Array, count: int, slot: int = 0, sequence: int = 0) -> tuple[Array, Array]:
+def first_seen(lengths: Array, queries: Array | int, window_left: int) -> Array:
+    """The first token of each sequence that any of its queries sees. Blocks left of it need not be the sequence's."""
+    lengths = np.asarray(lengths, dtype=np.int64)
+    return np.maximum(lengths - queries - window_left, 0) if window_left >= 0 else np.zeros_like(lengths)
+
+
+def read_tokens(
+    cache: CacheArrays, table: Array, count: int, slot: int = 0, sequence: int = 0, first: int = 0
+) -> tuple[Array, Array]:
     """The first ``count`` tokens of one sequence as float32 (tokens, heads, head_dim): what attention sees.
 
-    ``sequence``: its number in the call.
+    ``sequence``: its number in the call. ``first``: tokens before it are not read, but zeros.
     """
-    blocks, rows = _places(table, np.arange(count), cache.block_size)
+    positions = np.arange(min(first, count), count)
+    blocks, rows = _places(table, positions, cache.block_size)
     if cache.k_format.layout == IN_ORDER:
         k, v = (
             kv_cache.decode_in_order(data[blocks, :, rows], _scales(scale, blocks, rows, data.shape[1], sequence), fmt)
@@ -172,20 +181,23 @@ def read_tokens(cache: CacheArrays, table: Array, count: int, slot: int = 0, seq
                 (cache.k, cache.k_scale, cache.k_format), (cache.v, cache.v_scale, cache.v_format),
             )
         )  # fmt: skip
-        return k, v
-    k = kv_cache.decode_rows(cache.k[blocks, :, rows], cache.k_params[blocks, :, rows], cache.k_format)
-    v = kv_cache.decode_rows(cache.v[blocks, :, rows], cache.v_params[blocks, :, rows], cache.v_format)
-    if cache.k_format.quantized:
-        k = kv_cache.restore_key(k, cache.k_format, cache.k_mean, cache.k_channel_scale, cache.hadamard)
-    k, v = k[..., : cache.k_format.head_dim], v[..., : cache.v_format.head_dim]
+    else:
+        k = kv_cache.decode_rows(cache.k[blocks, :, rows], cache.k_params[blocks, :, rows], cache.k_format)
+        v = kv_cache.decode_rows(cache.v[blocks, :, rows], cache.v_params[blocks, :, rows], cache.v_format)
+        if cache.k_format.quantized:
+            k = kv_cache.restore_key(k, cache.k_format, cache.k_mean, cache.k_channel_scale, cache.hadamard)
+        k, v = k[..., : cache.k_format.head_dim], v[..., : cache.v_format.head_dim]
     if cache.recent is not None:
         recent = cache.recent
-        newest = np.arange(recent.begin(slot, count), count)
+        newest = positions[positions >= recent.begin(slot, count)]
         none = np.zeros((0,), dtype=np.uint32)
         for seen, plane in ((k, recent.k), (v, recent.v)):
             kept = kv_cache.decode_rows(plane[slot, :, newest % recent.k.shape[2]], none, recent.format)
-            seen[newest] = kept[..., : recent.format.head_dim]
-    return k, v
+            seen[len(seen) - len(newest) :] = kept[..., : recent.format.head_dim]
+    if positions.size == count:
+        return k, v
+    before = np.zeros((count - positions.size, *k.shape[1:]), k.dtype)
+    return np.concatenate([before, k]), np.concatenate([before, v])
 
 
 def decode(
@@ -226,9 +238,10 @@ def decode(
     batch, q_len, heads, _ = q.shape
     o = np.zeros(q.shape, dtype=compute_dtype)
     lse = np.empty((batch, heads, q_len), dtype=compute_dtype)
+    first = first_seen(seq_lens, q_len, window_left)
     for b in range(batch):
         slot = b if recent_slots is None else int(recent_slots[b])
-        k, v = read_tokens(cache, np.asarray(block_table[b]), int(seq_lens[b]), slot, b)
+        k, v = read_tokens(cache, np.asarray(block_table[b]), int(seq_lens[b]), slot, b, int(first[b]))
         o[b : b + 1], lse[b : b + 1] = attention(
             q[b : b + 1],
             k[None],
