@@ -327,8 +327,8 @@ class BlockManager(Swapping):
 
         Notes
         -----
-        Entries of `block_table` for the others lead to that one. Kernels load keys in tiles, whose first may begin left
-        of the window, and read finite numbers there. Lengths and positions are as before. `shared_prefix` does not go
+        Entries of `block_table` for the others lead to that one, so that every entry is a block of the sequence, also
+        for kernels that read what they do not need. Lengths and positions are as before. `shared_prefix` does not go
         with a window, and `truncate` not behind it.
         """
         s = self._known(sequence, "free_before")
