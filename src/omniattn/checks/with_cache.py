@@ -116,7 +116,7 @@ def check_with_cache(call: Call, tensors: dict[str, Tensor]) -> WithCacheProblem
     kernels: AttentionProblem | DecodeProblem
     few: DecodeProblem | None = None
     if against is None:
-        kernels, why = _decode(q, cache, queries, facts, tensors, o_strides), "1 to 16 new tokens of each sequence"
+        kernels, why = _decode(q, cache, queries, facts, tensors, o_strides), "up to 16 new tokens of each sequence"
         if shared:
             _merged_rows(q, q.strides, queries)
     else:

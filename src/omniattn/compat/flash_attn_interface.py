@@ -309,8 +309,7 @@ def flash_attn_with_kvcache(
         ``cache_leftpad`` goes with it; the keys are gathered then.
     cu_seqlens_q, cu_seqlens_k_new : tensor, (batch + 1,), int32, optional
         Row at which each sequence's queries, or new keys, begin, and the end of the last one's; each without the other
-        too. Checked on the CPU. Packed queries run attention over pages, whatever their number; a batch of up to 16
-        runs `omniattn.decode`.
+        too. Checked on the CPU.
     max_seqlen_q : int, with ``cu_seqlens_q``
         At least the queries of a sequence.
     rotary_seqlens : tensor, (batch,), int32, optional

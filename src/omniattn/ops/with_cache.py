@@ -73,8 +73,8 @@ def attention_with_kvcache(
         reads kv head h // (num_q_heads // num_kv_heads). On a GPU a 16-bit cache and a recent window have to have q's
         own type.
     cache : KVCache or PagedKVCache
-        With these tokens appended already. A quantized one takes what `decode` takes: a batch of 1 to 16 new tokens a
-        sequence, causal, without score_mod.
+        With these tokens appended already. A quantized one takes what `decode` takes: 1 to 16 new tokens a sequence
+        (of packed queries: max_seqlen_q), causal, without score_mod.
     seq_lens : array, (batch,), int32, on q's device
         Tokens of each sequence, the new ones included: query i of n sees the keys j <= seq_lens[b] - n + i. Checked on
         the CPU; on a GPU that would need a synchronization, and lengths beyond the cache are taken as its end.
@@ -85,7 +85,8 @@ def attention_with_kvcache(
         Packed queries: sequence b has the rows cu_seqlens_q[b] to cu_seqlens_q[b + 1], which may be none. 0 first,
         never decreasing; checked on the CPU. Rows that belong to no sequence are 0, with an LSE of -inf.
     max_seqlen_q : int, with cu_seqlens_q
-        At least the most rows of a sequence; less raises on the CPU.
+        At least the most rows of a sequence; less raises on the CPU, and gives NaN for that sequence on a GPU where it
+        is 16 or less.
     causal : bool
         Aligned at the bottom right; False: each query sees all keys of its sequence.
     window : (left, right), optional
@@ -130,12 +131,11 @@ def attention_with_kvcache(
 
     Notes
     -----
-    A batch of a few new tokens a sequence runs the kernels of `decode`; prompts, packed queries and score_mod run
-    attention over pages: `explain` says which. The shape of the call alone decides. Where every sequence has one new
-    token, q[:, None] is the batch of packed rows, (batch, 1, num_q_heads, head_dim). GPUs: compute
-    capability 8.0 and newer; arrays on the CPU run the NumPy reference. Nothing is synchronized: a call captured in a
-    CUDA graph may be replayed with other lengths, starts and tables in the same arrays. PagedAttention (Kwon et al.
-    2023).
+    A few new tokens a sequence run the kernels of `decode`, prompts and score_mod attention over pages; where packed
+    queries are few beside batch times max_seqlen_q, both run at the same time: `explain` says which. The shape of the
+    call alone decides. GPUs: compute capability 8.0 and newer; arrays on the CPU run the NumPy reference. Nothing is
+    synchronized: a call captured in a CUDA graph may be replayed with other lengths, starts and tables in the same
+    arrays. PagedAttention (Kwon et al. 2023).
     """
     check_cache(cache, _NAME)
     said = (max_seqlen_q, causal, window, softmax_scale, softcap, return_lse, deterministic, shared_prefix)
