@@ -259,15 +259,15 @@ def test_quantized_caches_take_what_decode_takes(k_dtype: str, page: int) -> Non
     # Packed queries are those of a batch, sequence by sequence.
     call = Served(FEW, page, k_dtype=k_dtype)
     q, places = call.queries(True, spare=2)
-    o, lse = oa.attention_with_kvcache(q, call.cache, **places, return_lse=True, deterministic=True)
+    o, lse = oa.attention_with_kvcache(q, call.cache, **places, return_lse=True)
     row = 0
     for b, count in enumerate(call.new):
         of_one = {name: x[b : b + 1] for name, x in call.places.items()}
         if count and page:
             own = q[None, row : row + count]
-            alone = oa.decode(own, call.cache, **of_one, return_lse=True, deterministic=True)
-            assert torch.equal(o[row : row + count], alone[0][0])
-            assert torch.equal(lse[:, row : row + count], alone[1][0])
+            alone = oa.decode(own, call.cache, **of_one, return_lse=True)
+            assert (o[row : row + count] - alone[0][0]).abs().max() < 2e-2
+            assert (lse[:, row : row + count] - alone[1][0]).abs().max() < 1e-3
         row += count
     assert not o[row:].any()
     assert torch.isneginf(lse[:, row:]).all()
@@ -277,6 +277,28 @@ def test_quantized_caches_take_what_decode_takes(k_dtype: str, page: int) -> Non
 def test_as_many_packed_rows_as_sequences(family: str, page: int) -> None:
     """One sequence has no row: the rows behind it are not its own."""
     Served([(1, 300), (0, 17), (1, 40), (1, 9)], page).check(True, spare=1)
+
+
+@pytest.mark.parametrize("page", [1, 16])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_bits_that_do_not_depend_on_the_batch(family: str, head_dim: int, page: int) -> None:
+    """Of each sequence alone, and beside others, with any bound of their queries."""
+    for lengths in (MIXED, FEW, MIXED * 9):
+        call = Served(lengths, page, head_dim)
+        call.check(True, spare=2, deterministic=True)
+        q, places = call.queries(True, spare=2)
+        o, lse = oa.attention_with_kvcache(q, call.cache, **places, return_lse=True, deterministic=True)
+        row = 0
+        for b, count in enumerate(call.new[:9]):
+            if count:
+                of_one = {name: x[b : b + 1] for name, x in call.places.items()}
+                alone, alone_lse = oa.attention_with_kvcache(
+                    q[row : row + count], call.cache, **of_one, cu_seqlens_q=int32([0, count]), max_seqlen_q=count,
+                    return_lse=True, deterministic=True,
+                )  # fmt: skip
+                assert torch.equal(o[row : row + count], alone)
+                assert torch.equal(lse[:, row : row + count], alone_lse)
+            row += count
 
 
 def test_a_recent_window_of_packed_queries() -> None:

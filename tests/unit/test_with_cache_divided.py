@@ -92,8 +92,31 @@ def test_launches_on_other_gpus() -> None:
 def test_calls_that_are_not_divided(singles: int, prompts: int, rows: int, options: dict[str, Any]) -> None:
     problem = problem_of(singles, prompts, rows, **options)
     assert isinstance(problem.kernels, AttentionProblem)
-    assert not is_divided(problem, HOPPER)
+    assert not is_divided(problem)
     assert problem.kernels.passed_over == 0
+
+
+@pytest.mark.parametrize("target", [HOPPER, AMPERE], ids=["9.0", "8.0"])
+def test_the_same_kernels_whatever_the_batch_is(target: Target) -> None:
+    """With ``deterministic``: all rows of a batch, of a few sequences, of many, packed or not."""
+    found = set()
+    for singles, prompts, rows in ((0, 1, 17), (0, 4, 512), (3, 1, 300), (64, 2, 4096), (0, 300, 40)):
+        plan = plan_with_cache(problem_of(singles, prompts, rows, deterministic=True), target, None)
+        found.add(tuple(record.spec.name for record in plan.records))
+        assert fields_of_record(plan.records[0], DECODE)["fixed_splits"] == 1
+        assert fields_of_record(plan.records[0], DECODE)["q_len"] == 2
+    ((decodes, attends, _),) = found
+    # Up to as many queries as run beside prompts it is the same kernel of decode; more go over pages, too.
+    main, _ = plan_with_cache(problem_of(9, 3, 2, deterministic=True), target, None).records
+    assert main.spec.name == decodes
+    assert fields_of_record(main, DECODE)["has_company"] == 0
+    (first, *_) = plan_with_cache(problem_of(9, 3, 16, deterministic=True), target, None).records
+    assert fields_of_record(first, DECODE)["q_len"] == 2
+    q = np.zeros((3, 40, 8, 128), np.float16)
+    cache = oa.KVCache(3, 1024, 2, 128, like=q, k_dtype="fp16")
+    made = oa.explain(oa.attention_with_kvcache, q, cache, seq_lens=ints(50, 60, 70), deterministic=True)
+    (record,) = plan_with_cache(made.problem, target, None).records
+    assert record.spec.name == attends
 
 
 def test_a_forced_kernel_has_all_sequences() -> None:

@@ -112,9 +112,10 @@ def check_with_cache(call: Call, tensors: dict[str, Tensor]) -> WithCacheProblem
         left, right, scale, softcap, sinks, return_lse, deterministic, capacity, "batch_index" in tensors, shared
     )
     texts = call.facts
-    against = _reason_against_decode(queries, right, texts is not None)
+    few = few_queries(q.shape[-2] // cache.num_kv_heads)
+    against = _reason_against_decode(queries, right, texts is not None, few if deterministic else MAX_Q_LEN)
     kernels: AttentionProblem | DecodeProblem
-    few: DecodeProblem | None = None
+    beside: DecodeProblem | None = None
     if against is None:
         kernels, why = _decode(q, cache, queries, facts, tensors, o_strides), "up to 16 new tokens of each sequence"
         if shared:
@@ -125,9 +126,9 @@ def check_with_cache(call: Call, tensors: dict[str, Tensor]) -> WithCacheProblem
         if texts is not None:
             kernels = replace(kernels, score_mod=check_score_mod(kernels, call, tensors, texts))
         elif queries.packed and queries.batch and right == 0:
-            few = _decode(q, cache, queries, facts, tensors, o_strides)
-            few = replace(few, q_len=few_queries(few.group), has_company=True)
-    problem = WithCacheProblem(kernels, tuple(q.shape), capacity, (left, right), why, facts.has_index, few)
+            beside = _decode(q, cache, queries, facts, tensors, o_strides)
+            beside = replace(beside, q_len=few, has_company=True)
+    problem = WithCacheProblem(kernels, tuple(q.shape), capacity, (left, right), why, facts.has_index, beside)
     if return_lse and not problem.lse_is_own and q.framework == "dlpack":
         raise UnsupportedError(
             f"{_NAME}(): return_lse with a batch over pages, of a library that is known by DLPack alone and has no "
@@ -187,15 +188,16 @@ def _check_places(cache: KVCache, tensors: dict[str, Tensor], batch: int) -> int
     return cache.block_size
 
 
-def _reason_against_decode(queries: Queries, right: int, has_mod: bool) -> str | None:
+def _reason_against_decode(queries: Queries, right: int, has_mod: bool, most_packed: int) -> str | None:
     """Why a call is not for the kernels of ``decode``; None if it is. By its shape and kind alone.
 
-    These take a few queries of each sequence that see no later key; how many packed queries a sequence has they read on
-    the device.
+    These take a few queries of each sequence that see no later key; how many packed queries a sequence has, up to
+    ``most_packed``, they read on the device.
     """
     if has_mod:
         return "score_mod"
-    if not 1 <= queries.longest <= MAX_Q_LEN or queries.batch == 0:
+    most = most_packed if queries.packed else MAX_Q_LEN
+    if not 1 <= queries.longest <= most or queries.batch == 0:
         return f"{'up to ' if queries.packed else ''}{queries.longest} queries a sequence"
     if queries.longest > 1 and right != 0:
         return "queries that see keys behind their own"
@@ -213,11 +215,6 @@ def _check_served(cache: KVCache, facts: _Facts, against: str) -> None:
         )
     if facts.shared:
         raise UnsupportedError(f"{_NAME}(): shared_prefix with {against}", instead=f"shared_prefix=0, or {few}")
-    if facts.deterministic:
-        raise UnsupportedError(
-            f"{_NAME}(): deterministic=True, results that do not depend on the rest of the batch, with {against}",
-            instead=f"deterministic=False, whose repeated calls give the same bits in any case, or {few}",
-        )
 
 
 def _decode(
@@ -262,8 +259,8 @@ def _over_pages(
     strides = AttentionStrides(of_q, _of_plane(k, cache), _of_plane(v, cache), of_o, (0, rows), (0, 0, 0, 0))
     return AttentionProblem(
         q.dtype, queries.batch, rows, keys, q.shape[-2], cache.num_kv_heads, cache.head_dim, *window, f.scale,
-        f.softcap, "none", f.sinks, True, tensor_maps=maps, lse=f.return_lse, max_seqlen_q=queries.longest,
-        strides=strides, used=(False, True), pages=pages,
+        f.softcap, "none", f.sinks, True, deterministic=f.deterministic, tensor_maps=maps, lse=f.return_lse,
+        max_seqlen_q=queries.longest, strides=strides, used=(False, True), pages=pages,
         queries_per_sequence=0 if queries.packed else queries.q_len,
     )  # fmt: skip
 

@@ -112,7 +112,8 @@ def attention_with_kvcache(
     stream : optional
         As in `attention`.
     deterministic : bool
-        As in `decode`, for the calls that its kernels run; others raise. Repeated calls give the same bits in any case.
+        The bits of a sequence do not depend on the rest of the batch, nor on max_seqlen_q. Repeated calls give the same
+        bits in any case. Over a quantized cache for packed queries up to as many a sequence as run beside prompts.
     shared_prefix : int
         As in `decode`, likewise.
 

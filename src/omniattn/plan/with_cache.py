@@ -10,7 +10,7 @@ from ..problems import AttentionProblem, DecodeProblem, Target, WithCacheProblem
 from ..problems.memory import aligned
 from ..runtime.record import LaunchRecord
 from ..select.decode_ways import way_in_company
-from ..select.with_cache import is_divided, way_of_others
+from ..select.with_cache import is_divided, one_way, way_of_others
 from .attention import plan_attention
 from .binaries import without_binary
 from .engine import Launches
@@ -30,13 +30,21 @@ def plan_with_cache(problem: WithCacheProblem, target: Target, force: str | None
         launches = plan_decode(own, target, force)
         records = _renamed(launches.records, of_decode)
     else:
-        both = None if force or not is_divided(problem, target) else _both(problem, own, target, of_decode)
+        both = None if force or not is_divided(problem) else _both(problem, own, target, of_decode)
         if both is not None:
             return both
-        launches = plan_attention(own, target, force)
+        launches = _alone(own, target, force)
         records = _renamed(launches.records, _OF_PAGES)
     selection = launches.selection
     return replace(launches, selection=replace(selection, why=(*selection.why, problem.why)), records=records)
+
+
+def _alone(own: AttentionProblem, target: Target, force: str | None) -> Launches:
+    """Attention over pages of all sequences."""
+    way = one_way(own, target) if own.deterministic and not force else None
+    if way is None:
+        return plan_attention(own, target, force)
+    return launches_of(way, own, target, None, ("deterministic: the same kernel, whatever the batch is",))
 
 
 def _both(

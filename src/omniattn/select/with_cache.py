@@ -18,24 +18,37 @@ _PART = 1 / 4
 _WAVES = 4
 
 
-def is_divided(problem: WithCacheProblem, target: Target) -> bool:
-    """Whether sequences of few queries run on the kernels of ``decode``, beside the others."""
+def is_divided(problem: WithCacheProblem) -> bool:
+    """Whether sequences of few queries run on the kernels of ``decode``, beside the others.
+
+    With ``deterministic`` always: a sequence runs on the same kernels, whatever the others are.
+    """
     kernels = problem.kernels
     if problem.few is None or not isinstance(kernels, AttentionProblem):
         return False
+    if kernels.deterministic:
+        return True
     return kernels.batch > 1 and kernels.seqlen_q <= _PART * kernels.batch * kernels.max_seqlen_q
+
+
+def one_way(problem: AttentionProblem, target: Target) -> Candidate | None:
+    """How attention over pages runs a sequence, whatever the batch is: on the largest tile, all keys in one CTA."""
+    ways = [way for _, way in ranked(problem, target) if isinstance(way.schedule, Whole)]
+    return max(
+        ways, key=lambda way: (way.row.arch_specific, way.row.block_m * way.row.block_n, way.row.name), default=None
+    )
 
 
 def way_of_others(problem: AttentionProblem, target: Target) -> Candidate | None:
     """How attention over pages runs the sequences of many queries; None if only with their keys split.
 
-    As if there were so few sequences that all are as long as the longest one.
+    As if there were so few sequences that all are as long as the longest one; with ``deterministic`` `one_way`.
     """
     p = problem
     long = max(1, -(-p.seqlen_q // p.max_seqlen_q))
     typical = replace(p, batch=long, seqlen_k=-(-p.seqlen_k // p.batch) * long)
     ways = (way for _, way in ranked(typical, target) if isinstance(way.schedule, Whole))
-    way = next(ways, None)
+    way = one_way(p, target) if p.deterministic else next(ways, None)
     if way is None or not way.row.arch_specific:
         return way
     order = usual_order(way.row, way.told(p), target)
