@@ -150,7 +150,8 @@ def _by_rule(one: KeyPass, target: Target, force: str | None) -> PassWay:
 def way_in_company(problem: DecodeProblem, target: Target) -> DecodeWay:
     """The way to run sequences of few queries while attention over pages runs the others: on half of the SMs.
 
-    Which keep memory busy. Where the others are few this launch takes most of the time, and has all SMs.
+    Where the others are few this launch takes most of the time, and has all SMs. That half of them keep memory busy is
+    an estimate by the bytes that their CTAs have on their way, 4 MB; it has not been measured.
     """
     (one,) = passes(problem)
     tiles = (1, 1)
