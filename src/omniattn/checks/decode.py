@@ -56,16 +56,7 @@ def check_decode(call: Call, tensors: dict[str, Tensor]) -> DecodeProblem:
     capacity = check_table(cache, table, batch, _NAME)
     check_slots(cache, tensors.get("recent_slots"), batch, _NAME)
     check_scales(cache, batch, _NAME)
-    scale = dim**-0.5
-    if options.softmax_scale is not None:
-        scale = arguments.check_number(options.softmax_scale, "softmax_scale", _NAME)
-    sinks = values.check_sinks(tensors["sinks"], heads, q.dtype, _NAME) if "sinks" in tensors else "none"
-    values.check_strides(q, _NAME)
-    o_strides = arrays.contiguous_strides(tuple(q.shape))
-    if "out" in tensors:
-        values.check_like(tensors["out"], q.shape, q.dtype, _NAME)
-        values.check_strides(tensors["out"], _NAME, written=True)
-        o_strides = tuple(tensors["out"].strides)
+    scale, sinks, o_strides = check_scale_sinks_out(options.softmax_scale, tensors, _NAME)
     shared = check_prefix(options.shared_prefix, cache, capacity, left, deterministic, _NAME)
     if shared:
         _check_joined(q)
@@ -84,6 +75,25 @@ def _check_extents(q: Tensor) -> None:
     if not 1 <= q_len <= MAX_Q_LEN:
         hint = "attention_with_kvcache() takes prompts too"
         raise ShapeError("q", f"q_len from 1 to {MAX_Q_LEN}", f"{q_len}", function=_NAME, hint=hint)
+
+
+def check_scale_sinks_out(
+    softmax_scale: Any, tensors: dict[str, Tensor], function: str
+) -> tuple[float, str, tuple[int, ...]]:
+    """The scale of a call's scores, what its sinks are, and the strides of o."""
+    q = tensors["q"]
+    heads, dim = q.shape[-2:]
+    scale = dim**-0.5
+    if softmax_scale is not None:
+        scale = arguments.check_number(softmax_scale, "softmax_scale", function)
+    sinks = values.check_sinks(tensors["sinks"], heads, q.dtype, function) if "sinks" in tensors else "none"
+    values.check_strides(q, function)
+    o_strides = arrays.contiguous_strides(tuple(q.shape))
+    if "out" in tensors:
+        values.check_like(tensors["out"], q.shape, q.dtype, function)
+        values.check_strides(tensors["out"], function, written=True)
+        o_strides = tuple(tensors["out"].strides)
+    return scale, sinks, o_strides
 
 
 def check_queries(q: Tensor, cache: KVCache, function: str) -> None:

@@ -18,7 +18,7 @@ from ..problems.with_cache import few_queries
 from . import values
 from .attention import describable
 from .caches import check_int32, check_scales, check_slots, check_table, host_table
-from .decode import MAX_Q_LEN, check_prefix, check_queries
+from .decode import MAX_Q_LEN, check_prefix, check_queries, check_scale_sinks_out
 from .extras import check_score_mod
 
 _NAME = "attention_with_kvcache"
@@ -91,20 +91,11 @@ def check_with_cache(call: Call, tensors: dict[str, Tensor]) -> WithCacheProblem
     arrays.require_same_device([q, *(t for name, t in tensors.items() if name != "q"), *cache.tensors])
     queries = _check_extents(q, tensors.get("cu_seqlens_q"), options.max_seqlen_q)
     check_queries(q, cache, _NAME)
-    batch, (heads, dim) = queries.batch, q.shape[-2:]
+    batch = queries.batch
     check_int32(tensors["seq_lens"], (batch,), f"({batch},)", _NAME)
     capacity = _check_places(cache, tensors, batch)
     check_scales(cache, batch, _NAME)
-    scale = dim**-0.5
-    if options.softmax_scale is not None:
-        scale = arguments.check_number(options.softmax_scale, "softmax_scale", _NAME)
-    sinks = values.check_sinks(tensors["sinks"], heads, q.dtype, _NAME) if "sinks" in tensors else "none"
-    values.check_strides(q, _NAME)
-    o_strides = arrays.contiguous_strides(tuple(q.shape))
-    if "out" in tensors:
-        values.check_like(tensors["out"], q.shape, q.dtype, _NAME)
-        values.check_strides(tensors["out"], _NAME, written=True)
-        o_strides = tuple(tensors["out"].strides)
+    scale, sinks, o_strides = check_scale_sinks_out(options.softmax_scale, tensors, _NAME)
     shared = check_prefix(options.shared_prefix, cache, capacity, left, deterministic, _NAME)
     if shared and queries.packed:
         raise UnsupportedError(f"{_NAME}(): shared_prefix with packed queries", instead="shared_prefix=0, or a batch")
