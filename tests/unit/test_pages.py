@@ -14,7 +14,8 @@ from omniattn.errors import ArgumentError, DtypeError, ShapeError, StrideError, 
 from omniattn.launch.attn_fwd import page_rows
 from omniattn.launch.structs import ATTN_FWD_SM90
 from omniattn.plan import engine
-from omniattn.problems import Pages
+from omniattn.plan.with_cache import plan_varlen
+from omniattn.problems import Pages, Target
 from omniattn.registry import REGISTRY
 from omniattn.runtime.device import DeviceInfo
 from omniattn.testing import normal
@@ -169,8 +170,48 @@ def test_every_call_has_a_kernel_over_pages(
         max_seqlen_k=99, **{**options, **({"mask": np.ones((queries, 99), bool)} if "mask" in options else {})},
     )  # fmt: skip
     (spec,) = [spec for spec in REGISTRY if spec.name == made.kernel]
+    if queries == 1 and "mask" not in options:
+        assert spec.op == "decode"
+        return
     assert spec.paged
     assert spec.arch_specific == (gpu == (9, 0) and "mask" not in options)
+
+
+def test_packed_queries_over_pages_run_as_over_a_cache(gpu: tuple[int, int]) -> None:
+    """Few queries a sequence on the kernels of `decode`, prompts and single tokens on both; arrays by their names."""
+    pool = np.zeros((40, 16, 2, 64), np.float16)
+    table, used = np.zeros((9, 7), np.int32), np.full(9, 99, np.int32)
+
+    def launches(counts: list[int], k: Any = pool, v: Any = pool, **options: Any) -> list[tuple[str, set[str]]]:
+        q = np.zeros((sum(counts) + 3, 4, 64), np.float16)
+        made = oa.explain(
+            q, k, v, cu_seqlens_q=starts(counts), seqused_k=used, block_table=table, max_seqlen_q=max(counts),
+            max_seqlen_k=99, **{"causal": True, **options},
+        )  # fmt: skip
+        records = plan_varlen(made.problem, Target(gpu, 227 << 10, 132), None).records
+        return [(r.spec.op, {p.operand for p in (*r.pointers, *r.tensor_maps)} - {"workspace"}) for r in records]
+
+    arrays = {"q", "k", "v", "o", "cu_seqlens_q", "seqused_k", "block_table"}
+    for counts, ops in (
+        ([1] * 9, ["decode", "decode_combine"]),
+        ([16, 0, 3, *[1] * 6], ["decode", "decode_combine"]),
+        ([300, *[1] * 8], ["decode", "attention", "decode_combine"]),
+    ):
+        found = launches(counts, return_lse=True)
+        assert [op for op, _ in found] == ops
+        assert all(names <= arrays | {"lse"} for _, names in found)
+        assert all(names == arrays | {"lse"} for _, names in found[:1])
+    apart = np.zeros((40, 16, 2, 128), np.float16)[..., :64]
+    for counts, more in (
+        ([1] * 9, {"mask": np.ones((1, 99), bool)}),
+        ([2] * 9, {"causal": False}),
+        ([1] * 9, {"k": apart}),
+        ([1] * 9, {"score_mod": oa.ScoreMod("score")}),
+        ([300, *[1] * 8], {"causal": False}),
+        ([300, *[250] * 8], {}),
+    ):
+        assert all("decode" not in op for op, _ in launches(counts, **more))
+    assert [op for op, _ in launches([1] * 9, k=apart, v=apart)] == ["decode", "decode_combine"]
 
 
 @pytest.mark.parametrize("longest", [0, 1, 10**6])

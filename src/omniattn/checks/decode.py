@@ -11,12 +11,11 @@ from ..kv.cache import KVCache
 from ..kv.formats import KV_ARRAY_DTYPES
 from ..plan.engine import Call
 from ..problems import DecodeProblem
+from ..problems.decode import MAX_Q_LEN
 from . import values
 from .caches import check_int32, check_scales, check_slots, check_table
 
 _NAME = "decode"
-#: New tokens of a sequence at most; longer ones are prompts.
-MAX_Q_LEN = 16
 #: The caller's arrays, in the order of a call.
 ARRAYS = ("q", "seq_lens", "block_table", "sinks", "recent_slots", "out")
 #: Those that kernels access 16 bytes at a time.

@@ -13,12 +13,13 @@ from ..kv.cache import KVCache
 from ..kv.places import by_position
 from ..plan.engine import Call
 from ..problems import AttentionProblem, AttentionStrides, DecodeProblem, Pages, WithCacheProblem
+from ..problems.decode import MAX_Q_LEN
 from ..problems.quantize import Strides3
 from ..problems.with_cache import few_queries
 from . import values
 from .attention import describable
 from .caches import check_int32, check_scales, check_slots, check_table, host_table
-from .decode import MAX_Q_LEN, check_prefix, check_queries, check_scale_sinks_out
+from .decode import check_prefix, check_queries, check_scale_sinks_out
 from .extras import check_score_mod
 
 _NAME = "attention_with_kvcache"

@@ -16,6 +16,7 @@ from ..frameworks import FUNCTIONS, compiling
 from ..launch.score_mod import PREFIX
 from ..plan.attention import plan_attention
 from ..plan.engine import Call, Operation, repeated, run
+from ..plan.with_cache import plan_varlen
 from ..problems import OPERANDS, Fp8, Int4, Int8
 from ..runtime import env
 from . import factors, on_cpu
@@ -70,12 +71,12 @@ def _arrays_of(name: str) -> tuple[str, ...]:
 
 _ATTENTION, _ATTENTION_VARLEN = (
     Operation(
-        name, _arrays_of(name), checks.check_attention, check_memory, plan_attention, on_cpu.attention,
+        name, _arrays_of(name), checks.check_attention, check_memory, plan, on_cpu.attention,
         ("q", "k", "v"), checks.ALIGNED, same=("q",), otherwise=_on_operands,
         placed=(checks.ARRAYS.index("mask"), checks.MASK_ALIGNMENT), gradients=_with_gradients,
         traced=run_traced,
     )
-    for name in ("attention", "attention_varlen")
+    for name, plan in (("attention", plan_attention), ("attention_varlen", plan_varlen))
 )  # fmt: skip
 
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from ..launch import decode
 from ..problems import AttentionProblem, DecodeProblem, Target, WithCacheProblem
 from ..problems.memory import aligned
+from ..problems.with_cache import decode_of_pages
 from ..runtime.record import LaunchRecord
 from ..select.decode_ways import way_in_company
 from ..select.with_cache import is_divided, one_way, way_of_others
@@ -19,6 +20,8 @@ from .stages import launches_of
 
 #: What the arrays are called that attention over pages reads.
 _OF_PAGES = {"k": "cache.k", "v": "cache.v", "seqused_k": "seq_lens"}
+#: What the arrays of ``attention_varlen`` are called that the kernels of ``decode`` read.
+_OF_ARRAYS = {"cache.k": "k", "cache.v": "v", "seq_lens": "seqused_k"}
 #: The table of ``decode`` where a contiguous cache is a pool with one block a sequence.
 _OF_INDEX = {"block_table": "batch_index"}
 
@@ -30,13 +33,25 @@ def plan_with_cache(problem: WithCacheProblem, target: Target, force: str | None
         launches = plan_decode(own, target, force)
         records = _renamed(launches.records, of_decode)
     else:
-        both = None if force or not is_divided(problem) else _both(problem, own, target, of_decode)
-        if both is not None:
-            return both
-        launches = _alone(own, target, force)
-        records = _renamed(launches.records, _OF_PAGES)
+        divided = problem.few is not None and not force and is_divided(own, always=own.deterministic)
+        both = _both(own, problem.few, target, _OF_PAGES, of_decode) if divided else None
+        launches = both or _alone(own, target, force)
+        records = launches.records if both is not None else _renamed(launches.records, _OF_PAGES)
     selection = launches.selection
     return replace(launches, selection=replace(selection, why=(*selection.why, problem.why)), records=records)
+
+
+def plan_varlen(problem: AttentionProblem, target: Target, force: str | None) -> Launches:
+    """The launches of ``attention_varlen``: over pages those of `plan_with_cache`."""
+    few = None if problem.pages is None or force else decode_of_pages(problem)
+    if few is None:
+        return plan_attention(problem, target, force)
+    if not few.has_company:
+        launches = plan_decode(few, target, None)
+        selection = replace(launches.selection, why=(*launches.selection.why, "up to 16 queries of each sequence"))
+        return replace(launches, selection=selection, records=_renamed(launches.records, _OF_ARRAYS))
+    both = _both(problem, few, target, {}, _OF_ARRAYS) if is_divided(problem) else None
+    return both or plan_attention(problem, target, None)
 
 
 def _alone(own: AttentionProblem, target: Target, force: str | None) -> Launches:
@@ -48,23 +63,31 @@ def _alone(own: AttentionProblem, target: Target, force: str | None) -> Launches
 
 
 def _both(
-    problem: WithCacheProblem, own: AttentionProblem, target: Target, of_decode: Mapping[str, str]
+    own: AttentionProblem,
+    few: DecodeProblem | None,
+    target: Target,
+    of_pages: Mapping[str, str],
+    of_decode: Mapping[str, str],
 ) -> Launches | None:
     """Attention over pages of the sequences with many queries, and ``decode`` of the others, at the same time.
 
     The kernel of ``decode`` begins, on a part of the SMs. Attention takes the others, and those of the first as it
     ends; it ends behind that one. Then partial results of ``decode`` are merged. None where a kernel cannot be had.
+
+    Parameters
+    ----------
+    own : AttentionProblem
+    few : DecodeProblem
+    target : Target
+    of_pages, of_decode : mapping
+        What the arrays of both are called in this call.
     """
-    few = problem.few
     assert few is not None
     rest = replace(own, passed_over=few.q_len)
     way = way_of_others(rest, target)
     if way is None:
         return None
-    why = (
-        f"sequences of more than {few.q_len} queries; the others run at the same time on decode's kernels",
-        problem.why,
-    )
+    why = (f"sequences of more than {few.q_len} queries; the others run at the same time on decode's kernels",)
     attend = launches_of(way, rest, target, None, why)
     one = way_in_company(few, target).passes[0]
     kernels = decode.Kernels(one.main.spec, one.combine.spec, one.split)
@@ -72,7 +95,7 @@ def _both(
     records, end = decode.build((kernels,), None, few, target, begin)
     if not records or not attend.records:
         return None
-    first, *others = _renamed(attend.records, _OF_PAGES)
+    first, *others = _renamed(attend.records, of_pages)
     main, combine = _renamed(records, of_decode)
     beside = replace(first, overlap=way.row.arch_specific)
     # What is merged is complete when attention has ended; nothing of it is launched early.

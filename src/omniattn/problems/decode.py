@@ -15,6 +15,8 @@ OLDER, NEWEST = 1, 2
 SHARED_PREFIX = -1
 #: Keys of the smallest chunk of a sequence that work is divided into; and with ``deterministic`` of every split.
 CHUNK, FIXED_SPLIT = 128, 512
+#: New tokens of a sequence at most; longer ones are prompts.
+MAX_Q_LEN = 16
 #: CTAs of the main kernel at most: the kernels compute with their square in 31 bits.
 MAX_WORKERS = 46340
 

@@ -4,9 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..kv.formats import KVFormat, row_dim
+from ..kv.layout import CacheLayout
 from .attention import AttentionProblem
-from .decode import DecodeProblem
+from .decode import MAX_Q_LEN, DecodeProblem
 from .outputs import Output
+
+#: Names of caches' element types.
+_FORMATS = {"float16": "fp16", "bfloat16": "bf16"}
+#: Elements that the kernels of ``decode`` read at a time.
+_STEP = 8
 
 
 def few_queries(group: int) -> int:
@@ -15,6 +22,60 @@ def few_queries(group: int) -> int:
     ``group``: query heads of a kv head.
     """
     return max(1, 8 // group)
+
+
+def decode_of_pages(problem: AttentionProblem) -> DecodeProblem | None:
+    """The call of ``decode``'s kernels on the sequences of few queries of packed ones over pages.
+
+    Of all, where none has more than these take; else of those that it may take off attention over pages. None where
+    they do not serve the call.
+    """
+    p, s, pages = problem, problem.strides, problem.pages
+    if s is None or pages is None or not p.batch or p.queries_per_sequence or p.used[0] or p.dtype not in _FORMATS:
+        return None
+    if p.score_mod is not None or p.mask != "none" or p.block_mask is not None or p.own_head_dim_v:
+        return None
+    if p.precision.quantized or not p.max_seqlen_q or not (p.window_right == 0 or p.max_seqlen_q == 1):
+        return None
+    if (
+        not pages.has_table
+        or not pages.num_pages
+        or pages.has_index
+        or (p.batch > 1 and pages.table_stride != pages.max_pages)
+    ):
+        return None
+    if s.k != s.v or any(step % _STEP for step in s.k):
+        return None
+    extents = (pages.num_pages, p.num_kv_heads, pages.page_size)
+    page, key, head = s.k
+    strides = tuple(step if n > 1 else 0 for step, n in zip((page, head, key), extents, strict=True))
+    formats = [KVFormat(_FORMATS[p.dtype], p.head_dim, row_dim(p.head_dim), False, is_key) for is_key in (True, False)]
+    cache = CacheLayout(
+        True,
+        pages.num_pages,
+        pages.page_size,
+        p.num_kv_heads,
+        p.head_dim,
+        formats[0],
+        formats[1],
+        False,
+        (),
+        0,
+        0,
+        0,
+        None,
+        "cuda",
+        0,
+        "NHD",
+        strides,  # type: ignore[arg-type]
+    )
+    all_few = p.max_seqlen_q <= MAX_Q_LEN
+    few = p.max_seqlen_q if all_few else few_queries(p.num_q_heads // p.num_kv_heads)
+    return DecodeProblem(
+        p.dtype, cache, p.batch, few, p.num_q_heads, p.num_kv_heads, p.head_dim, pages.capacity, pages.page_size,
+        pages.num_pages, pages.max_pages, p.window_left, p.softmax_scale, p.softcap, p.sinks, False, 0, p.lse,
+        (*s.q, 1), (*s.o, 1), p.seqlen_q, not all_few,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)

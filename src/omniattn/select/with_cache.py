@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..problems import AttentionProblem, Target, WithCacheProblem
+from ..problems import AttentionProblem, Target
 from ..problems.split import Whole
 from .candidate import Candidate
 from .choose import ranked
@@ -18,17 +18,13 @@ _PART = 1 / 4
 _WAVES = 4
 
 
-def is_divided(problem: WithCacheProblem) -> bool:
+def is_divided(problem: AttentionProblem, *, always: bool = False) -> bool:
     """Whether sequences of few queries run on the kernels of ``decode``, beside the others.
 
-    With ``deterministic`` always: a sequence runs on the same kernels, whatever the others are.
+    ``always``: so that a sequence runs on the same kernels, whatever the others are.
     """
-    kernels = problem.kernels
-    if problem.few is None or not isinstance(kernels, AttentionProblem):
-        return False
-    if kernels.deterministic:
-        return True
-    return kernels.batch > 1 and kernels.seqlen_q <= _PART * kernels.batch * kernels.max_seqlen_q
+    p = problem
+    return always or (p.batch > 1 and p.seqlen_q <= _PART * p.batch * p.max_seqlen_q)
 
 
 def one_way(problem: AttentionProblem, target: Target) -> Candidate | None:
