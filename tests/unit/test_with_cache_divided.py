@@ -96,6 +96,13 @@ def test_calls_that_are_not_divided(singles: int, prompts: int, rows: int, optio
     assert problem.kernels.passed_over == 0
 
 
+@pytest.mark.parametrize("target", [HOPPER, AMPERE])
+def test_no_queries(target: Target) -> None:
+    problem = problem_of(0, 4, 0)
+    assert (problem.q_shape[0], problem.kernels.batch) == (0, 4)
+    assert plan_with_cache(problem, target, None).records == ()
+
+
 def test_a_forced_kernel_has_all_sequences() -> None:
     problem = problem_of(64, 2, 4096)
     name = plan_with_cache(problem, HOPPER, None).selection.spec.name

@@ -23,6 +23,8 @@ def is_divided(problem: WithCacheProblem, target: Target) -> bool:
     kernels = problem.kernels
     if problem.few is None or not isinstance(kernels, AttentionProblem):
         return False
+    if kernels.max_seqlen_q <= problem.few.q_len:  # 0: there is nothing to compute
+        return False
     return kernels.batch > 1 and kernels.seqlen_q <= _PART * kernels.batch * kernels.max_seqlen_q
 
 
