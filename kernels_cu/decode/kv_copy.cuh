@@ -198,10 +198,11 @@ struct KvCopy {
                 plane_of_runs<VRows>(v_at(stage), v, runs);
             }
         } else {
-            // Behind the caller's rows nothing is copied, either.
-            if (!kTight && Config::kPlaces && int32(lane % KRows::Row::kChunks) >= places.row_chunks) count = 0;
-            plane<KRows>(k_at(stage), k, row, count);
-            plane<VRows>(v_at(stage), v, row, count);
+            // Behind the caller's rows nothing is copied, either. (Scales of keys are, by every lane.)
+            int32 rows = count;
+            if (!kTight && Config::kPlaces && int32(lane % KRows::Row::kChunks) >= places.row_chunks) rows = 0;
+            plane<KRows>(k_at(stage), k, row, rows);
+            plane<VRows>(v_at(stage), v, row, rows);
         }
         if constexpr (kv_in_order(Config::kKKind)) {
             if (!row_scales) return;

@@ -21,16 +21,16 @@
 //                                                     arrive at the next warpgroup's
 //                                                     P(i) = softmax(S(i)), under the others' products
 //
-// A consumer passes over key tiles that none of its 64 rows sees, and may be a tile of queries ahead of the others.
-// PAGED: K and V in pages, which all four warps of the producer copy (attention/paged_keys.cuh).
-// SPLIT_KEYS: a CTA takes a part of a tile's keys (scheduler/split_tiles.cuh); attn_combine_sm80 merges. Of packed
-// sequences it takes an even share of all (scheduler/stream_k.cuh), attn_combine_packed_sm90 merges. CTAS_PER_SM:
-// of more than one, each with one warp that copies, behind its consumers, and no ping-pong.
-// SCORE_MODS: softcap, masks and any softmax_scale between product and softmax (attention/tile_score_mods.cuh). Steps
-// are those of a list where a mask hides whole tiles; what it needs is copied beside K (attention/mask_copies.cuh).
-// What is common runs in a loop as straight as the plain one; what comes next is looked up under the products. Shared
-// memory, bytes: masks, if any | Q [NUM_Q_STAGES][BLOCK_M * PANELS * 128] | K [NUM_STAGES][BLOCK_N * PANELS * 128] | V
-// [same, with V's panels] | barriers. Panels: 64 columns, 128-byte swizzle; those beyond the head's are not read.
+// A consumer passes over key tiles that none of its rows sees, and may be a tile of queries ahead. PAGED: K and V in
+// pages (attention/paged_keys.cuh). SPLIT_KEYS: a CTA takes a part of a tile's keys (scheduler/split_tiles.cuh);
+// attn_combine_sm80 merges. Of packed sequences it takes an even share of all (scheduler/stream_k.cuh),
+// attn_combine_packed_sm90 merges. CTAS_PER_SM: of more than one, each with one warp that copies, behind its consumers,
+// and no ping-pong. SCORE_MODS: softcap, masks and any softmax_scale between product and softmax
+// (attention/tile_score_mods.cuh). Steps are those of a list where a mask hides whole tiles; what it needs is copied
+// beside K (attention/mask_copies.cuh). What is common runs in a loop as straight as the plain one; what comes next is
+// looked up under the products. Shared memory, bytes: masks, if any | Q [NUM_Q_STAGES][BLOCK_M * PANELS * 128] | K
+// [NUM_STAGES][BLOCK_N * PANELS * 128] | V [same, with V's panels] | barriers. Panels: 64 columns, 128-byte swizzle;
+// those beyond the head's are not read.
 #include "attention/fwd_modes.cuh"
 #include "attention/fwd_products.cuh"
 #include "attention/fwd_roles.cuh"
@@ -492,9 +492,8 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kCtas) at
     __syncthreads();
     auto produce = [&](int lane) {
         Producer(params, smem, bars).run(lane);
-        if constexpr (Config::kWaitsForMasks) wait_for_kernel_ahead();  // at the latest: every CTA has to
-        // decode_sm80 may run at the same time, on other queries: this launch is not at its end before that one is.
-        if (Config::kPaged && blockIdx.x == gridDim.x - 1) wait_for_kernel_ahead();
+        // At the latest: every CTA has to. Over pages the last one, as decode_sm80 may run beside this kernel.
+        if (Config::kWaitsForMasks || (Config::kPaged && blockIdx.x == gridDim.x - 1)) wait_for_kernel_ahead();
     };
     auto consume = [&](int32 group) { Consumer(params, smem, bars, group).run(); };
     if constexpr (Config::kCtas == 1) run_roles<Config::kConsumers, producer_warps<Config>()>(produce, consume);

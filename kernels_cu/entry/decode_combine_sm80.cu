@@ -19,6 +19,7 @@
 #include "decode/rows.cuh"
 #include "params/decode.cuh"
 #include "ptx/cvt.cuh"
+#include "ptx/cvt_quant.cuh"
 #include "ptx/gpu_sync.cuh"
 #include "ptx/math.cuh"
 

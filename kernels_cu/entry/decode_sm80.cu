@@ -4,9 +4,10 @@
 //   S = softmax_scale * q (s_k c_k + z_k)^T;  S = softcap * tanh(S / softcap);  P = softmax([S, sink])
 //   O = P (s_v c_v + z_v);  LSE = log(sum(exp(S)) + exp(sink))
 //
-// q, o: [batch, q_len, num_q_heads, head_dim], or packed by cu_seqlens_q; the cache: docs/kv_formats.md. Rows of 16-bit K and V, and those of an
-// engine's pool in 8 bits, are wherever the strides of the arguments say, and as wide as head_dim there. Query token i
-// of sequence b sees the keys up to seq_lens[b] - q_len + i. lse: [batch, num_q_heads, q_len].
+// q, o: [batch, q_len, num_q_heads, head_dim], or packed by cu_seqlens_q; the cache: docs/kv_formats.md. Rows of 16-bit
+// K and V, and those of an engine's pool in 8 bits, are wherever the strides of the arguments say, and as wide as
+// head_dim there. Query token i of sequence b sees the keys up to seq_lens[b] - q_len + i. lse: [batch, num_q_heads,
+// q_len].
 //
 // Keys are on the M side of both products (mma.m16n8k16), the rows (query token, head of the kv head's group) on the N
 // side, in tiles of 8: S^T = K Q^T and O^T = V^T P^T waste nothing for groups of up to 8 heads. Codes are multiplied as

@@ -66,7 +66,7 @@ struct DecodeParams {
     uint32 block_places, head_places, token_places;
     uint32 place_bytes;
     // From a token's row to the next, where 16 tokens from a multiple of 16 on are in one block and the step is below
-    // 2^30; else 0: each row is looked up.
+    // 2^29; else 0: each row is looked up.
     uint32 token_bytes;
     int32 row_chunks;  // 16-byte chunks of a row; those beyond, up to the kernel's head_dim, are zeros and not read
     // Steps between scales of the caller's 8-bit rows, elements. With row_scales each row has one, and scale_outer is a

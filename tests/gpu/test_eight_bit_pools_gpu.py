@@ -73,6 +73,7 @@ class Pool:
         self.new = [normal(sum(LENGTHS), HEADS, dim, seed=n) for n in (1, 2)]
         if kind == "sequences":  # which `append` refuses: any codes
             codes = np.random.default_rng(7).integers(-100, 100, shape, np.int8)
+            codes[codes == -1] = 0  # of e4m3 it is NaN
             for memory in self.memories:
                 memory.copy_(torch.from_numpy(codes.view(np.uint8)))
         elif fill:

@@ -474,7 +474,11 @@ def test_rows_far_apart() -> None:
     # 2^30 bytes between tokens: kernels multiply steps in 32 bits.
     far = row_places((1 << 34, 64, 1 << 29), (3, 2, 16), 64, "decode")
     assert far.run_bytes(16, False) == 0
-    assert row_places((1 << 34, 64, 1 << 28), (3, 2, 16), 64, "decode").run_bytes(16, False) == 1 << 29
+    assert row_places((1 << 34, 64, 1 << 27), (3, 2, 16), 64, "decode").run_bytes(16, False) == 1 << 28
+    # A warp copies 8 rows of 64 bytes at once and goes on by as many steps, in 32 bits.
+    apart = row_places((1 << 34, 64, 1 << 29), (3, 2, 16), 64, "decode", 1)
+    assert apart.token * apart.unit_bytes == 1 << 29
+    assert apart.run_bytes(16, False) == 0
     assert far.unit_bytes == 128
     # Places are numbers of 32 bits in units of the greatest common divisor.
     row_places((8, 1 << 34, 16), (2, 2, 2), 8, "decode")

@@ -119,6 +119,13 @@ def test_the_same_kernels_whatever_the_batch_is(target: Target) -> None:
     assert record.spec.name == attends
 
 
+@pytest.mark.parametrize("target", [HOPPER, AMPERE])
+def test_no_queries(target: Target) -> None:
+    problem = problem_of(0, 4, 0)
+    assert (problem.q_shape[0], problem.kernels.batch) == (0, 4)
+    assert plan_with_cache(problem, target, None).records == ()
+
+
 def test_a_forced_kernel_has_all_sequences() -> None:
     problem = problem_of(64, 2, 4096)
     name = plan_with_cache(problem, HOPPER, None).selection.spec.name

@@ -13,8 +13,9 @@ from .layout import CacheLayout
 CHUNK_BYTES = 16
 #: Kernels count places in 32 bits.
 MAX_PLACES = 2**32
-#: Steps between tokens from which on each row is looked up: kernels multiply them by up to 4, in 32 bits.
-MAX_TOKEN_BYTES = 2**30
+#: Steps between tokens from which on each row is looked up: kernels multiply them in 32 bits by the rows that a warp
+#: copies at once, 8 of the shortest, which have 64 bytes.
+MAX_TOKEN_BYTES = 2**29
 #: Tokens of a block that are copied by one look-up, from a multiple of it on.
 RUN = 16
 #: The orders of a caller's dimensions: (blocks, tokens, heads, dim) and (blocks, heads, tokens, dim).

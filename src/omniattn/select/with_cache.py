@@ -24,6 +24,8 @@ def is_divided(problem: AttentionProblem, *, always: bool = False) -> bool:
     ``always``: so that a sequence runs on the same kernels, whatever the others are.
     """
     p = problem
+    if p.max_seqlen_q == 0:  # there is nothing to compute
+        return False
     return always or (p.batch > 1 and p.seqlen_q <= _PART * p.batch * p.max_seqlen_q)
 
 
