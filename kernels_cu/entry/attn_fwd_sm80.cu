@@ -389,10 +389,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, MIN_CTAS) attn_fw
         const int64 row = int64(n) * Config::kBlockN;
         const int32 count = int32(min_of<int64>(t.seqlen_k - row, Config::kBlockN));
         if constexpr (Config::kPaged) {
-            const int32 seen = first_seen_key(p, t);
-            auto at = [&](int i) {
-                return from + PageTable(p, t).offset(max_of(int32(row) + i, seen), stride_b, stride_s);
-            };
+            auto at = [&](int i) { return from + PageTable(p, t).offset(seen_key(p, t, row + i), stride_b, stride_s); };
             columns.issue_rows(to, at, count, tid);
         } else {
             columns.issue(to, from + row * stride_s, stride_s, count, tid);

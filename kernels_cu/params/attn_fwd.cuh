@@ -36,13 +36,11 @@ struct AttnFwdParams {
     int32 seqlen_q, seqlen_k;  // dense: lengths; varlen: rows of the packed tensors; pages: keys of a whole table
     int32 page_size, page_rows_log2;  // rows of a page, and of a copy of them, which divides pages and tiles
     int32 num_pages;  // of the pool
-    // Over pages. Without cu_seqlens_q: queries of each sequence. With it: sequences of up to so many queries are passed
-    // over, as they are another launch's.
-    int32 queries_per_sequence;
+    int32 queries_per_sequence;  // over pages, without cu_seqlens_q; with it: up to so many are another launch's
     int32 mask_rows, mask_cols;
     int32 head_dim;  // of v and o; of q and k too, unless head_dim_qk says something else
     int32 window_left, window_right;  // -1: unlimited; causal is window_right = 0
-    int32 num_m_blocks;  // dense: tiles per (batch, head); varlen: upper bound over all sequences
+    int32 num_m_blocks;               // dense: tiles per (batch, head); varlen: upper bound over all sequences
     int32 mask_kind, sinks_kind;
     float softmax_scale;
     float softcap;  // 0: none
@@ -82,29 +80,29 @@ struct SplitTileList : TileList {
 
 // Score modifications that attn_fwd applies between Q K^T and the softmax (attention/score_mods.cuh), in this order.
 enum ScoreModFlag : int32 {
-    kModSoftcap = 1,  // tanh; else the raw product
-    kModScaled = 2,  // times `factor2`, which cannot wait for the exponent: it is not positive, or not finite
-    kModBits = 4,  // visibility, a bit a score
-    kModKeyBias = 8,  // one number a key, added
-    kModBias = 16,  // a tile of numbers, added
-    kModUserTiles = 32,  // the lists' kinds are those of the user's mask expression
+    kModSoftcap = 1,   // tanh; else the raw product
+    kModScaled = 2,    // times `factor2`, which cannot wait for the exponent: it is not positive, or not finite
+    kModBits = 4,      // visibility, a bit a score
+    kModKeyBias = 8,   // one number a key, added
+    kModBias = 16,     // a tile of numbers, added
+    kModUserTiles = 32, // the lists' kinds are those of the user's mask expression
 };
 
 // What masks were made into (params/mask_tiles.cuh): tiles of 64 keys. Strides 0 where the mask is broadcast.
 struct ScoreModParams {
-    const void* tiles;  // kModBits: words [tile of 64 rows][tile of keys][128]; kModKeyBias: floats [key]
+    const void* tiles;   // kModBits: words [tile of 64 rows][tile of keys][128]; kModKeyBias: floats [key]
     const int32* lists;  // of each tile of queries: which tiles of keys (params/mask_tiles.cuh); null: all visible
     int64 tiles_stride_b, tiles_stride_h, tiles_stride_m;  // elements
     int64 lists_stride_b, lists_stride_h;
-    int32 num_tiles;  // one less than a list has elements
-    int32 flags;  // ScoreModFlag
-    int32 bias_batch, bias_head;  // 1: the tile's own; 0: the only one
-    float cap_scale;  // softmax_scale / softcap
-    float factor, factor2;  // of the raw product, or of tanh, to natural-log units; to base 2
-    float cap_limit;  // largest raw product that the polynomial is for
-    float cap_poly[4];  // softcap * log2(e) * tanh(cap_scale * s) / s, in powers of s^2
-    float cap_near_limit;  // largest square of a raw product that the shorter polynomial is for
-    float cap_near[3];  // the same of lower degree
+    int32 num_tiles;             // one less than a list has elements
+    int32 flags;                 // ScoreModFlag
+    int32 bias_batch, bias_head; // 1: the tile's own; 0: the only one
+    float cap_scale;             // softmax_scale / softcap
+    float factor, factor2;       // of the raw product, or of tanh, to natural-log units; to base 2
+    float cap_limit;             // largest raw product that the polynomial is for
+    float cap_poly[4];           // softcap * log2(e) * tanh(cap_scale * s) / s, in powers of s^2
+    float cap_near_limit;        // largest square of a raw product that the shorter polynomial is for
+    float cap_near[3];           // the same of lower degree
 };
 
 // attn_fwd_sm80 with score modifiers. Without lists it reads the mask of `fwd` itself.
@@ -125,7 +123,7 @@ struct AttnFwdSplitSm90Params {
     TensorMap map_q, map_k, map_v;  // map_q: [batch, head, query, pack, head_dim]
     AttnFwdParams fwd;
     SplitTileList tiles;
-    float* partial_o;  // [batch, head, split, row, head_dim], not divided by the denominator
+    float* partial_o;   // [batch, head, split, row, head_dim], not divided by the denominator
     float* partial_ml;  // [batch, head, split, row, 2]: base of the exponents in base 2, and denominator
 };
 // Packed sequences, an even share for every CTA (scheduler/stream_k.cuh); one that is not cut has `fwd.o` and
@@ -134,7 +132,7 @@ struct AttnFwdStreamKSm90Params {
     TensorMap map_q, map_k, map_v;  // map_q as above, of one batch
     AttnFwdParams fwd;
     SplitTileList tiles;
-    float* partial_o;  // as attn_combine_packed_sm90 reads them (params/attn_combine.cuh)
+    float* partial_o;   // as attn_combine_packed_sm90 reads them (params/attn_combine.cuh)
     float* partial_ml;
     struct CutTile* cuts;
 };

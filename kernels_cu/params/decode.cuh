@@ -74,8 +74,8 @@ struct DecodeParams {
     uint32 scale_outer, scale_head, scale_token;
     int32 row_scales;
     int32 total_queries;  // of packed ones
-    // The queries of other sequences, and rows that no sequence owns, are those of the next launch, which may run at the
-    // same time. Else decode_combine clears the rows that no sequence owns.
+    // The queries of other sequences, and rows that no sequence owns, are those of the next launch, which may run at
+    // the same time. Else decode_combine clears the rows that no sequence owns.
     int32 has_company;
 };
 

@@ -15,6 +15,12 @@ OA_DEVICE int32 first_seen_key(const AttnFwdParams& p, const Tile& t) {
     return p.window_left < 0 ? 0 : max_of(t.seqlen_k - query_of(t, t.seqlen_q) - p.window_left, 0);
 }
 
+// Of a tile's key, or the first one that is seen if it is left of that.
+template <typename Tile>
+OA_DEVICE int32 seen_key(const AttnFwdParams& p, const Tile& t, int64 key) {
+    return max_of(int32(key), first_seen_key(p, t));
+}
+
 class PageTable {
   public:
     OA_DEVICE PageTable(const AttnFwdParams& p, const FwdTile& t)
