@@ -36,7 +36,7 @@ struct AttnFwdParams {
     int32 seqlen_q, seqlen_k;  // dense: lengths; varlen: rows of the packed tensors; pages: keys of a whole table
     int32 page_size, page_rows_log2;  // rows of a page, and of a copy of them, which divides pages and tiles
     int32 num_pages;  // of the pool
-    int32 queries_per_sequence;  // over pages, without cu_seqlens_q; with it: up to so many are another launch's
+    int32 queries_per_sequence;  // of packed sequences without cu_seqlens_q; else 0
     int32 mask_rows, mask_cols;
     int32 head_dim;  // of v and o; of q and k too, unless head_dim_qk says something else
     int32 window_left, window_right;  // -1: unlimited; causal is window_right = 0

@@ -92,8 +92,8 @@ OA_DEVICE float4 load_gpu(const float4* p) {
 
 // griddepcontrol (PTX ISA, sm_90 and newer; nothing before): programmatic dependent launch. Any thread; after
 // launch_dependents of every CTA the next kernel on the stream may be started, wait returns when the kernel ahead has
-// ended and its writes are seen. Every CTA that needs them has to wait, and at least one in any case: a kernel that
-// ends counts as done, and so do those before it.
+// ended and its writes are seen. Every CTA has to wait, also those that need nothing: a kernel that ends counts as
+// done, and so do those before it.
 OA_DEVICE void launch_dependents() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");

@@ -84,7 +84,6 @@ OA_DEVICE SequenceRange sequence_range(const AttnFwdParams& p, int32 b) {
         of_q = {b * p.queries_per_sequence, p.queries_per_sequence};
     } else {
         of_q = used_sequence(p.cu_seqlens_q, p.seqused_q, b, p.seqlen_q);
-        if (kPaged && of_q.len <= p.queries_per_sequence) of_q.len = 0;
     }
     if (kPaged) {
         of_k = {0, min_of(max_of(p.seqused_k[b], 0), p.seqlen_k)};

@@ -8,6 +8,22 @@ struct PageRow {
     int32 page, row;
 };
 
+// Of packed sequences over pages. With cu_seqlens_q those of up to queries_per_sequence queries are another launch's,
+// and count as having none.
+template <>
+OA_DEVICE SequenceRange sequence_range<true>(const AttnFwdParams& p, int32 b) {
+    SequenceRange r;
+    Sequence of_q = {b * p.queries_per_sequence, p.queries_per_sequence};
+    if (p.cu_seqlens_q != nullptr) {
+        of_q = used_sequence(p.cu_seqlens_q, p.seqused_q, b, p.seqlen_q);
+        if (of_q.len <= p.queries_per_sequence) of_q.len = 0;
+    }
+    r.sequence = b;
+    r.q_begin = of_q.begin, r.seqlen_q = of_q.len;
+    r.k_begin = 0, r.seqlen_k = min_of(max_of(p.seqused_k[b], 0), p.seqlen_k);
+    return r;
+}
+
 // The first key that a query of the tile's sequence sees. Pages left of it may be another sequence's by now, or hold
 // NaN, which is NaN times 0 too.
 template <typename Tile>
