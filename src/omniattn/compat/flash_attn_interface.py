@@ -313,8 +313,7 @@ def flash_attn_with_kvcache(
         are packed or have a window are causal.
     q_descale, k_descale, v_descale : tensor, (batch, nheads_k), float32, any strides, optional
         Factors of what is in e4m3: of q by the kv head that a query head reads. Read when a call runs, in a CUDA graph
-        too. q becomes bfloat16, which is exact, and its factor one with k's, so that nothing is rounded but in the
-        attention itself, whose products are in 16 bits, and in the output.
+        too. q becomes bfloat16, which is exact, and its factor one with k's in float32; products are in 16 bits.
     page_table : tensor, (batch, max_blocks), int32, optional
         The ``block_table`` of FlashAttention-2. With ``cache_batch_idx``, which names its rows, any number of them.
         ``cache_leftpad`` goes with it; the keys are gathered then.
