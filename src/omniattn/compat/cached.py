@@ -285,7 +285,7 @@ def _few(
         return torch.zeros_like(q), torch.full(shape, -torch.inf, dtype=torch.float32, device=q.device)
     assert cache.own is not None
     out, lse = attention_with_kvcache(
-        common.contiguous_rows(q), cache.own, seq_lens=lengths.contiguous(), cu_seqlens_q=rows.starts,
+        _plain_rows(q), cache.own, seq_lens=lengths.contiguous(), cu_seqlens_q=rows.starts,
         block_table=None if cache.table is None else cache.table.contiguous(), max_seqlen_q=rows.longest,
         return_lse=True, **options,
     )  # fmt: skip
