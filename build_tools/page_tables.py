@@ -15,6 +15,7 @@ from build_tools import (
     model_tables,
     option_tables,
     perplexity_tables,
+    serve_tables,
     shape_tables,
 )
 from build_tools.page_parts import (
@@ -91,6 +92,7 @@ SOURCES: dict[str, Source] = {
     **model_tables.SOURCES,
     **accuracy_tables.SOURCES,
     **perplexity_tables.SOURCES,
+    **serve_tables.SOURCES,
 }
 
 
@@ -358,4 +360,5 @@ PARTS: dict[str, Part] = {
     **model_tables.PARTS,
     **accuracy_tables.PARTS,
     **perplexity_tables.PARTS,
+    **serve_tables.PARTS,
 }

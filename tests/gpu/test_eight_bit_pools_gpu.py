@@ -162,3 +162,83 @@ def test_a_graph_reads_new_scales() -> None:
     x.scales[0][1].mul_(2.0)
     graph.replay()
     assert torch.equal(out, 2 * before)
+
+
+def test_flash_attention_3_over_e4m3() -> None:
+    """q, k and v in e4m3 with descales, batches and packed rows; the bytes of new tokens; a graph that is replayed."""
+    from omniattn.compat import flash_attn_interface as fa3
+
+    batch, before, page, dim = 3, [200, 3, 77], 16, 128
+    make = lambda *shape, seed: normal(*shape, seed=seed).to(torch.float8_e4m3fn)  # noqa: E731
+    caches = [make(60, page, HEADS, dim, seed=n) for n in (1, 2)]
+    table = torch.randperm(60, generator=torch.Generator().manual_seed(1))[:48].reshape(batch, 16).int().cuda()
+    descales = {name: torch.rand(batch, HEADS, device="cuda") + 0.5 for name in ("q_descale", "k_descale", "v_descale")}
+    descales["v_descale"] = descales["v_descale"][:, :1].expand(batch, HEADS)
+    for rows, packed in ((1, False), (4, False), (4, True)):
+        q, k, v = (
+            make(batch, rows, 8, dim, seed=3),
+            make(batch, 2, HEADS, dim, seed=4),
+            make(batch, 2, HEADS, dim, seed=5),
+        )
+        options: dict[str, Any] = {"cache_seqlens": int32(before), "page_table": table, **descales}
+        if packed:
+            q = q.flatten(0, 1)
+            options |= {"cu_seqlens_q": int32(range(0, 4 * batch + 1, 4)), "max_seqlen_q": 4}
+        results = []
+        for device in ("cuda", "cpu"):
+            own = [x.to(device).clone() for x in caches]
+            given = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in options.items()}
+            tensors = (x.to(device) for x in (q, *own, k, v))
+            out, lse, *_ = fa3.flash_attn_with_kvcache(*tensors, causal=True, return_softmax_lse=True, **given)
+            assert out.dtype == torch.bfloat16
+            results.append([out.cpu().float(), lse.cpu(), *(x.view(torch.uint8).cpu() for x in own)])
+        ours, theirs = results
+        assert float((ours[0] - theirs[0]).abs().max()) <= 2e-2 * float(theirs[0].abs().max())
+        assert float((ours[1] - theirs[1]).abs().max()) <= 1e-3
+        assert all(map(torch.equal, ours[2:], theirs[2:]))
+    own = [x.clone() for x in caches]
+    call = lambda: fa3.flash_attn_with_kvcache(q, *own, k, v, causal=True, **options)  # noqa: E731
+    call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        made = call()
+    options["cache_seqlens"].copy_(int32([100, 30, 5]))
+    descales["k_descale"].mul_(0.5)
+    graph.replay()
+    assert torch.equal(made, call())
+
+
+def test_flashinfer_over_e4m3() -> None:
+    """Batches and packed rows, scales that are tensors; new tokens by slots come back as the bytes that they were."""
+    from omniattn.compat import flashinfer as fi
+
+    page, lengths, rows, dim = 16, [200, 33, 77], [4, 1, 7], 128
+    pool = normal(40, 2, page, HEADS, dim, seed=1).to(torch.float8_e4m3fn)
+    counts = [-(-n // page) for n in lengths]
+    indptr, indices = int32(np.cumsum([0, *counts])), int32(np.random.default_rng(2).permutation(40)[: sum(counts)])
+    last = int32([(n - 1) % page + 1 for n in lengths])
+    scales = torch.rand(2, HEADS, device="cuda") + 0.5
+    for given in ([1, 1, 1], rows):
+        q = normal(sum(given), 8, dim, seed=3)
+        results = []
+        for device in ("cuda", "cpu"):
+            wrapper = fi.BatchPrefillWithPagedKVCacheWrapper(torch.empty(0, dtype=torch.uint8, device=device))
+            wrapper.plan(
+                int32(np.cumsum([0, *given])), indptr, indices, last, 8, HEADS, dim, page, causal=True,
+                q_data_type=torch.bfloat16, kv_data_type=torch.float8_e4m3fn,
+            )  # fmt: skip
+            k_scale, v_scale = scales.to(device)
+            out, lse = wrapper.run(q.to(device), pool.to(device), k_scale=k_scale, v_scale=v_scale, return_lse=True)
+            results.append((out.cpu().float(), lse.cpu()))
+        assert float((results[0][0] - results[1][0]).abs().max()) <= 2e-2 * float(results[1][0].abs().max())
+        assert float((results[0][1] - results[1][1]).abs().max()) <= 2e-3
+    every = torch.arange(256, dtype=torch.uint8, device="cuda")[:200, None, None].expand(200, HEADS, dim).contiguous()
+    request, at = int32([0] * 200), int32(range(200))
+    tokens = every.view(torch.float8_e4m3fn)
+    fi.append_paged_kv_cache(tokens, tokens, request, at, pool, indices, indptr, last)
+    place = indices[at // page].long(), at.long() % page
+    for plane in pool.view(torch.uint8).unbind(1):
+        same = (plane[place] == every) | (
+            tokens.float().isnan() & plane.view(torch.float8_e4m3fn)[place].float().isnan()
+        )
+        assert bool(same.all())

@@ -93,7 +93,7 @@ PAGED, DECODE, RAGGED = (
 MASKS = ("custom_mask", "packed_custom_mask", "prefix_len_ptr", "token_pos_in_items_ptr", "max_item_len_ptr")
 OF_PLANS: list[tuple[str, Any]] = [
     ("pos_encoding_mode", "ROPE_LLAMA"), ("pos_encoding_mode", "ALIBI"), ("q_data_type", E4M3),
-    ("kv_data_type", E4M3), ("kv_data_type", "float8_e4m3fn"), ("o_data_type", torch.float32), ("num_qo_heads", 3),
+    ("kv_data_type", torch.int8), ("kv_data_type", "float8_e5m2"), ("o_data_type", torch.float32), ("num_qo_heads", 3),
     ("num_kv_heads", 0), ("window_left", -2), ("logits_soft_cap", math.nan), ("sm_scale", math.inf),
     ("q_data_type", "half16"),
 ]  # fmt: skip
@@ -113,7 +113,7 @@ REFUSED: list[tuple[Any, str, Any]] = [
     (prefill, "block_tables", int32(1)), (decode, "head_dim", 60), (decode, "window_right", 1),
     (decode, "q_len_per_req", 0), (decode, "indptr", int32(0, 9, 8)), (decode, "last_page_len", X[:2]),
     (ragged, "kv_indptr", int32(0, 3)), (ragged, "kv_indptr", int32(0, 9, 8)), (ragged, "head_dim_vo", 60),
-    (ragged, "max_sequence_kv", 32),
+    (ragged, "max_sequence_kv", 32), (ragged, "kv_data_type", E4M3), (prefill, "kv_data_type", "float8_e4m3fn"),
     *((ragged, name, X) for name in ("seq_lens", "v_indptr", "o_indptr")),
     *((made(name), "backend", "trtllm-gen") for name in (PAGED, DECODE, RAGGED)),
     *((made(name), "kv_layout", "BHSD") for name in (PAGED, DECODE, RAGGED)),

@@ -330,7 +330,7 @@ def test_what_fa3_has_and_we_do_not(name: str) -> None:
     value = int32(1, 2) if default is None else 3
     q, cache = torch.zeros(2, 1, 4, 24), torch.full((2, 8, 2, 24), 3.0)
     with pytest.raises(UnsupportedError, match=name):
-        fa3.flash_attn_with_kvcache(q, cache, cache, NEW, NEW, **CALL, **{name: value})
+        fa3.flash_attn_with_kvcache(q, cache, cache.clone(), NEW, NEW, **CALL, **{name: value})
     assert bool((cache == 3).all())
 
 

@@ -22,6 +22,8 @@
     Gradients, alone and with the forward, beside torch's attention.
 ``decode``
     A step of decoding from caches in every format, beside torch's attention.
+``serve``
+    Steps of an engine on its own pools, beside own caches and FlashAttention-3.
 ``beside_copy``
     ``append`` and the quantizers, beside a copy.
 ``ceilings``

@@ -15,7 +15,7 @@ from omniattn.bench.backward_contenders import CUDNN, FA2
 from omniattn.bench.backward_report import BackwardReport
 from omniattn.bench.candidates import run_candidates
 from omniattn.bench.decode_report import DecodeReport, filter_decode_shapes, label
-from omniattn.bench.document import document, environment, to_json, write
+from omniattn.bench.document import document, environment
 from omniattn.bench.low_precision import PRECISIONS
 from omniattn.bench.option_cases import chosen
 from omniattn.bench.option_report import BELOW_BEST, LEAST_OF_BEST, LEAST_OF_PLAIN, OptionReport
@@ -29,6 +29,7 @@ from omniattn.bench.sustained import DEFAULT_SECONDS, WARMUP, check_seconds
 from omniattn.bench.timing import BenchError, require_torch
 from omniattn.bench.way_cases import OPERATIONS, cases_of
 from omniattn.cli import console
+from omniattn.cli.bench_serve import leave_out, run_serve, written
 from omniattn.errors import ArgumentError, CompileError, UnsupportedError
 
 _DESCRIPTION = """\
@@ -54,6 +55,8 @@ and timed, and how much longer what it chooses takes than the fastest one; of at
 append and the quantizers, or of some (--op).
 decode: one new token a sequence against caches in each format, beside torch's attention on the same tokens in bf16.
 Microseconds and TB/s of the format's own bytes; (x.xx×): time relative to the anchor, below 1 is faster.
+serve: decoding, prompts, both in one call, drafts and captured graphs on a caller's pages in bf16 and e4m3, beside own
+caches, contiguous keys, and FlashAttention-3 where flash_attn_interface is installed. Results are checked first.
 append, quantize: prompts and single tokens into 16, 8 and 4-bit caches, with and without rotary embedding; the
 quantization of int8. Microseconds, and the share of a large copy's bandwidth in the same run, every input and output
 counted once.
@@ -98,9 +101,10 @@ def add_parser(commands: Any) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--case", action="append", default=[], metavar="TEXT",
-        help=f"options, candidates, {', '.join(SHAPE_CASES)}: only cases with this text in their name, e.g. softcap "
-        "(options: beside the plain call); may be repeated",
+        help=f"options, candidates, serve, {', '.join(SHAPE_CASES)}: only cases with this text in their name, "
+        "e.g. softcap (options: beside the plain call); may be repeated",
     )  # fmt: skip
+    parser.add_argument("--quick", action="store_true", help="serve: one case of each kind")
     parser.add_argument(
         "--op", metavar="NAMES",
         help=f"candidates: only these operations, with commas between: {', '.join(OPERATIONS)} (default: all)",
@@ -143,7 +147,8 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.format and arguments.what != "decode":
             raise ArgumentError("--format", f"nothing: 'bench {arguments.what}' has no choice of caches", "a value")
         for option, given, of in (
-            ("--case", arguments.case, ("options", *SHAPE_CASES, "candidates")),
+            ("--case", arguments.case, ("options", *SHAPE_CASES, "candidates", "serve")),
+            ("--quick", arguments.quick, ("serve",)),
             ("--no-flex", arguments.no_flex, ("options", "backward", *SHAPE_CASES)),
             ("--op", arguments.op is not None, ("candidates",)),
         ):
@@ -172,7 +177,7 @@ def _run_forward(arguments: argparse.Namespace) -> int:
         )  # fmt: skip
     if arguments.plot is not None:
         plot_report(report, arguments.plot)
-    if not _written(arguments, report.to_dict()):
+    if not written(arguments, report.to_dict()):
         show(report, as_markdown=arguments.markdown)
     return 1 if any(m.contender in report.own and m.reason for m in report.measurements) else 0
 
@@ -193,7 +198,7 @@ def _run_decode(arguments: argparse.Namespace) -> int:
             shapes, anchor=arguments.anchor, formats=formats, iters=arguments.iters,
             sustained_s=arguments.sustained, command=arguments.command_line, progress=bar.step,
         )  # fmt: skip
-    if not _written(arguments, report.to_dict()):
+    if not written(arguments, report.to_dict()):
         header, rows = report.table()
         facts = [", ".join(f"{name} {value}" for name, value in report.environment.items())]
         facts.append(f"Ceiling in this run: copy {report.copy_tb_per_s:.2f} TB/s (read + written)")
@@ -277,7 +282,7 @@ def _run_options(arguments: argparse.Namespace) -> int:
             cases, precision=arguments.precision, iters=arguments.iters, use_flex=not arguments.no_flex,
             command=arguments.command_line, progress=bar.step,
         )  # fmt: skip
-    if not _written(arguments, report.to_dict()):
+    if not written(arguments, report.to_dict()):
         _show_cases(report, f"Options of attention, {report.precision}, µs ± spread", [
             "pairs: of query and key that count, as a fraction of the plain call's; over plain: speed for each of them",
             f"mark: below {LEAST_OF_PLAIN} of the plain call's speed, below {LEAST_OF_BEST} of the best other's",
@@ -316,7 +321,7 @@ def _run_shapes(arguments: argparse.Namespace) -> int:
             arguments.what, cases, iters=arguments.iters, use_flex=not arguments.no_flex,
             command=arguments.command_line, progress=bar.step,
         )  # fmt: skip
-    if not _written(arguments, report.to_dict()):
+    if not written(arguments, report.to_dict()):
         _show_cases(report, f"Attention, {arguments.what}, µs ± spread", [
             f"mark: below {LEAST_OF_BEST} of the best other's speed ({BELOW_BEST}), of FlashAttention-3's, scaled by "
             f"cuDNN's in this run ({BELOW_FA3})",
@@ -340,7 +345,7 @@ def _run_backward(arguments: argparse.Namespace) -> int:
             shapes, iters=arguments.iters, only=only, use_flex=not arguments.no_flex, command=arguments.command_line,
             progress=bar.step,
         )  # fmt: skip
-    if not _written(arguments, report.to_dict()):
+    if not written(arguments, report.to_dict()):
         _show_backward(report, as_markdown=arguments.markdown)
     return 1 if any(result.failed for result in report.results) else 0
 
@@ -375,7 +380,7 @@ def _run_candidates(arguments: argparse.Namespace) -> int:
     cases = chosen_cases(cases_of(operations), arguments.shapes, arguments.case)
     with console.progress(len(cases), enabled=not arguments.json) as bar:
         report = run_candidates(cases, iters=arguments.iters, command=arguments.command_line, progress=bar.step)
-    if not _written(arguments, report.to_dict()):
+    if not written(arguments, report.to_dict()):
         header, rows = report.table()
         if arguments.markdown:
             print(markdown_table(header, rows) + "\n\n" + "\n".join(f"- {fact}" for fact in report.summary()))
@@ -386,23 +391,13 @@ def _run_candidates(arguments: argparse.Namespace) -> int:
     return 1 if any(way.reason for result in report.results for way in result.ways) else 0
 
 
-def _leave_out(arguments: argparse.Namespace, reason: str) -> None:
-    """Raise if an option is given that only attention and decoding have."""
-    for option in ("shapes", "anchor", "only", "plot", "sustained"):
-        if getattr(arguments, option):
-            raise ArgumentError(f"--{option}", f"to be left out: 'bench {arguments.what}' {reason}", "a value")
-    if arguments.precision != "exact":
-        expected = f"'exact': 'bench {arguments.what}' has no other"
-        raise ArgumentError("--precision", expected, repr(arguments.precision))
-
-
 def _run_beside_copy(arguments: argparse.Namespace) -> int:
-    _leave_out(arguments, "has shapes of its own, and a copy to compare with")
+    leave_out(arguments, "has shapes of its own, and a copy to compare with")
     run_one = {"append": beside_copy.run_append, "quantize": beside_copy.run_quantize}[arguments.what]
     shapes = {"append": beside_copy.APPEND_SHAPES, "quantize": beside_copy.QUANTIZE_SHAPES}[arguments.what]
     with console.progress(len(shapes) + 1, enabled=not arguments.json) as bar:
         report = run_one(iters=arguments.iters, command=arguments.command_line, progress=bar.step)
-    if _written(arguments, report.to_dict()):
+    if written(arguments, report.to_dict()):
         return 0
     header, rows = report.table()
     facts = [
@@ -419,7 +414,7 @@ def _run_beside_copy(arguments: argparse.Namespace) -> int:
 
 
 def _run_host(arguments: argparse.Namespace) -> int:
-    _leave_out(arguments, "times the host, which has no shapes, contenders, plot or load")
+    leave_out(arguments, "times the host, which has no shapes, contenders, plot or load")
     if arguments.iters is not None:
         raise ArgumentError("--iters", "to be left out: 'bench host' has its own", arguments.iters)
     imports = host.import_time()
@@ -435,7 +430,7 @@ def _run_host(arguments: argparse.Namespace) -> int:
         **{"import": dataclasses.asdict(imports)},
         first_jit={"kernel": jit_name, "seconds": jit_s, "note": jit_note}, warm_calls_note=calls_note,
     )  # fmt: skip
-    if _written(arguments, data):
+    if written(arguments, data):
         return 0
     header = ["call", "µs, median", "10 % – 90 %", "by Python", f"time relative to {host.ANCHOR}"]
     rows = []
@@ -459,15 +454,6 @@ def _run_host(arguments: argparse.Namespace) -> int:
     for fact in facts:
         console.print_line(fact)
     return 0
-
-
-def _written(arguments: argparse.Namespace, data: dict[str, Any]) -> bool:
-    """Write a report to the file that ``--out`` names, or print it for ``--json``: then nothing else is printed."""
-    if arguments.out is not None:
-        write(data, arguments.out)
-    if arguments.json:
-        print(to_json(data))
-    return bool(arguments.json)
 
 
 def first_jit() -> tuple[str, float | None, str]:
@@ -494,6 +480,7 @@ _RUNS: dict[str, Callable[[argparse.Namespace], int]] = {
     "decode": _run_decode,
     "append": _run_beside_copy,
     "quantize": _run_beside_copy,
+    "serve": run_serve,
     "host": _run_host,
     "candidates": _run_candidates,
 }

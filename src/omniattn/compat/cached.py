@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,9 +13,9 @@ from ..checks.decode import MAX_Q_LEN
 from ..errors import AlignmentError, ArgumentError, ShapeError, StrideError, UnsupportedError
 from ..frameworks import FUNCTIONS
 from ..kv.cache import KVCache, PagedKVCache
-from ..ops import append, attention_varlen, decode
+from ..ops import append, attention_varlen, attention_with_kvcache, decode
 from . import common
-from .cached_checks import Rows, check_arrays, check_lengths, check_numbers, check_rows
+from .cached_checks import E4M3, Rows, check_arrays, check_descales, check_lengths, check_numbers, check_rows
 from .rotary import check_angles, rotation
 
 #: Element types that caches have.
@@ -39,6 +39,8 @@ class _Cache:
         Position of a sequence's first key.
     name : str
         What the caller knows the table as; "" for none.
+    scales : (tensor, tensor) or (None, None)
+        Of K and V in 8 bits, (batch, num_kv_heads).
     """
 
     k: torch.Tensor
@@ -48,6 +50,7 @@ class _Cache:
     capacity: int
     first: torch.Tensor | None
     name: str = ""
+    scales: tuple[Any, Any] = (None, None)
 
     @property
     def places(self) -> str:
@@ -68,13 +71,25 @@ class _Cache:
             return sequences * self.page + at
         return self.table[sequences, at // self.page].long() * self.page + at % self.page
 
+    @property
+    def has_codes(self) -> bool:
+        """Whether it is in 8 bits, which nothing but the package's cache reads."""
+        return self.k.dtype == E4M3
+
+    @property
+    def _kind(self) -> type[KVCache]:
+        return KVCache if self.table is None else PagedKVCache
+
     @functools.cached_property
     def own(self) -> KVCache | None:
         """The package's cache on the caller's tensors; None where it has none on such."""
+        if self.has_codes:
+            made: KVCache = self._kind.from_arrays(self.k, self.v, k_scale=self.scales[0], v_scale=self.scales[1])
+            return made
         if self.k.dtype not in _CACHE_DTYPES or self.k.shape[3] % 8 or 0 in self.k.shape:
             return None
         try:
-            return (KVCache if self.table is None else PagedKVCache).from_arrays(self.k, self.v)
+            return self._kind.from_arrays(self.k, self.v)
         except (AlignmentError, ShapeError, StrideError, UnsupportedError):  # strides, or more rows than there may be
             return None
 
@@ -140,16 +155,23 @@ def _attend(
     cu_seqlens_q: Any = None,
     cu_seqlens_k_new: Any = None,
     max_seqlen_q: Any = None,
+    **descales: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     if (k is None) != (v is None):
         raise ArgumentError("k" if k is None else "v", "k and v, or neither", "one of them", function=function)
     rows, new = check_rows(function, q, k, cu_seqlens_q, cu_seqlens_k_new, max_seqlen_q)
-    check_arrays(function, q, k_cache, v_cache, k, v, new)
+    # FlashAttention-2 has no caches in 8 bits.
+    check_arrays(function, q, k_cache, v_cache, k, v, new, may_be_e4m3=table_name != "block_table")
+    scales = check_descales(function, q, k_cache, rows.batch, descales)
     num_splits = arguments.check_int(num_splits, "num_splits", function)
     options = common.options_of(function, q, softmax_scale, causal, window_size, softcap, num_splits == 1)
     cache = _cache_of(
         function, q, k_cache, v_cache, rows.batch, cache_batch_idx, cache_leftpad, block_table, table_name
     )
+    if cache.has_codes:
+        cache = replace(cache, scales=scales)
+        _check_codes(function, cache, q, rows, options)
+        q = q.to(torch.bfloat16) if q.dtype == E4M3 else q
     lengths = check_lengths(function, cache, cache_seqlens, new, rows.batch)
     mod = None
     if alibi_slopes is not None:
@@ -166,9 +188,11 @@ def _attend(
         check_angles(function, start, rotary_cos, rows.counts if local else 1)
         of_q, of_k = rows.places(q), new.places(k)
         q = rotate(q, start[of_q[0]] + (of_q[1] if local else 0))
-        k = rotate(k, start[of_k[0]] + of_k[1])
+        k = (_rotated_codes if cache.has_codes else _rotated)(rotate, k, start[of_k[0]] + of_k[1])
     if new is not None:
         lengths = _append(cache, k, v, lengths, new)
+    if cache.has_codes and (rows.starts is not None or 0 in q.shape):
+        return _few(cache, q, rows, lengths, options)
     if mod is None and rows.starts is None and _is_for_decode(cache, q, options):
         return _decode(cache, q, lengths, options)
     run = _over_pages if _lies_in_pages(cache, q, rows) else _gathered
@@ -221,6 +245,53 @@ def _cache_of(
     return _Cache(k, v, None, max(page, 1), page, leftpad)
 
 
+# Caches in 8 bits
+
+
+def _check_codes(function: str, cache: _Cache, q: torch.Tensor, rows: Rows, options: dict[str, Any]) -> None:
+    """Raise for what the kernels that read 8 bits do not have, before anything is written."""
+    assert cache.own is not None  # or it has raised
+    few = f"up to {MAX_Q_LEN} of each sequence, of packed ones by max_seqlen_q"
+    what, instead = "", ""
+    if cache.first is not None:
+        what, instead = "cache_leftpad", "cache_leftpad=None"
+    elif rows.longest > MAX_Q_LEN:
+        what, instead = f"{'up to ' if rows.starts is not None else ''}{rows.longest} queries of a sequence", few
+    else:
+        future = not options["causal"] and (options["window"] is None or options["window"][1] != 0)
+        if rows.longest > 1 and future and (rows.starts is not None or options["window"] is not None):
+            what, instead = "several queries of a sequence that see keys behind their own", "causal=True"
+    if what:
+        raise UnsupportedError(f"{function}(): {what} with k_cache in {E4M3}", instead=f"{instead}, or 16 bits")
+
+
+def _rotated(rotate: Any, k: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    made: torch.Tensor = rotate(k, positions)
+    return made
+
+
+def _rotated_codes(rotate: Any, k: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Rotated in fp32 and rounded once; what is too large is the largest number."""
+    made: torch.Tensor = rotate(k.float(), positions).clamp(-448.0, 448.0).to(E4M3)
+    return made
+
+
+def _few(
+    cache: _Cache, q: torch.Tensor, rows: Rows, lengths: torch.Tensor, options: dict[str, Any]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Packed queries, a few of each sequence; or none at all."""
+    if 0 in (rows.batch, rows.longest, q.numel()):
+        shape = (*q.shape[:-3], q.shape[-2], q.shape[-3])
+        return torch.zeros_like(q), torch.full(shape, -torch.inf, dtype=torch.float32, device=q.device)
+    assert cache.own is not None
+    out, lse = attention_with_kvcache(
+        _plain_rows(q), cache.own, seq_lens=lengths.contiguous(), cu_seqlens_q=rows.starts,
+        block_table=None if cache.table is None else cache.table.contiguous(), max_seqlen_q=rows.longest,
+        return_lse=True, **options,
+    )  # fmt: skip
+    return out, lse
+
+
 # New tokens, and split-KV decoding, on the caller's memory
 
 
@@ -228,8 +299,12 @@ def _append(cache: _Cache, k: torch.Tensor, v: torch.Tensor, lengths: torch.Tens
     """Write new tokens behind those that are there; the lengths with them."""
     total = lengths + new.counts
     if cache.own is not None:
+        own = cache.own
+        if cache.has_codes:  # numbers that all have a code: what is written are the bytes that were given
+            own = cache._kind.from_arrays(cache.k, cache.v)
+            k, v = (x.to(torch.bfloat16) for x in (k, v))
         append(
-            cache.own, *(_plain_rows(x) for x in (k, v)), seq_lens=total, cu_seqlens=new.starts,
+            own, *(_plain_rows(x) for x in (k, v)), seq_lens=total, cu_seqlens=new.starts,
             block_table=None if cache.table is None else cache.table.contiguous(),
         )  # fmt: skip
         return total

@@ -10,8 +10,11 @@ import torch
 from .. import arguments, arrays
 from ..checks.memory import check_written
 from ..checks.values import check_no_overlap
-from ..errors import ArgumentError, DtypeError, ShapeError
+from ..errors import ArgumentError, DtypeError, ShapeError, UnsupportedError
 from . import common
+
+#: Element type of caches in 8 bits, which FlashAttention-3 has.
+E4M3 = torch.float8_e4m3fn
 
 
 class CacheLengthError(ArgumentError, RuntimeError):
@@ -95,7 +98,9 @@ def _check_starts(starts: torch.Tensor, name: str, rows: int, function: str, lon
         raise ArgumentError("max_seqlen_q", f"at least {int(counts.max())}", f"{longest}", function=function)
 
 
-def check_arrays(function: str, q: Any, k_cache: Any, v_cache: Any, k: Any, v: Any, new: Rows | None) -> None:
+def check_arrays(
+    function: str, q: Any, k_cache: Any, v_cache: Any, k: Any, v: Any, new: Rows | None, *, may_be_e4m3: bool = False
+) -> None:
     """Extents, element types and devices; ``new``: how k and v lie."""
     common.check_tensors(function, k_cache=k_cache, v_cache=v_cache)
     for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
@@ -118,16 +123,54 @@ def check_arrays(function: str, q: Any, k_cache: Any, v_cache: Any, k: Any, v: A
             shape = (*lead, heads, dim)
         if tuple(x.shape) != shape:
             raise ShapeError(name, f"shape {shape}", f"{tuple(x.shape)}", function=function)
+    eight = may_be_e4m3 and k_cache.dtype == E4M3
+    wanted, whose = (E4M3, "k_cache") if eight else (q.dtype, "q")
     for name, x in {"k_cache": k_cache, "v_cache": v_cache, **given}.items():
-        if x.dtype != q.dtype:
-            raise DtypeError(name, f"{q.dtype}, like q", x.dtype, function=function)
+        if x.dtype != wanted:
+            raise DtypeError(name, f"{wanted}, like {whose}", x.dtype, function=function)
         if x.device != q.device:
             raise ArgumentError(name, f"a tensor on {q.device}, like q", f"{x.device}", function=function)
     allowed = (torch.float16, torch.bfloat16) + ((torch.float32, torch.float64) if q.device.type == "cpu" else ())
-    if q.dtype not in allowed:
+    if q.dtype not in allowed + ((E4M3,) if eight else ()):
         raise DtypeError("q", " or ".join(map(str, allowed)), q.dtype, function=function)
+    if eight and dim % 16:
+        raise ShapeError("k_cache", "head_dim a multiple of 16 in 8 bits", f"{dim}", function=function)
     if given:
         _check_apart(function, {"q": q, "k_cache": k_cache, "v_cache": v_cache, **given})
+
+
+def check_descales(
+    function: str, q: torch.Tensor, cache: torch.Tensor, batch: int, given: dict[str, Any]
+) -> tuple[Any, Any]:
+    """Scales of K and V as `from_arrays` takes them, or None and None; that of q is in K's, which is exact.
+
+    q is as it came: in e4m3, or its descale is refused.
+    """
+    there = {name: x for name, x in given.items() if x is not None}
+    if cache.dtype != E4M3 or q.dtype != E4M3:
+        for name in there if cache.dtype != E4M3 else there.keys() & {"q_descale"}:
+            raise UnsupportedError(
+                f"{function}(): {name} with {'caches' if cache.dtype != E4M3 else 'q'} in 16 bits or more, which "
+                "are what they are",
+                instead=f"{name}=None, or tensors in float8_e4m3fn",
+            )
+    shape = (batch, cache.shape[2])
+    common.check_tensors(function, **there)
+    for name, x in there.items():
+        if tuple(x.shape) != shape:
+            raise ShapeError(name, f"shape {shape}, (batch, nheads_k)", f"{tuple(x.shape)}", function=function)
+        if x.dtype != torch.float32:
+            raise DtypeError(name, "torch.float32", x.dtype, function=function)
+        if x.device != cache.device:
+            raise ArgumentError(name, f"a tensor on {cache.device}, like k_cache", f"{x.device}", function=function)
+    if not there:
+        return None, None
+    of_q, of_k, of_v = (there.get(name) for name in ("q_descale", "k_descale", "v_descale"))
+    of_k = of_k if of_q is None else of_q if of_k is None else of_k * of_q
+    if of_k is not None and of_v is not None and of_k.stride() == of_v.stride():
+        return of_k, of_v
+    ones = torch.ones(shape, device=cache.device) if of_k is None or of_v is None else None
+    return (ones if of_k is None else of_k.contiguous()), (ones if of_v is None else of_v.contiguous())
 
 
 #: Places of tensors to each other that `_check_apart` has found apart.

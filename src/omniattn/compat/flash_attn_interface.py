@@ -4,10 +4,10 @@
 imports the original. Every GPU from compute capability 8.0 on; tensors are float16 or bfloat16, on the CPU (NumPy
 reference) float32 and float64 too.
 
-What is not served raises: descales of a cache, ``qv``, ``attention_chunk``. ``num_splits``, ``pack_gqa``, ``sm_margin``
-and scheduler metadata change the last bits of the original's results and its time; they are taken, and have no effect:
-the kernels here divide the work themselves. LSE of a row that attends to nothing is -inf, as in the original, and LSE
-can be differentiated.
+What is not served raises: ``qv``, ``attention_chunk``, prompts over a cache in e4m3. ``num_splits``, ``pack_gqa``,
+``sm_margin`` and scheduler metadata change the last bits of the original's results and its time; they are taken, and
+have no effect: the kernels here divide the work themselves. LSE of a row that attends to nothing is -inf, as in the
+original, and LSE can be differentiated.
 """
 
 from __future__ import annotations
@@ -303,7 +303,17 @@ def flash_attn_with_kvcache(
     Parameters
     ----------
     q : tensor, (batch, seqlen_q, nheads, headdim), or (total_q, nheads, headdim) with ``cu_seqlens_q``
+        Of the caches' type; over those in e4m3 also float16 or bfloat16.
     k, v : tensor, (batch, seqlen_new, nheads_k, headdim), or (total_new, nheads_k, headdim) with ``cu_seqlens_k_new``
+        Of the caches' type. Over caches in e4m3 their bytes are written as they are, for k_descale and v_descale to
+        hold for them too; rotated keys are rounded once, to at most 448 (the original rounds rotated queries too).
+    k_cache, v_cache : tensor
+        As in `omniattn.compat.flash_attn.flash_attn_with_kvcache`, or float8_e4m3fn: headdim is a multiple of 16 then,
+        a sequence has up to 16 queries (packed ones: max_seqlen_q), and there is no cache_leftpad. Several queries that
+        are packed or have a window are causal.
+    q_descale, k_descale, v_descale : tensor, (batch, nheads_k), float32, any strides, optional
+        Factors of what is in e4m3: of q by the kv head that a query head reads. Read when a call runs, in a CUDA graph
+        too. q becomes bfloat16, which is exact, and its factor one with k's in float32; products are in 16 bits.
     page_table : tensor, (batch, max_blocks), int32, optional
         The ``block_table`` of FlashAttention-2. With ``cache_batch_idx``, which names its rows, any number of them.
         ``cache_leftpad`` goes with it; the keys are gathered then.
@@ -319,18 +329,18 @@ def flash_attn_with_kvcache(
         What `get_scheduler_metadata` returns. Without effect.
     pack_gqa, sm_margin
         Without effect.
-    qv, q_descale, k_descale, v_descale, attention_chunk
+    qv, attention_chunk
         Their defaults.
-    k_cache, v_cache, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, softmax_scale,
+    rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, softmax_scale,
     causal, window_size, softcap, rotary_interleaved, num_splits
         As in `omniattn.compat.flash_attn.flash_attn_with_kvcache`; lengths on a GPU are not looked at.
 
     Returns
     -------
     out : tensor, (batch, seqlen_q, nheads, headdim)
-        Or as q is packed. With ``return_softmax_lse`` (out, softmax_lse, out_accum, softmax_lse_accum): LSE, (batch,
-        nheads, seqlen_q) or (nheads, total_q), -inf where a row attends to nothing, and two empty tensors, as the
-        original without splits.
+        Or as q is packed; bfloat16 where q is in e4m3. With ``return_softmax_lse`` (out, softmax_lse, out_accum,
+        softmax_lse_accum): LSE, (batch, nheads, seqlen_q) or (nheads, total_q), -inf where a row attends to nothing,
+        and two empty tensors, as the original without splits.
 
     Raises
     ------
@@ -339,17 +349,14 @@ def flash_attn_with_kvcache(
     """
     function = "flash_attn_with_kvcache"
     _refuse(function, qv, attention_chunk, num_splits, pack_gqa, sm_margin)
-    common.refuse(
-        function, "caches have formats of their own", "a KVCache with k_dtype='fp8', or tensors without a cache",
-        q_descale=(q_descale, None), k_descale=(k_descale, None), v_descale=(v_descale, None),
-    )  # fmt: skip
     _check_metadata(function, scheduler_metadata)
     out, lse = attend_cached(
         function, q, k_cache, v_cache, k, v, rotary_cos=rotary_cos, rotary_sin=rotary_sin, cache_seqlens=cache_seqlens,
         cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad, block_table=page_table, table_name="page_table",
         softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap,
         rotary_interleaved=rotary_interleaved, alibi_slopes=None, num_splits=num_splits, rotary_seqlens=rotary_seqlens,
-        cu_seqlens_q=cu_seqlens_q, cu_seqlens_k_new=cu_seqlens_k_new, max_seqlen_q=max_seqlen_q,
+        cu_seqlens_q=cu_seqlens_q, cu_seqlens_k_new=cu_seqlens_k_new, max_seqlen_q=max_seqlen_q, q_descale=q_descale,
+        k_descale=k_descale, v_descale=v_descale,
     )  # fmt: skip
     return (out, lse, lse.new_empty(0), lse.new_empty(0)) if return_softmax_lse else out
 

@@ -8,7 +8,8 @@ Differences
 -----------
 - A workspace is not needed: the tensor says the device, and is not kept.
 - ``backend`` "auto", "fa2" and "fa3" are the same; the others raise, as they take other arguments.
-- Sinks are taken; 8-bit K and V, custom masks of batches, position encodings and ALiBi raise.
+- Sinks are taken. Pages in e4m3 are read by up to 16 rows of a request; other 8-bit K and V, custom masks of
+  batches, position encodings and ALiBi raise.
 - Merged states of which neither has seen a key are 0 and -inf, where the original has NaN.
 - ``lse_base``, ``lse_layout`` and ``uniform_q_len`` are those of version 0.7.
 - Nothing here has gradients, as in the original.
@@ -433,6 +434,8 @@ def append_paged_kv_cache(
     Parameters
     ----------
     append_key, append_value : tensor, (tokens, num_kv_heads, head_dim)
+        Of the pages' type. Of pages in e4m3 the bytes are written as they are, as the original does; float16 and
+        bfloat16 are rounded to e4m3, without a scale, which the original does not do.
     batch_indices, positions : tensor, (tokens,), of integers
         Request of each token, and its place among the request's; see `get_batch_indices_positions`. Tokens of a
         negative request are not written.
@@ -478,4 +481,9 @@ def append_paged_kv_cache(
         first = starts[request.clamp(0, batch - 1)].long()
         number = pages[(first + at // page).clamp(0, pages.shape[0] - 1)].long()
         slots = torch.where(request < 0, -1, number * page + at % page)
+    if k.dtype == plans.E4M3:  # every number of e4m3 is one of bfloat16, and comes back as the same byte
+        append_key, append_value = (
+            x.to(torch.bfloat16) if isinstance(x, torch.Tensor) and x.dtype == plans.E4M3 else x
+            for x in (append_key, append_value)
+        )
     append(cache, append_key, append_value, slot_mapping=slots)

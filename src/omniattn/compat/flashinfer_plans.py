@@ -19,6 +19,10 @@ LAYOUTS = ("NHD", "HND")
 #: Kernels of the original whose arguments and results are those of the default.
 BACKENDS = ("auto", "fa2", "fa3")
 _DTYPES = (torch.float16, torch.bfloat16)
+#: Pages in 8 bits, for q in 16.
+E4M3 = torch.float8_e4m3fn
+#: Rows of a request that the kernels of `decode` take.
+FEW_ROWS = 16
 #: Entries of the memory of a CUDA graph's tables, at least: half of the 8 MiB that each wrapper of the original has.
 _ENTRIES = 2**20
 
@@ -31,6 +35,7 @@ class Shape(NamedTuple):
     head_dim: int
     head_dim_vo: int
     dtype: torch.dtype
+    kv_dtype: torch.dtype
 
 
 def check_layout(kv_layout: Any, function: str) -> str:
@@ -118,16 +123,20 @@ def dtype_of(value: Any, name: str, function: str) -> torch.dtype:
 
 def check_shape(
     function: str, heads: Any, kv_heads: Any, head_dim: Any, head_dim_vo: Any, q: Any, kv: Any, o: Any,
-    names: tuple[str, str],
+    names: tuple[str, str], paged: bool = True,
 ) -> Shape:  # fmt: skip
     """Heads, channels and element types of a plan; ``names``: what the caller knows both head dims as."""
     dtype = dtype_of(q, "q_data_type", function)
     if dtype not in _DTYPES:
         raise UnsupportedError(f"{function}(): q_data_type={dtype}", instead=" or ".join(map(str, _DTYPES)))
-    for name, given in (("kv_data_type", kv), ("o_data_type", o)):
-        if given is not None and dtype_of(given, name, function) != dtype:
+    kv_dtype = dtype if kv is None else dtype_of(kv, "kv_data_type", function)
+    for name, given, own in (
+        ("kv_data_type", kv_dtype, (dtype, E4M3) if paged else (dtype,)),
+        ("o_data_type", dtype if o is None else dtype_of(o, "o_data_type", function), (dtype,)),
+    ):
+        if given not in own:
             raise UnsupportedError(
-                f"{function}(): {name}={given} with q_data_type={dtype}", instead=f"{dtype} for both"
+                f"{function}(): {name}={given} with q_data_type={dtype}", instead=" or ".join(map(str, own))
             )
     heads = arguments.check_int(heads, "num_qo_heads", function, least=1)
     kv_heads = arguments.check_int(kv_heads, "num_kv_heads", function, least=1)
@@ -136,12 +145,12 @@ def check_shape(
     dims = []
     for name, given in zip(names, (head_dim, head_dim if head_dim_vo is None else head_dim_vo), strict=True):
         dim = arguments.check_int(given, name, function, least=1)
-        if dim % 8 or dim > arguments.MAX_HEAD_DIM:
-            raise UnsupportedError(
-                f"{function}(): {name}={dim}", instead=f"a multiple of 8 from 8 to {arguments.MAX_HEAD_DIM}"
-            )
+        step = 16 // kv_dtype.itemsize
+        if dim % step or dim > arguments.MAX_HEAD_DIM:
+            instead = f"a multiple of {step} from {step} to {arguments.MAX_HEAD_DIM}"
+            raise UnsupportedError(f"{function}(): {name}={dim} of {kv_dtype}", instead=instead)
         dims.append(dim)
-    return Shape(heads, kv_heads, dims[0], dims[1], dtype)
+    return Shape(heads, kv_heads, dims[0], dims[1], dtype, kv_dtype)
 
 
 def without_gradient(x: torch.Tensor) -> torch.Tensor:
@@ -184,8 +193,8 @@ def planes(pool: Any, layout: str, function: str) -> tuple[torch.Tensor, torch.T
 
 def check_pages(k: torch.Tensor, layout: str, shape: Shape, page: int, function: str) -> None:
     """The pages of run() are those that plan() counted."""
-    if k.dtype is not shape.dtype:
-        raise DtypeError("paged_kv_cache", f"{shape.dtype}, as plan() was told", k.dtype, function=function)
+    if k.dtype is not shape.kv_dtype:
+        raise DtypeError("paged_kv_cache", f"{shape.kv_dtype}, as plan() was told", k.dtype, function=function)
     own = (page, shape.kv_heads) if layout == "NHD" else (shape.kv_heads, page)
     if k.ndim != 4 or k.shape[1:] != (*own, shape.head_dim):
         expected = f"shape {('pages', *own, shape.head_dim)} of K and of V in {layout}, as plan() was told"
@@ -206,10 +215,49 @@ def factor(value: Any, name: str, function: str) -> float:
         return 1.0
     if isinstance(value, torch.Tensor):
         raise UnsupportedError(
-            f"{function}(): {name} in a tensor, of which the kernels would have to read a scale of each head",
+            f"{function}(): {name} in a tensor, which only K and V in e4m3 pages have",
             instead="one number",
         )
     return arguments.check_number(value, name, function)
+
+
+def scales_of_pages(shape: Shape, given: dict[str, Any], function: str) -> tuple[Any, Any]:
+    """k_scale and v_scale of run() that are tensors, as `from_arrays` takes them; None and None without any.
+
+    Those that are numbers are none here: `factor` has them.
+    """
+    found = {name: x for name, x in given.items() if isinstance(x, torch.Tensor)}
+    if not found or shape.kv_dtype != E4M3:
+        return None, None
+    heads = shape.kv_heads
+    for name, x in found.items():
+        if tuple(x.shape) not in ((), (1,), (heads,)):
+            expected = f"shape (1,) or ({heads},), one for all or one of each kv head"
+            raise ShapeError(name, expected, f"{tuple(x.shape)}", function=function)
+        if x.dtype != torch.float32:
+            raise DtypeError(name, "torch.float32", x.dtype, function=function)
+    k, v = (found.get(name) for name in given)
+    if k is None or v is None:
+        there = k if v is None else v
+        assert there is not None
+        ones = torch.ones_like(there)
+        k, v = (ones if x is None else x for x in (k, v))
+    if k.shape != v.shape or k.stride() != v.stride():
+        k, v = (x.expand(heads).contiguous() for x in (k, v))
+    return k, v
+
+
+def check_few(shape: Shape, longest: int, causal: bool, function: str) -> None:
+    """Rows of a request over pages in e4m3, before anything is written."""
+    if shape.kv_dtype != E4M3:
+        return
+    what = f"up to {longest} rows of a request" if longest > FEW_ROWS else "rows of a request that see later tokens"
+    if longest > FEW_ROWS or (longest > 1 and not causal):
+        raise UnsupportedError(
+            f"{function}(): {what}, with kv_data_type={shape.kv_dtype}",
+            instead=f"1 to {FEW_ROWS} rows, causal (in a CUDA graph max_token_per_sequence says how many), or pages "
+            f"in {shape.dtype}",
+        )
 
 
 def scaled(out: torch.Tensor, v_scale: float) -> torch.Tensor:

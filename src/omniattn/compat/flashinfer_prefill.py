@@ -8,7 +8,8 @@ import torch
 
 from ..errors import UnsupportedError
 from . import flashinfer_plans as plans
-from .flashinfer_wrappers import FEW_ROWS, Paged, PagedWrapper, Rows
+from .flashinfer_plans import FEW_ROWS
+from .flashinfer_wrappers import Paged, PagedWrapper, Rows
 
 _VO = ("head_dim_qk", "head_dim_vo")
 
@@ -127,7 +128,8 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
         sm_scale, logits_soft_cap : float, optional
             1 / sqrt(head_dim_qk) and no softcap unless given.
         q_data_type, kv_data_type, o_data_type : torch.dtype or its name
-            float16 or bfloat16, all the same.
+            float16 or bfloat16, all the same; or kv_data_type float8_e4m3fn: head_dim_qk is a multiple of 16 then, and
+            a request has up to 16 rows, causal if several.
         seq_lens : tensor, (batch,), optional
             Tokens of each request, in place of what indptr and last_page_len say.
         block_tables : tensor, (batch, max_blocks), optional
@@ -174,6 +176,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
         qo = plans.check_starts(qo_indptr, "qo_indptr", function)
         batch = qo.shape[0] - 1
         rows = self._rows.of(function, qo, self._use_cuda_graph, max_token_per_sequence, uniform_q_len)
+        plans.check_few(shape, rows.longest, score[0], function)
         invariant = plans.asks_invariance(fixed_split_size, disable_split_kv, function)
         if invariant and not (rows.q_len and (rows.q_len == 1 or score[0])):
             name = "fixed_split_size" if fixed_split_size is not None else "disable_split_kv"
@@ -231,7 +234,8 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
             Pages by kv_layout, of any strides that K and V share. The tokens of q are appended already. Pages of one
             token may lack that dimension.
         q_scale, k_scale, v_scale : float, optional
-            Factors of the scores (q, k) and of the output.
+            Factors of the scores (q, k) and of the output. Of pages in e4m3 k_scale and v_scale may be tensors of
+            float32, (1,) or (num_kv_heads,), which are read when the kernels run.
         out : tensor, optional
             Where the output goes.
         lse : tensor, (rows, num_qo_heads), float32, optional

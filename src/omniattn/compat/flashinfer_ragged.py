@@ -146,7 +146,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
             )
         shape = plans.check_shape(
             function, num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo, q_data_type, kv_data_type, o_data_type,
-            ("head_dim_qk", "head_dim_vo"),
+            ("head_dim_qk", "head_dim_vo"), paged=False,
         )  # fmt: skip
         score = self._score_of(function, causal, window_left, logits_soft_cap, sm_scale)
         starts = plans.check_starts(qo_indptr, "qo_indptr", function)

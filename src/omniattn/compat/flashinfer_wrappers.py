@@ -13,10 +13,7 @@ from ..kv.cache import PagedKVCache
 from ..ops import attention_with_kvcache
 from . import common
 from . import flashinfer_plans as plans
-from .flashinfer_plans import Shape
-
-#: Rows of a request that the kernels of `decode` take, as a batch.
-FEW_ROWS = 16
+from .flashinfer_plans import FEW_ROWS, Shape
 
 
 class Rows(NamedTuple):
@@ -91,13 +88,18 @@ class Paged(NamedTuple):
 
 
 def _attend_pages(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: str, seq_lens: torch.Tensor, table: torch.Tensor,
-    starts: torch.Tensor | None, sinks: Any, longest: int | None, causal: bool, left: int, scale: float, softcap: float,
-    invariant: bool, return_lse: bool, out: Any = None,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, k_scale: Any, v_scale: Any, layout: str, seq_lens: torch.Tensor,
+    table: torch.Tensor, starts: torch.Tensor | None, sinks: Any, longest: int | None, causal: bool, left: int,
+    scale: float, softcap: float, invariant: bool, return_lse: bool, out: Any = None,
 ) -> Any:  # fmt: skip
     """out, or (out, lse) as ours, over the caller's pages."""
+    if k.dtype == plans.E4M3 and not q.numel():  # which is attention over pages, of 16 bits
+        o = torch.empty_like(q) if out is None else out
+        lse = q.new_empty((*q.shape[:-3], q.shape[-2], q.shape[-3]), dtype=torch.float32)
+        return (o, lse) if return_lse else o
+    cache = PagedKVCache.from_arrays(k, v, layout=layout, k_scale=k_scale, v_scale=v_scale)
     return attention_with_kvcache(
-        q, PagedKVCache.from_arrays(k, v, layout=layout), seq_lens=seq_lens, block_table=table, cu_seqlens_q=starts,
+        q, cache, seq_lens=seq_lens, block_table=table, cu_seqlens_q=starts,
         max_seqlen_q=longest, causal=causal, window=(left, -1) if left >= 0 else None, softmax_scale=scale,
         softcap=softcap, sinks=sinks, return_lse=return_lse, out=out, deterministic=invariant,
     )  # fmt: skip
@@ -326,6 +328,7 @@ class PagedWrapper(Wrapper):
         asked = with_lse or lse is not None
         plans.check_lse(lse, rows, shape.heads, base, layout, self.device, function)
         scale, v_scale = self._scales(function, shape, scales)
+        of_pages = plans.scales_of_pages(shape, {"k_scale": scales[1], "v_scale": scales[2]}, function)
         if out is not None and (not isinstance(out, torch.Tensor) or out.shape != q.shape):
             common.check_tensors(function, out=out)
             raise ShapeError("out", f"shape {tuple(q.shape)}, like q", f"{tuple(out.shape)}", function=function)
@@ -335,8 +338,8 @@ class PagedWrapper(Wrapper):
             q, into = q.view(batch), None if out is None else out.view(batch)
         run = _traced if compiling() else _attend_pages
         made = run(
-            q, k, v, self._kv_layout, plan.seq_lens, plan.table, plan.starts, sinks, plan.longest, self._causal,
-            self._window_left, scale, self._logits_soft_cap, plan.invariant, asked, into,
+            q, k, v, *of_pages, self._kv_layout, plan.seq_lens, plan.table, plan.starts, sinks, plan.longest,
+            self._causal, self._window_left, scale, self._logits_soft_cap, plan.invariant, asked, into,
         )  # fmt: skip
         o, natural = made if asked else (made, None)
         result = o.view(rows, shape.heads, shape.head_dim) if out is None else out
@@ -353,6 +356,8 @@ class PagedWrapper(Wrapper):
         if scales == (None, None, None):
             return scale, 1.0
         q_scale, k_scale, v_scale = (
-            plans.factor(x, name, function) for x, name in zip(scales, ("q_scale", "k_scale", "v_scale"), strict=True)
-        )
+            1.0 if name != "q_scale" and shape.kv_dtype == plans.E4M3 and isinstance(x, torch.Tensor)
+            else plans.factor(x, name, function)
+            for x, name in zip(scales, ("q_scale", "k_scale", "v_scale"), strict=True)
+        )  # fmt: skip
         return scale * q_scale * k_scale, v_scale

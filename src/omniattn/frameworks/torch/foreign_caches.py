@@ -18,7 +18,7 @@ NAME = "attend_cached"
 #: Tensors behind q and the caches, and then what is none, in the order of a call.
 TENSORS = (
     "rotary_cos", "rotary_sin", "cache_seqlens", "cache_batch_idx", "cache_leftpad", "block_table", "alibi_slopes",
-    "rotary_seqlens", "cu_seqlens_q", "cu_seqlens_k_new",
+    "rotary_seqlens", "cu_seqlens_q", "cu_seqlens_k_new", "q_descale", "k_descale", "v_descale",
 )  # fmt: skip
 _REST = (
     ", ".join(f"Tensor? {name}" for name in TENSORS) + ", SymInt? length, str function, str table_name, "
@@ -56,7 +56,8 @@ def _shapes(q: Any, *others: Any) -> tuple[torch.Tensor, torch.Tensor]:
     *batch, rows, heads, _ = q.shape
     # Packed rows have no batch.
     shape = (*batch, heads, rows)
-    return q.new_empty(tuple(q.shape)), q.new_empty(shape, dtype=torch.float32)
+    dtype = torch.bfloat16 if q.dtype == torch.float8_e4m3fn else q.dtype
+    return q.new_empty(tuple(q.shape), dtype=dtype), q.new_empty(shape, dtype=torch.float32)
 
 
 for _name, _kernel in ((NAME, _reads), (f"{NAME}_", _writes)):
@@ -77,9 +78,9 @@ def run(q: Any, k_cache: Any, v_cache: Any, k: Any, v: Any, *given: Any) -> Any:
 
 PAGES = "attend_pages"
 LIBRARY.define(
-    f"{PAGES}(Tensor q, Tensor k, Tensor v, str layout, Tensor seq_lens, Tensor block_table, Tensor? cu_seqlens_q, "
-    "Tensor? sinks, SymInt? max_seqlen_q, bool causal, SymInt window_left, float softmax_scale, float softcap, "
-    "bool deterministic, bool return_lse) -> (Tensor, Tensor)",
+    f"{PAGES}(Tensor q, Tensor k, Tensor v, Tensor? k_scale, Tensor? v_scale, str layout, Tensor seq_lens, "
+    "Tensor block_table, Tensor? cu_seqlens_q, Tensor? sinks, SymInt? max_seqlen_q, bool causal, SymInt window_left, "
+    "float softmax_scale, float softcap, bool deterministic, bool return_lse) -> (Tensor, Tensor)",
     tags=TAGS,
 )
 
