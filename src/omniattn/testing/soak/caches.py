@@ -92,7 +92,7 @@ def draw(d: Draw) -> dict[str, Any]:
     facts: dict[str, Any] = {"dtype": d.dtype(), "heads": heads, "head_dims": (dim, dim), "packed": False}
     draw_format(d, facts)
     dim = facts["head_dims"][0]
-    most = 150 if d.cpu else d.pick((600, 3000, 9000 if batch < 6 else 3000))
+    most = 150 if d.cpu else d.pick((600, 3000, 9000 if batch < 6 and "pool" not in facts else 3000))
     q_len = d.weighted({1: 4.0, 2: 1.0, 4: 1.0, 8: 1.0, 16: 0.5, 5: 0.5})
     lengths = [0 if d.chance(0.07) else max(d.length(most), 1) for _ in range(batch)]
     paged, shared = d.chance(0.6), 0
@@ -117,8 +117,8 @@ def draw(d: Draw) -> dict[str, Any]:
     if shared:
         options["shared_prefix"] = shared
     else:
-        if d.chance(0.25):
-            options["window"] = (d.pick((-1, 0, 5, 64, 1000)), d.pick((0, -1)))
+        if d.chance(0.35):
+            options["window"] = (d.pick((-1, 0, 5, 20, 64, 1000)), d.pick((0, -1)))
             facts["nobody"] = draw_nobody(d)
         if d.chance(0.3):
             options["deterministic"] = True

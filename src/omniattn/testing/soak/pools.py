@@ -63,7 +63,7 @@ def draw_nobody(d: Draw) -> Any:
 
 
 def _view(d: Draw, outer: int, unit: int) -> View:
-    """Dimensions in any order, with few enough gaps for a memory; unit: that of the channels behind them, 0 for none."""
+    """Dimensions in any order, with gaps few enough for a memory; unit: that of channels behind them, 0 for none."""
     view: View = {}
     if not outer:
         return view

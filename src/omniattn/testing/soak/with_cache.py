@@ -53,8 +53,8 @@ def draw(d: Draw) -> dict[str, Any]:
     options: dict[str, Any] = {}
     if d.chance(0.3) and not few:
         options["causal"] = False
-    if d.chance(0.2):
-        options["window"] = (d.pick((-1, 0, 5, 64)), d.pick((0, 3, -1)))
+    if d.chance(0.3):
+        options["window"] = (d.pick((-1, 0, 5, 20, 64)), d.pick((0, 3, -1)))
         facts["nobody"] = draw_nobody(d)
     if d.chance(0.2):
         options["softmax_scale"] = d.pick((0.3, 0.02))
