@@ -42,7 +42,8 @@ def draw_pool(d: Draw, facts: dict[str, Any], own: str) -> None:
     dim = -(-facts["head_dims"][0] // unit) * unit
     facts["head_dims"] = (dim, dim)
     kind = d.pick(KINDS)
-    pool = {"kind": kind, "layout": d.pick(("NHD", "HND")), "view": _view(d, 4 if kind == "pair" else 3, unit)}
+    pool: dict[str, Any] = {"kind": kind, "layout": d.pick(("NHD", "HND"))}
+    pool["view"] = _view(d, 4 if kind == "pair" else 3, unit)
     if unit == 16:
         scales = d.pick(SCALES)
         pool["scales"] = scales
