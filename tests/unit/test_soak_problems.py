@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import inspect
+import operator
 import subprocess
 import sys
 from typing import Any
@@ -15,7 +16,7 @@ import pytest
 import omniattn
 from omniattn.problems import precision
 from omniattn.testing.inputs import GENERATORS
-from omniattn.testing.soak import draw, machines, mods, views
+from omniattn.testing.soak import draw, machines, mods, pools, views
 from omniattn.testing.soak.operations import OPERATIONS, problem
 from omniattn.testing.soak.problem import Problem
 
@@ -32,7 +33,7 @@ def drawn(request: pytest.FixtureRequest) -> list[Problem]:
 
 def _said(of: Problem) -> dict[str, set[str]]:
     """Arguments that a problem gives to each function."""
-    facts = of.facts
+    facts, said = of.facts, _of_arrays(of.facts)
     names = {*facts.get("arrays", ()), *facts.get("options", ())}
     names |= {name for name in ("out", "score_mod") if name in facts} | set(facts.get("given", ()))
     if of.operation == "caches":
@@ -47,17 +48,25 @@ def _said(of: Problem) -> dict[str, set[str]]:
             append |= {"slot_mapping", *({"positions"} if rope else ())}
         slots = {"recent_slots"} if recent else set()
         extents = {"num_blocks", "block_size", "batch", "max_seqlen", "num_kv_heads", "head_dim"}
-        return {
-            cache: own | slots | extents, "append": append | common | slots,
-            facts.get("function", "decode"): names | common | slots,
-        }  # fmt: skip
+        said |= {} if "pool" in facts else {cache: own | slots | extents}
+        said |= {"append": append | common | slots} if facts["steps"] else {}
+        return said | {facts.get("function", "decode"): names | common | slots}
     if of.operation == "attention_with_kvcache":
         names |= {"block_table"} if "block_size" in facts else {"batch_index"} if "index" in facts else set()
         names |= {"cu_seqlens_q", "max_seqlen_q"} if facts["packed"] else set()
     function = facts.get("function", of.operation)
     if of.operation in ("low precision", "e4m3 arrays"):
         function = "attention_varlen" if facts["packed"] else "attention"
-    return {function: names}
+    return said | {function: names}
+
+
+def _of_arrays(facts: dict[str, Any]) -> dict[str, set[str]]:
+    """What a cache on arrays of the caller is made of."""
+    if "pool" not in facts:
+        return {}
+    names = {"k", "layout"} | ({"v"} if facts["pool"]["kind"] != "rows" else set())
+    names |= {"k_scale", "v_scale"} if facts["pool"].get("scales", "none") != "none" else set()
+    return {("PagedKVCache" if "block_size" in facts else "KVCache") + ".from_arrays": names}
 
 
 def test_every_operation_and_every_argument_is_drawn(drawn: list[Problem]) -> None:
@@ -66,10 +75,9 @@ def test_every_operation_and_every_argument_is_drawn(drawn: list[Problem]) -> No
     for one in drawn:
         for function, names in _said(one).items():
             said.setdefault(function, set()).update(names)
-    missing = {
-        name: sorted(set(inspect.signature(getattr(omniattn, name)).parameters) - said[name] - LEFT) for name in said
-    }
-    assert missing == {name: [] for name in said}
+    for name, found in said.items():
+        left = set() if name.endswith("from_arrays") else LEFT
+        assert set(inspect.signature(operator.attrgetter(name)(omniattn)).parameters) - found - left == set(), name
     functions = {name for name in omniattn.__all__ if inspect.isfunction(getattr(omniattn, name))}
     # Copies follow an append; explain launches nothing.
     assert functions - set(said) == {"copy_blocks", "copy_recent", "explain"}
@@ -121,6 +129,42 @@ def test_kinds_formats_layouts_and_edges_are_drawn(drawn: list[Problem]) -> None
     assert any(0 in shape[1:3] for shape in dense)
     dtypes = {"float16", "bfloat16"} | ({"float32", "float64"} if "float64" in _dtypes(drawn) else set())
     assert _dtypes(drawn) == dtypes
+
+
+@pytest.mark.parametrize("operation", ["caches", "attention_with_kvcache"])
+def test_all_kinds_of_arrays_of_the_caller_are_drawn(operation: str, drawn: list[Problem]) -> None:
+    facts = [one.facts for one in drawn if one.operation == operation and "pool" in one.facts]
+    made = [(f["cache"]["k_dtype"], f["pool"]) for f in facts]
+    assert {(name, pool.get("scales")) for name, pool in made} == {
+        *(("bf16", None), ("fp16", None)), *((name, scales) for name in ("fp8", "int8") for scales in pools.SCALES),
+    }  # fmt: skip
+    assert {(pool["kind"], pool["layout"]) for _, pool in made} == {(k, o) for k in pools.KINDS for o in ("NHD", "HND")}
+    units = {"bf16": 8, "fp16": 8, "fp8": 16, "int8": 16}
+    for (name, pool), f in zip(made, facts, strict=True):
+        assert f["head_dims"][0] % units[name] == 0
+        assert all(side[-1] % units[name] == 0 for side in (pool["view"].get(s, (0,)) for s in ("before", "after")))
+    # Memory in every order of K or V, block, and the two others; gaps between all of them, and between rows.
+    assert len({pool["view"]["order"] for _, pool in made if "order" in pool["view"] and pool["kind"] == "pair"}) > 9
+    for kind, outer in (("pair", 4), ("apart", 3)):
+        seen = [pool["view"] for _, pool in made if pool["kind"] == kind]
+        for d in range(outer):
+            assert any(view.get("step", (1,) * 5)[d] == 2 for view in seen)
+            assert any(view.get("before", (0,) * 5)[d] == 1 for view in seen)
+        assert any(view.get("after", (0,))[-1] > 0 for view in seen)
+    assert {f["nobody"] for f in facts if f["options"].get("window", (-1,))[0] >= 0} == {-1, 1 << 30, "unused"}
+    scaled = [f for f in facts if f["pool"].get("scales") == "sequence"]
+    assert not any(f["steps"] or "shared_prefix" in f["options"] for f in scaled)
+    if operation == "caches":
+        written = [f for f in facts if f not in scaled]
+        assert all(any(name in f for f in written) for name in ("rope", "function"))
+        assert all(any(name in f["options"] for f in facts) for name in ("shared_prefix", "deterministic", "window"))
+        assert any(step.get("by_slot") for f in written for step in f["steps"])
+        assert any(f.get("copies") and f["pool"].get("scales") == "token" for f in written)
+    else:
+        eight = [f for f in facts if "scales" in f["pool"]]
+        assert {f["packed"] for f in eight} == {True, False}
+        assert max(max(f["queries"]) for f in eight) == 16
+        assert any("index" in f for f in scaled)
 
 
 def _dtypes(drawn: list[Problem]) -> set[str]:

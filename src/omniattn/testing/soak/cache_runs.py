@@ -13,6 +13,7 @@ from omniattn.testing.soak.cache_formats import BITS, DTYPES, Format, hadamard, 
 from omniattn.testing.soak.formulas import Keys, Rules
 from omniattn.testing.soak.judge import equal, grade, repeated, truth, unchanged
 from omniattn.testing.soak.machines import POISON, Machine, Placed
+from omniattn.testing.soak.pools import Pool
 from omniattn.testing.soak.problem import Problem
 
 _PLANES = ("k", "v", "k_params", "v_params")
@@ -49,18 +50,21 @@ class Run:
         like = m.place(np.zeros(1, np.float32), problem.dtype, {}).array
         window = cache.get("recent_window", 0)
         self._slots = None
-        if self._paged:
+        self._pool = Pool(m, problem, self._count, self._size) if "pool" in facts else None
+        if self._pool is not None:
+            self.cache: Any = self._pool.cache
+        elif self._paged:
             if window:
                 cache["recent_slots"] = self._batch + 2
                 self._slots = self._rng.permutation(self._batch + 2)[: self._batch].astype(np.int32)
-            self.cache: Any = omniattn.PagedKVCache(self._count, self._size, kv_heads, dim, like=like, **cache)
+            self.cache = omniattn.PagedKVCache(self._count, self._size, kv_heads, dim, like=like, **cache)
         else:
             self.cache = omniattn.KVCache(self._batch, self._size, kv_heads, dim, like=like, **cache)
         self._own = {name: m.f64(x.array) for name, x in own.items()}
         self._formats = {"k": self._format(True), "v": self._format(False)}
         self._window, self._ring = window, window + _SPARE
         self._state = dict.fromkeys(range(self._batch), (0, 0))
-        if m.writable:
+        if m.writable and self._pool is None:
             for name in (*_PLANES, "recent_k", "recent_v"):
                 plane = getattr(self.cache, name)
                 if plane is not None:
@@ -71,6 +75,8 @@ class Run:
     def _format(self, key: bool) -> Format:
         cache, dim = self._facts["cache"], self._facts["head_dims"][0]
         dtype = cache["k_dtype"] if key else cache.get("v_dtype", cache["k_dtype"])
+        if "pool" in self._facts:
+            return Format(dtype, dim, dim, dim, False, key, False)
         row = row_width(dim)
         zero = cache.get("zero_point", True) and dtype in ("int8", "int4")
         return Format(dtype, dim, row, cache.get("group_size") or row, zero, key, cache.get("layout") == "fbgemm")
@@ -100,6 +106,9 @@ class Run:
     def append(self) -> None:
         """Append in steps, and compare what was written."""
         m, facts = self._m, self._facts
+        if self._pool is not None and self._pool.scales == "sequence":
+            self._pool.fill(self._rng, *self._used())
+            return
         shared = facts["options"].get("shared_prefix", 0)
         done = [shared if b and n else 0 for b, n in enumerate(self._lengths)]
         for index, step in enumerate(facts["steps"]):
@@ -145,7 +154,8 @@ class Run:
             if "style" in rope:
                 call["rope"] = rope["style"]
         k, v = placed["k"], placed["v"]
-        _, grades = unchanged(m, placed, lambda: omniattn.append(self.cache, k.array, v.array, **call))
+        read = placed if self._pool is None else placed | self._pool.fixed
+        _, grades = unchanged(m, read, lambda: omniattn.append(self.cache, k.array, v.array, **call))
         self.grades += grades
         x = {name: m.f64(placed[name].array).reshape(-1, kv_heads, dim) for name in "kv"}
         for b, count in enumerate(counts):
@@ -179,6 +189,27 @@ class Run:
             call["recent_slots"] = m.place(self._slots, "int32", {}).array
         return call
 
+    def _read(self, lengths: list[int], queries: list[int]) -> dict[str, Any]:
+        """Arguments of a call that reads the cache: blocks wholly left of all windows may have any numbers."""
+        call, left = self._lens(lengths), self._facts["options"].get("window", (-1, -1))[0]
+        if self._paged and left >= 0:
+            nobody = self._facts["nobody"]
+            nobody = self._free[-1] if nobody == "unused" else nobody
+            table = self._table.copy()
+            for b, (length, count) in enumerate(zip(lengths, queries, strict=True)):
+                table[b, : max(length - count - left, 0) // self._size] = nobody
+            call["block_table"] = self._m.place(table, "int32", {}).array
+        return call
+
+    def _at(self, b: int) -> tuple[Any, Any]:
+        """Block, and row in it, of each token of a sequence."""
+        at = np.arange(self._lengths[b])
+        return self._table[b][at // self._size], at % self._size
+
+    def _used(self) -> list[Any]:
+        """Blocks, and rows in them, of all tokens, each once."""
+        return list(np.unique(np.concatenate([self._at(b) for b in range(self._batch)], 1), axis=1))
+
     def _follow(self, b: int, first: int, length: int) -> None:
         """What an append makes of a slot's state: docs/kv_formats.md."""
         begin, end = self._state[b]
@@ -191,9 +222,10 @@ class Run:
 
     def _planes(self, name: str, b: int) -> cache_formats.Stored:
         """All rows of a sequence, as `decode` has to find them."""
-        m, count = self._m, self._lengths[b]
-        at = np.arange(count)
-        blocks, rows = m.ints(self._table[b][at // self._size]), m.ints(at % self._size)
+        m = self._m
+        blocks, rows = map(m.ints, self._at(b))
+        if self._pool is not None:
+            return self._pool.read(name, b, blocks, rows)
         plane, params = getattr(self.cache, name), getattr(self.cache, f"{name}_params")
         plane, params = (x if m.library != "jax" or x is None else np.asarray(x) for x in (plane, params))
         fmt = self._formats[name]
@@ -212,7 +244,7 @@ class Run:
                 fmt = self._formats[name]
                 wanted = self._tokens[name][b]
                 own = 2.0**-21 * float(abs(wanted).max()) if name == "k" and "rope" in self._facts else 0.0
-                if name == "k" and fmt.quantized:
+                if name == "k" and fmt.quantized and self._pool is None:
                     wanted, more = self._transformed(wanted)
                     own = own * more + 2.0**-21 * more
                     wanted = widened(m, wanted, fmt.row)
@@ -220,7 +252,11 @@ class Run:
                 wanted = widened(m, wanted, fmt.row)
                 padded = not (name == "k" and cache.get("hadamard"))
                 got = self._planes(name, b)
-                for one in cache_formats.compare(m, f"cache.{name}", fmt, got, wanted, padded, own):
+                if self._pool is not None:
+                    found = self._pool.compare(name, fmt, got, wanted, own)
+                else:
+                    found = cache_formats.compare(m, f"cache.{name}", fmt, got, wanted, padded, own)
+                for one in found:
                     if one.name not in worst or not one.ratio <= worst[one.name].ratio:
                         worst[one.name] = one
             if self._window:
@@ -271,10 +307,11 @@ class Run:
         m = self._m
         if not m.writable:
             return
+        if self._pool is not None:
+            self.grades.append(self._pool.untouched(*self._used()))
+            return
         used = np.zeros((self._count, self._size), dtype=bool)
-        for b, count in enumerate(self._lengths):
-            at = np.arange(count)
-            used[self._table[b][at // self._size], at % self._size] = True
+        used[tuple(self._used())] = True
         for name in _PLANES:
             plane = getattr(self.cache, name)
             if plane is None:
@@ -305,6 +342,9 @@ class Run:
 
     def _copied(self, function: str, planes: tuple[str, ...], pairs: list[tuple[int, int]]) -> None:
         m = self._m
+        if self._pool is not None:
+            self.grades.append(self._pool.copied(lambda: getattr(omniattn, function)(self.cache, pairs), pairs))
+            return
         before = {name: m.host(m.bits(x)).copy() for name in planes if (x := getattr(self.cache, name)) is not None}
         getattr(omniattn, function)(self.cache, pairs)
         m.synchronize()
@@ -322,7 +362,7 @@ class Run:
         """Decode, and compare with attention on what the bytes stand for."""
         m, problem, facts = self._m, self._problem, self._facts
         arrays = {name: problem.place(m, name) for name in facts["arrays"]}
-        options, call = problem.options(), self._lens(self._lengths)
+        options, call = problem.options(), self._read(self._lengths, [facts["q_len"]] * self._batch)
         if "sinks" in arrays:
             call["sinks"] = arrays["sinks"].array
         out = None
@@ -335,7 +375,8 @@ class Run:
             result = self._function(q, self.cache, **call, **options)
             return result if isinstance(result, tuple) else (result,)
 
-        results, grades = unchanged(m, arrays, run)
+        read = arrays if self._pool is None else arrays | self._pool.places
+        results, grades = unchanged(m, read, run)
         self.grades += grades
         if out is not None:
             self.grades.append(truth("guards", m.guarded(out), "the call has written outside of out"))
@@ -344,7 +385,9 @@ class Run:
         if len(results) > 1:
             self.grades.append(grade(m, "lse", results[1], lse, lse_bound))
         self.grades += repeated(m, results, run, 1)
-        if options.get("deterministic") and self._paged and self._batch > 1:
+        # Scales of sequences are those of the whole call.
+        own = self._pool is not None and self._pool.scales == "sequence"
+        if options.get("deterministic") and self._paged and self._batch > 1 and not own:
             self._alone(q, arrays, options, results)
 
     def _alone(self, q: Any, arrays: dict[str, Placed], options: dict[str, Any], results: tuple[Any, ...]) -> None:

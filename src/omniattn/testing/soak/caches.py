@@ -13,6 +13,7 @@ from omniattn.testing.soak.cache_formats import BITS, row_width
 from omniattn.testing.soak.cache_runs import Run
 from omniattn.testing.soak.draw import Draw
 from omniattn.testing.soak.machines import Machine
+from omniattn.testing.soak.pools import draw_nobody, draw_pool, own_scales
 from omniattn.testing.soak.problem import Problem
 
 _DTYPES = ("bf16", "fp16", "fp8", "int8", "int4")
@@ -24,6 +25,9 @@ def draw_format(d: Draw, facts: dict[str, Any]) -> None:
     dim, heads = facts["head_dims"][0], facts["heads"][1]
     own = {"float16": "fp16", "bfloat16": "bf16"}.get(facts["dtype"], d.pick(("bf16", "fp16")))
     own = d.pick(("bf16", "fp16")) if d.cpu and d.chance(0.2) else own
+    if d.chance(0.35):
+        draw_pool(d, facts, own)
+        return
     sixteen = lambda name: own if BITS[name] == 16 else name  # noqa: E731
     cache["k_dtype"] = sixteen(d.weighted({"bf16": 1.0, "fp8": 1.5, "int8": 1.5, "int4": 2.5}))
     cache["v_dtype"] = sixteen(d.pick(_DTYPES)) if d.chance(0.3) else cache["k_dtype"]
@@ -57,7 +61,10 @@ def draw_format(d: Draw, facts: dict[str, Any]) -> None:
 
 def draw_steps(d: Draw, facts: dict[str, Any], lengths: list[int], shared: int) -> None:
     """Appends that end with these lengths: a prompt, then some tokens, or all at once."""
-    steps = []
+    steps: list[dict[str, Any]] = []
+    if own_scales(facts):
+        facts["steps"] = steps
+        return
     left = [n - (shared if b and n else 0) for b, n in enumerate(lengths)]
     for last in (False, True):
         counts = list(left) if last else [max(n - d.integer(1, 4), 0) for n in left]
@@ -80,17 +87,18 @@ def draw_steps(d: Draw, facts: dict[str, Any], lengths: list[int], shared: int) 
 
 def draw(d: Draw) -> dict[str, Any]:
     """Facts of a problem."""
-    heads = d.heads()
-    dim, batch = d.head_dim(), d.weighted({1: 2.0, 2: 2.0, 3: 1.0, 5: 1.0, 17: 0.0 if d.cpu else 1.0})
+    heads, dim = d.heads(), d.head_dim()
+    batch = d.weighted({1: 2.0, 2: 2.0, 3: 1.0, 5: 1.0, 17: 0.0 if d.cpu else 1.0})
     facts: dict[str, Any] = {"dtype": d.dtype(), "heads": heads, "head_dims": (dim, dim), "packed": False}
     draw_format(d, facts)
-    most = 150 if d.cpu else d.pick((600, 3000, 9000 if batch < 6 else 3000))
+    dim = facts["head_dims"][0]
+    most = 150 if d.cpu else d.pick((600, 3000, 9000 if batch < 6 and "pool" not in facts else 3000))
     q_len = d.weighted({1: 4.0, 2: 1.0, 4: 1.0, 8: 1.0, 16: 0.5, 5: 0.5})
     lengths = [0 if d.chance(0.07) else max(d.length(most), 1) for _ in range(batch)]
     paged, shared = d.chance(0.6), 0
     if paged:
         facts["block_size"] = d.weighted({16: 3.0, 64: 2.0, 1: 0.5, 3: 1.0, 128: 1.0, 33: 0.5})
-        if d.chance(0.2) and "recent_window" not in facts["cache"]:
+        if d.chance(0.2) and "recent_window" not in facts["cache"] and not own_scales(facts):
             shared = facts["block_size"] * d.integer(1, max(1, 64 // facts["block_size"]))
             lengths = [n and shared + q_len + n for n in lengths]
             if lengths[0] == 0:
@@ -109,8 +117,9 @@ def draw(d: Draw) -> dict[str, Any]:
     if shared:
         options["shared_prefix"] = shared
     else:
-        if d.chance(0.2):
-            options["window"] = (d.pick((-1, 0, 5, 64, 1000)), d.pick((0, -1)))
+        if d.chance(0.35):
+            options["window"] = (d.pick((-1, 0, 5, 20, 64, 1000)), d.pick((0, -1)))
+            facts["nobody"] = draw_nobody(d)
         if d.chance(0.3):
             options["deterministic"] = True
     if d.chance(0.7):

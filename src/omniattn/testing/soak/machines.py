@@ -124,6 +124,10 @@ class Machine:
         """The bytes of a contiguous array, in place."""
         return array.reshape(-1).view(self.xp.uint8)
 
+    def codes(self, array: Any) -> Any:
+        """The bytes of an array with elements of one byte, in place and in its shape."""
+        return array.view(self.xp.uint8)
+
     def bits(self, array: Any) -> Any:
         """A copy of an array's bytes."""
         return self.bytes_of(self.xp.array(array, order="C", copy=True))

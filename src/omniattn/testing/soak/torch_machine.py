@@ -57,6 +57,9 @@ class TorchMachine(Machine):
     def bytes_of(self, array: Any) -> Any:
         return array.detach().reshape(-1).view(torch.uint8)
 
+    def codes(self, array: Any) -> Any:
+        return array.view(torch.uint8)
+
     def bits(self, array: Any) -> Any:
         return self.bytes_of(array.detach().clone(memory_format=torch.contiguous_format))
 

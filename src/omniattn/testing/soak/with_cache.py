@@ -12,12 +12,14 @@ import numpy as np
 import omniattn
 from omniattn.testing.expected import Grade
 from omniattn.testing.soak import formulas, limits, mods
+from omniattn.testing.soak.cache_formats import BITS
 from omniattn.testing.soak.cache_runs import Run
 from omniattn.testing.soak.caches import draw_steps
 from omniattn.testing.soak.draw import Draw
 from omniattn.testing.soak.formulas import Rules
 from omniattn.testing.soak.judge import grade, repeated, truth, unchanged
 from omniattn.testing.soak.machines import Machine
+from omniattn.testing.soak.pools import draw_nobody, draw_pool
 from omniattn.testing.soak.problem import Problem
 
 
@@ -27,6 +29,10 @@ def draw(d: Draw) -> dict[str, Any]:
     facts: dict[str, Any] = {"dtype": d.dtype(), "heads": heads, "head_dims": (dim, dim), "packed": d.chance(0.7)}
     own = {"float16": "fp16", "bfloat16": "bf16"}.get(facts["dtype"], d.pick(("bf16", "fp16")))
     facts["cache"], facts["counted"] = {"k_dtype": own}, own
+    if d.chance(0.5):
+        draw_pool(d, facts, own)
+        dim = facts["head_dims"][0]
+    few = BITS[facts["cache"]["k_dtype"]] < 16  # served by the kernels of decode alone
     most = 150 if d.cpu else d.pick((300, 2000))
     lengths = [0 if d.chance(0.1) else max(d.length(most), 1) for _ in range(batch)]
     if d.chance(0.6):
@@ -35,17 +41,21 @@ def draw(d: Draw) -> dict[str, Any]:
         facts["index"] = True
     facts["lengths"], facts["spare"] = lengths, d.pick((0, 1, 40))
     draw_steps(d, facts, lengths, 0)
-    queries = [d.weighted({1: 3.0, 0: 1.0, 5: 1.0, 40: 1.0, 150: 1.0}) for _ in range(batch)]
+    counts = {1: 3.0, 0: 1.0, 5: 1.0, 16: 1.0} if few else {1: 3.0, 0: 1.0, 5: 1.0, 40: 1.0, 150: 1.0}
+    queries = [d.weighted(counts) for _ in range(batch)]
+    if not facts["packed"] or few:
+        queries[0] = max(queries[0], 1)
     if not facts["packed"]:
-        queries = [max(queries[0], 1)] * batch
+        queries = queries[:1] * batch
     facts["queries"] = queries
     shape = (sum(queries) + d.pick((0, 3)),) if facts["packed"] else (batch, queries[0])
     shape = (*shape, heads[0], dim)
     options: dict[str, Any] = {}
-    if d.chance(0.3):
+    if d.chance(0.3) and not few:
         options["causal"] = False
-    if d.chance(0.2):
-        options["window"] = (d.pick((-1, 0, 5, 64)), d.pick((0, 3, -1)))
+    if d.chance(0.3):
+        options["window"] = (d.pick((-1, 0, 5, 20, 64)), d.pick((0, 3, -1)))
+        facts["nobody"] = draw_nobody(d)
     if d.chance(0.2):
         options["softmax_scale"] = d.pick((0.3, 0.02))
     if d.chance(0.2):
@@ -57,7 +67,7 @@ def draw(d: Draw) -> dict[str, Any]:
     if d.chance(0.2):
         facts["arrays"]["sinks"] = {"shape": (heads[0],), "dtype": "float32", "kind": "normal", "scale": 2.0}
     facts["options"] = options
-    if d.chance(0.15):
+    if d.chance(0.15) and not few:
         facts["score_mod"] = d.pick(mods.MODS)
     kinds = {name: d.numbers((1,), "io", loud=False) for name in ("k", "v")}
     facts["tokens"] = {name: {"kind": x["kind"], "scale": x["scale"]} for name, x in kinds.items()}
@@ -76,7 +86,7 @@ class _Attend(Run):
         arrays = {name: problem.place(m, name) for name in facts["arrays"]}
         index = self._rng.permutation(self._batch) if "index" in facts else np.arange(self._batch)
         lengths = [self._lengths[i] for i in index]
-        call = self._lens(lengths)
+        call = self._read(lengths, facts["queries"])
         if "index" in facts:
             call["batch_index"] = m.place(index.astype(np.int32), "int32", {}).array
         starts = np.cumsum([0, *facts["queries"]]).astype(np.int32)
@@ -99,12 +109,17 @@ class _Attend(Run):
             result = omniattn.attention_with_kvcache(q, self.cache, **call, **problem.options())
             return result if isinstance(result, tuple) else (result,)
 
-        results, grades = unchanged(m, arrays, run)
+        read = arrays
+        if self._pool is not None:
+            self._pool.of_call = np.argsort(index).tolist()
+            read = arrays | self._pool.places
+        results, grades = unchanged(m, read, run)
         self.grades += grades
         if out is not None:
             self.grades.append(truth("guards", m.guarded(out), "the call has written outside of out"))
         sinks = m.f64(arrays["sinks"].array) if "sinks" in arrays else None
-        of = limits.decode(problem.dtype, codes=False, value_codes=False, recent=False, cpu=m.on_cpu)
+        few = self._formats["k"].quantized
+        of = limits.decode(problem.dtype, codes=few, value_codes=few, recent=False, cpu=m.on_cpu)
         rows = m.f64(q).reshape(-1, *q.shape[-2:])
         o, o_bound = m.zeros(*rows.shape), m.zeros(*rows.shape)
         lse, lse_bound = m.full((rows.shape[1], rows.shape[0]), -float("inf")), m.zeros(rows.shape[1], rows.shape[0])
