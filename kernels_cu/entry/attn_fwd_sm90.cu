@@ -491,10 +491,8 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kCtas) at
     }
     __syncthreads();
     auto produce = [&](int lane) {
-        Producer(params, smem, bars).run(lane);
-        if constexpr (Config::kWaitsForMasks) wait_for_kernel_ahead();  // at the latest: every CTA has to
-        // decode_sm80 may run at the same time, on other queries: this launch is not at its end before that one is.
-        if (Config::kPaged && blockIdx.x == gridDim.x - 1) wait_for_kernel_ahead();
+        Producer(params, smem, bars).run(lane);  // at its end: each CTA for masks, one for decode_sm80 beside it
+        if (Config::kWaitsForMasks || (Config::kPaged && blockIdx.x == gridDim.x - 1)) wait_for_kernel_ahead();
     };
     auto consume = [&](int32 group) { Consumer(params, smem, bars, group).run(); };
     if constexpr (Config::kCtas == 1) run_roles<Config::kConsumers, producer_warps<Config>()>(produce, consume);
