@@ -15,6 +15,7 @@ struct KeySpan {
     int32 begin, end, chunks;
     int32 seq_len;
     Queries queries;
+    int32 row_blocks;  // blocks of rows of a kv head that the sequence's queries make
 };
 // A sequence that has all of the shared prefix, whose row of the block table is read for all: the first one, unless it
 // is paused; the last one if all are paused and the result does not count.
@@ -23,10 +24,13 @@ OA_DEVICE int32 prefix_owner(const DecodeParams& p) {
     while (b < p.prefix_sequences - 1 && p.seq_lens[b] < p.capacity) ++b;
     return b;
 }
+// kRows: of a block.
+template <int kRows>
 OA_DEVICE KeySpan key_span(const DecodeParams& p, int32 b) {
     KeySpan s;
     s.seq_len = s.end = min_of(max_of(p.seq_lens[b], p.least_seq_len), p.capacity);
     s.queries = queries_of(p, b);
+    s.row_blocks = p.cu_seqlens_q == nullptr ? p.num_row_blocks : (s.queries.count * p.group + kRows - 1) / kRows;
     int64 first = p.window_left < 0 ? 0 : int64(s.end) - s.queries.count - p.window_left;
     s.begin = first <= 0 ? 0 : int32(first) & ~15;
     if (p.recent_side != kRecentNone) {
@@ -86,7 +90,7 @@ struct ScanStorage {
 };
 
 // Prefix sums of the sequences' chunks, by all threads of a CTA; a thread has consecutive sequences.
-template <int kThreads>
+template <int kThreads, int kRows>
 struct Scan {
     int32 first, last;  // this thread's sequences
     int32 before;  // chunks of all sequences before them
@@ -94,7 +98,8 @@ struct Scan {
     int32 total;  // of all sequences
 
     OA_DEVICE static int32 chunks_of(const DecodeParams& p, int32 b) {
-        return key_span(p, b).chunks * p.num_kv_heads * p.num_row_blocks;
+        const KeySpan span = key_span<kRows>(p, b);
+        return span.chunks * p.num_kv_heads * span.row_blocks;
     }
 
     // One CTA barrier.

@@ -103,27 +103,28 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads) decode_combine_sm
     int tid = threadIdx.x, lane = tid & 31, warp_idx = tid >> 5;
     int32 segments = p.num_kv_heads * p.num_row_blocks;
     int32 sequence = int32(blockIdx.x) / segments, segment = int32(blockIdx.x) - sequence * segments;
-    int32 kv_head = segment / p.num_row_blocks;
+    int32 kv_head = segment / p.num_row_blocks, row_block = segment - kv_head * p.num_row_blocks;
     int32 split = p.combine_split, part = warp_idx & (split - 1);
     int32 row = (int32(blockIdx.y) * Config::kWarps + warp_idx) / split;
-    int32 flat = (segment - kv_head * p.num_row_blocks) * Config::kRows + row;
+    int32 flat = row_block * Config::kRows + row;
     int32 token = token_of(p, flat), head = kv_head * p.group + (flat - token * p.group);
     fill_others(p, sequence, segment, segments);
     if (sequence == p.batch) {
         wait_for_kernel_ahead();  // as every CTA
         return;
     }
-    const KeySpan span = key_span(p, sequence);
+    const KeySpan span = key_span<Config::kRows>(p, sequence);
     bool active = row < Config::kRows && token < span.queries.count;
 
-    int32 chunks = span.chunks, count = 0;
+    // Of a sequence's queries there may be fewer blocks than of the longest one's.
+    int32 chunks = row_block < span.row_blocks ? span.chunks : 0, count = 0;
     int64 first_slot = 0, later_slots = 0;  // slots of partial result 0, and of i > 0: later_slots + i * step
     int32 step = p.fixed_splits ? 1 : 2;
-    Scan<Config::kThreads> scan(p, smem.scan);
+    Scan<Config::kThreads, Config::kRows> scan(p, smem.scan);
     Partition partition(scan.total, p);
     if (chunks > 0) {
         scan.before_sequence(p, sequence, smem.scan);
-        int32 begin = smem.scan.before + segment * chunks;
+        int32 begin = smem.scan.before + (kv_head * span.row_blocks + row_block) * chunks;
         if (p.fixed_splits) {
             count = chunks;
             first_slot = later_slots = begin;

@@ -418,7 +418,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, MIN_CTAS) decode_
     int tid = threadIdx.x, lane = tid & 31, warp_idx = __shfl_sync(0xffffffffu, tid >> 5, 0);
 
     prefetch_first(p, tid);
-    Scan<Config::kThreads> scan(p, smem.scan);
+    Scan<Config::kThreads, Config::kRows> scan(p, smem.scan);
     Partition partition(scan.total, p);
     int32 at = partition.begin(blockIdx.x), end = partition.begin(blockIdx.x + 1);
     if (at >= end) return;  // which counts as launch_dependents
@@ -437,8 +437,8 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, MIN_CTAS) decode_
     // instructions less in the loop.
     const int32 owner = p.first_key == kSharedPrefix ? prefix_owner(p) : 0;
     while (at < end) {
-        KeySpan span = key_span(p, sequence);
-        int32 all = span.chunks * p.num_kv_heads * p.num_row_blocks;
+        KeySpan span = key_span<Config::kRows>(p, sequence);
+        int32 all = span.chunks * p.num_kv_heads * span.row_blocks;
         if (at >= before + all) {  // sequences without keys have none
             before += all;
             ++sequence;
@@ -449,8 +449,8 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, MIN_CTAS) decode_
         int32 stop = p.fixed_splits ? at + 1 : min_of(end, segment_begin + span.chunks);
         Split split;
         split.sequence = sequence + owner;
-        split.kv_head = p.num_row_blocks == 1 ? segment : segment / p.num_row_blocks;
-        split.row_block = segment - split.kv_head * p.num_row_blocks;
+        split.kv_head = span.row_blocks == 1 ? segment : segment / span.row_blocks;
+        split.row_block = segment - split.kv_head * span.row_blocks;
         split.begin = span.begin + ((at - segment_begin) << p.chunk_log2);
         split.end = min_of<int64>(span.end, span.begin + (int64(stop - segment_begin) << p.chunk_log2));
         split.seq_len = span.seq_len;

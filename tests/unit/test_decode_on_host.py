@@ -94,6 +94,25 @@ def test_packed_queries(kernels: HostKernels, recent: int, options: dict[str, An
     oa.append(cache, k, v, seq_lens=lengths, cu_seqlens=starts)
     said = {"seq_lens": lengths, "max_seqlen_q": 4, "return_lse": True, **options}
     said["cu_seqlens_q"] = np.array([0, 1, 5, 7, 7, 11], np.int32)
+    if "deterministic" in options:  # which takes up to two queries a sequence of these heads
+        said |= {"max_seqlen_q": 2, "cu_seqlens_q": np.array([0, 1, 3, 5, 5, 7], np.int32)}
+    agree(kernels(oa.attention_with_kvcache, q, cache, **said), oa.attention_with_kvcache(q, cache, **said))
+
+
+@pytest.mark.parametrize("options", [{}, {"deterministic": True}])
+def test_fewer_blocks_of_rows_than_the_longest_sequence_has(kernels: HostKernels, options: dict[str, Any]) -> None:
+    """Beside 16 queries, whose rows make four blocks, sequences of one block, of two, and of none."""
+    lengths = np.array([70, 40, 33, 0, 64], np.int32)
+    starts = np.array([0, 1, 17, 22, 22, 24], np.int32)
+    most = 2 if options else 16  # what `deterministic` takes
+    if options:
+        starts = np.array([0, 1, 3, 5, 5, 7], np.int32)
+    q = normal(int(starts[-1]) + 1, 8, 64, seed=5)
+    cache = oa.KVCache(5, 80, 2, 64, like=q, k_dtype="fp16", v_dtype="fp16")
+    k, v = (normal(int(lengths.sum()), 2, 64, seed=seed) for seed in (6, 7))
+    oa.append(cache, k, v, seq_lens=lengths, cu_seqlens=np.cumsum([0, *lengths]).astype(np.int32))
+    said: dict[str, Any] = {"seq_lens": lengths, "cu_seqlens_q": starts, "max_seqlen_q": most, "return_lse": True}
+    said |= options
     agree(kernels(oa.attention_with_kvcache, q, cache, **said), oa.attention_with_kvcache(q, cache, **said))
 
 
