@@ -1,4 +1,4 @@
-"""Kernels of `decode` on the CPU: compiled by g++, a CTA's threads as fibers (host_cta). For tests without a GPU.
+"""Kernels for sm_80 on the CPU: compiled by g++, a CTA's threads as fibers (host_cta). For tests without a GPU.
 
 What is tested is the device code itself: which lane has what, which bytes it reads and writes. Not what is fast, what
 races between CTAs, or what ptxas makes of it. Approximate functions are exact here.
@@ -7,6 +7,7 @@ races between CTAs, or what ptxas makes of it. Approximate functions are exact h
 from __future__ import annotations
 
 import ctypes
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -24,8 +25,8 @@ from omniattn.runtime.device import DeviceInfo
 
 TESTS = Path(__file__).parent
 #: Headers of kernels_cu/ptx in whose place host_cta/ptx.h is.
-_REPLACED = "cp_async cvt cvt_quant gpu_sync half2 l2 ldmatrix math min_nan mma_sync tma"
-_PARAMS = {"kv_append_sm80": "KvAppendParams", "merge_states_sm80": "MergeStatesParams"}
+_REPLACED = "cp_async cvt cvt_quant gpu_sync half2 l2 ldmatrix math min_nan mma_sync shared tma"
+_PARAMS = {"attn_fwd_sm80": "Params", "kv_append_sm80": "KvAppendParams", "merge_states_sm80": "MergeStatesParams"}
 _DTYPES = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "float32": np.float32}
 #: Bytes in front of a result and behind it that nobody may write.
 _GUARD = 4096
@@ -51,6 +52,9 @@ class HostKernels:
         (folder / "ptx").mkdir(exist_ok=True)
         for name in _REPLACED.split():
             (folder / f"ptx/{name}.cuh").write_text('#include "ptx.h"\n', encoding="utf-8")
+        types = (TESTS.parent / "kernels_cu/ptx/types.cuh").read_text(encoding="utf-8")
+        types = re.sub(r'asm volatile\("mov\.b\d\d %0, %1;" .*\);', "y = x;", types)
+        (folder / "ptx/types.cuh").write_text(types, encoding="utf-8")
         probe = "#include <ucontext.h>\n#include <cstdint>\n_Float16 half(float x) { return _Float16(x); }\n"
         (folder / "probe.cc").write_text(probe, encoding="utf-8")
         if shutil.which("g++") is None or self._compile("probe", str(folder / "probe.cc")):
@@ -68,6 +72,7 @@ class HostKernels:
         info = DeviceInfo(0, "Test GPU", cc, sm_count, 227 << 10, 50 << 20, (13, 0))
         monkeypatch.setattr(engine, "describe", described)
         monkeypatch.setattr(runtime, "device_info", lambda ordinal: info)
+        monkeypatch.setattr(runtime, "has_tensor_maps", lambda: False)
 
     def __call__(self, function: Any, *given: Any, **options: Any) -> list[Any]:
         """The results, whose memory held NaN; the cache is written in place."""
@@ -78,7 +83,8 @@ class HostKernels:
             for name, x in zip(made.call.operation.arrays, made.call.objects, strict=True)
             if x is not None
         }
-        addresses |= {f"cache.{name}": made.call.cache.address(name) for name in ADDRESSES}
+        if made.call.cache is not None:
+            addresses |= {f"cache.{name}": made.call.cache.address(name) for name in ADDRESSES}
         memory, results = [], []
         for output in made.plan.problem.outputs:
             dtype = np.dtype(_DTYPES[output.dtype])
@@ -96,6 +102,10 @@ class HostKernels:
         for around in memory:
             assert set(around[:_GUARD]) | set(around[-_GUARD:]) == {0xFF}, "written outside of a result"
         return results
+
+    def operations(self, function: Any, *given: Any, **options: Any) -> list[str]:
+        """What the kernels of a call compute, in their order."""
+        return [record.spec.op for record in self._planned(function, *given, **options).plan.launches.records]
 
     def _planned(self, function: Any, *given: Any, **options: Any) -> engine.Described:
         self._on_gpu = []

@@ -3,6 +3,7 @@
 #pragma once
 #include <cmath>
 #include <cstdint>
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 
@@ -38,9 +39,25 @@ inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 inline unsigned __float_as_uint(float x) { return __builtin_bit_cast(unsigned, x); }
 inline float __uint_as_float(unsigned x) { return __builtin_bit_cast(float, x); }
+inline int __float_as_int(float x) { return __builtin_bit_cast(int, x); }
 inline float __int_as_float(int x) { return __builtin_bit_cast(float, x); }
+template <typename T>
+inline T __ldg(const T* p) {
+    return *p;
+}
 inline int __ffs(int x) { return __builtin_ffs(x); }
 inline int __clz(int x) { return x == 0 ? 32 : __builtin_clz(unsigned(x)); }
+
+inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned bits) {
+    return unsigned((uint64_t(high) << 32 | low) >> (bits & 31));
+}
+inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
+    uint64_t both = a | uint64_t(b) << 32;
+    unsigned d = 0;
+    for (int i = 0; i < 4; ++i) d |= unsigned(both >> 8 * (selector >> 4 * i & 7) & 0xff) << 8 * i;
+    return d;
+}
+inline void __trap() { abort(); }
 
 // Waits for all threads of the CTA, or of this warp.
 void host_barrier(bool of_cta);
@@ -88,6 +105,28 @@ inline unsigned __ballot_sync(unsigned, bool x) {
     unsigned bits = 0;
     for (int lane = 0; lane < 32; ++lane) bits |= unsigned(all[lane]) << lane;
     return bits;
+}
+template <typename T, typename Operation>
+inline T reduced(T own, Operation operation) {
+    auto all = gather(own);
+    T x = all[0];
+    for (int lane = 1; lane < 32; ++lane) x = operation(x, all[lane]);
+    return x;
+}
+template <typename T>
+inline T __reduce_add_sync(unsigned, T x) {
+    return reduced(x, [](T a, T b) { return a + b; });
+}
+template <typename T>
+inline T __reduce_max_sync(unsigned, T x) {
+    return reduced(x, [](T a, T b) { return a > b ? a : b; });
+}
+template <typename T>
+inline T __reduce_min_sync(unsigned, T x) {
+    return reduced(x, [](T a, T b) { return a < b ? a : b; });
+}
+inline unsigned __reduce_or_sync(unsigned, unsigned x) {
+    return reduced(x, [](unsigned a, unsigned b) { return a | b; });
 }
 inline bool __any_sync(unsigned mask, bool x) { return __ballot_sync(mask, x) != 0; }
 inline bool __all_sync(unsigned mask, bool x) { return __ballot_sync(mask, x) == 0xffffffffu; }

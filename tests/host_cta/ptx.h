@@ -28,6 +28,7 @@ inline float exp2_approx(float x) { return exp2f(x); }
 inline float log2_approx(float x) { return log2f(x); }
 inline float rcp_approx(float x) { return 1.0f / x; }
 inline float tanh_exp2(float x) { return tanhf(x); }
+inline float tanh_any(float x) { return tanhf(x); }
 
 // half2.cuh
 template <typename Operation>
@@ -65,14 +66,17 @@ template <typename Io>
 inline uint32 max2_nan(Io io, uint32 a, uint32 b) {
     return pack2(io, max_nan(low_float(io, a), low_float(io, b)), max_nan(high_float(io, a), high_float(io, b)));
 }
+template <typename Io>
+inline float2 unpack2(Io io, uint32 x) {
+    return {low_float(io, x), high_float(io, x)};
+}
+template <typename Io>
+inline uint32 max_abs2(Io io, uint32 a, uint32 b) {
+    return max2_nan(io, a & ~kBothSigns, b & ~kBothSigns);
+}
 inline uint16 half_down(float) { abort(); }  // of FBGEMM's layout
 inline uint16 half_up(float) { abort(); }
-inline uint32 permute_bytes(uint32 a, uint32 b, uint32 selector) {
-    uint64 both = a | uint64(b) << 32;
-    uint32 d = 0;
-    for (int i = 0; i < 4; ++i) d |= uint32(both >> 8 * (selector >> 4 * i & 7) & 0xff) << 8 * i;
-    return d;
-}
+inline uint32 permute_bytes(uint32 a, uint32 b, uint32 selector) { return __byte_perm(a, b, selector); }
 inline float of_e4m3(uint32 code) {
     int exponent = int(code >> 3 & 15), mantissa = int(code & 7);
     if ((code & 127) == 127) return NAN;
@@ -137,9 +141,19 @@ void host_wait(int groups);
 inline uint32 smem_addr_of(const void* p) { return uint32(__cvta_generic_to_shared(p)); }
 inline void cp_async_16(uint32 to, const void* from, uint32 bytes, uint64) { host_copy(to, from, 16, bytes); }
 inline void cp_async_16(uint32 to, const void* from, uint64) { host_copy(to, from, 16, 16); }
+inline void cp_async_16(uint32 to, const void* from, uint32 bytes) { host_copy(to, from, 16, bytes); }
+inline void cp_async_16(uint32 to, const void* from, int bytes) { host_copy(to, from, 16, bytes); }
+template <int kBytes>
+inline void cp_async_whole(uint32 to, const void* from) {
+    host_copy(to, from, kBytes, kBytes);
+}
 inline void cp_async_4(uint32 to, const void* from, uint64) { host_copy(to, from, 4, 4); }
 template <int kBytes>
 inline void cp_async_small(uint32 to, const void* from, uint32 bytes, uint64) {
+    host_copy(to, from, kBytes, bytes);
+}
+template <int kBytes>
+inline void cp_async_small(uint32 to, const void* from, uint32 bytes) {
     host_copy(to, from, kBytes, bytes);
 }
 inline void cp_async_commit() { host_commit(); }
@@ -150,9 +164,28 @@ inline void cp_async_wait() {
 inline void prefetch_l2(const void*) {}
 inline uint64 l2_policy(bool) { return 0; }
 
+// shared.cuh
+template <typename T>
+inline T shared_at(uint32 address) {
+    T x;
+    memcpy(&x, host_shared(address), sizeof x);
+    return x;
+}
+inline float load_shared_float(uint32 address) { return shared_at<float>(address); }
+inline float2 load_shared_float2(uint32 address) { return shared_at<float2>(address); }
+inline uint32 load_shared(uint32 address) { return shared_at<uint32>(address); }
+inline uint2 load_shared2(uint32 address) { return shared_at<uint2>(address); }
+inline uint4 load_shared4(uint32 address) { return shared_at<uint4>(address); }
+template <typename T>
+inline void store_shared(uint32 address, T x) {
+    memcpy(host_shared(address), &x, sizeof x);
+}
+inline void store_shared4(uint32 address, uint4 x) { store_shared(address, x); }
+
 // gpu_sync.cuh: kernels run one behind the other.
 inline void launch_dependents() {}
 inline void wait_for_kernel_ahead() {}
+inline int32 atomic_add_relaxed(int32*, int32) { abort(); }
 
 // tma.cuh
 struct alignas(64) TensorMap {
