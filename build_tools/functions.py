@@ -16,8 +16,10 @@ _NO_CODE = re.compile(
 _HEAD = re.compile(r"[)}]\s*(?:const\b\s*|noexcept\b\s*)*(?:->[^;{}()]*)?$")
 #: A constructor up to a member that braces initialize.
 _INITIALIZER = re.compile(r"\)\s*:(?!:)[^;]*\w$", re.DOTALL)
-#: The name before the first list of arguments that is not an attribute's.
-_NAME = re.compile(r"\b(?!__launch_bounds__|alignas|decltype)(operator\s*\(\)|operator[^\w(][^(]*|[A-Za-z_]\w*)\s*\(")
+#: The name before the first list of arguments that is not an attribute's; of a specialization, with its own arguments.
+_NAME = re.compile(
+    r"\b(?!__launch_bounds__|alignas|decltype)(operator\s*\(\)|operator[^\w(][^(]*|[A-Za-z_]\w*(?:<[^<>()]*>)?)\s*\("
+)
 
 
 class Function(NamedTuple):

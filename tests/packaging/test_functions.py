@@ -35,6 +35,8 @@ struct alignas(16) S {
     }
 };
 }  // namespace inner
+template <>
+OA_DEVICE int f<true>(int x) { return x; }
 extern "C" __global__ void __launch_bounds__(Config::kThreads, 1) kernel(
     const __grid_constant__ Params p) {
     /* } */
@@ -49,7 +51,8 @@ def test_device_functions() -> None:
         Function("S", 18, 1),
         Function("operator()", 19, 1),
         Function("operator bool", 20, 3),
-        Function("kernel", 25, 4),
+        Function("f<true>", 25, 2),
+        Function("kernel", 27, 4),
     ]
 
 
