@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Hashable
 from typing import TYPE_CHECKING, Any
 
@@ -46,7 +47,7 @@ def entries(s: SequenceState) -> list[int]:
     return s.table if not s.first else [s.table[s.first]] * s.first + s.table[s.first :]
 
 
-class Swapping:
+class Swapping(ABC):
     """What moves the sequences of a `BlockManager` to its swap space and back."""
 
     num_blocks: int
@@ -194,8 +195,10 @@ class Swapping:
             raise ArgumentError("swap_space", "a SwapSpace", "None", function=where, hint=hint)
         return self.swap_space
 
+    @abstractmethod
     def _known(self, sequence: Hashable, function: str, argument: str = "sequence") -> SequenceState:
-        raise NotImplementedError
+        """Return a sequence that has blocks, or raise."""
 
+    @abstractmethod
     def _any(self, sequence: Hashable, function: str) -> SequenceState:
-        raise NotImplementedError
+        """Return a sequence, swapped out or not, or raise."""
