@@ -12,9 +12,9 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import omniattn as oa  # noqa: E402
-from omniattn.compat import cached  # noqa: E402
 from omniattn.compat import flash_attn as fa2  # noqa: E402
 from omniattn.compat import flash_attn_interface as fa3  # noqa: E402
+from omniattn.compat.rotary import rotation  # noqa: E402
 from tests.unit import compat_cases  # noqa: E402
 from tests.unit.compat_cases import close  # noqa: E402
 
@@ -80,7 +80,8 @@ def test_caches_of_any_head_dim(kind: str, queries: int, dim: int) -> None:
         q, *caches, k_new, v_new, cos, sin, causal=True, rotary_interleaved=False, return_softmax_lse=True, **options
     )
     at = options["cache_seqlens"][:, None] + torch.arange(queries, device=device())
-    turn = functools.partial(cached._rotate, cos=cos, sin=sin, interleaved=False)
+    turn = rotation("test", 320, cos, sin, False, q, k_new)
+    assert turn is not None
     new_q, new_k = turn(q, at), turn(k_new, at)
     for b, n in enumerate(before):
         keys, values = (
