@@ -329,11 +329,12 @@ OA_DEVICE void store_warp(Merge& merge, Rows& rows, int warp_idx, int lane) {
 
 // The merged result, to O and LSE or (slot >= 0) to a partial result.
 OA_DEVICE void write_split(const Merge& merge, const DecodeParams& p, const Split& split, int32 slot, int tid) {
-    constexpr int kRowThreads = Config::kSharedKeys ? min_of(32, Config::kHeadDim / 4) : Config::kThreads / 8;
-    constexpr int kAtOnce = Config::kThreads / kRowThreads;  // rows
-    static_assert(Config::kRows % kAtOnce == 0, "every thread has a row");
+    constexpr int kRowThreads = min_of(Config::kSharedKeys ? 32 : Config::kThreads / 8, Config::kHeadDim / 4);
+    constexpr int kAtOnce = min_of(Config::kThreads / kRowThreads, Config::kRows);  // rows
+    static_assert(Config::kRows % kAtOnce == 0, "whole rounds");
+    if (tid >= kAtOnce * kRowThreads) return;
     const float v_scale = common_scale(p, p.v_params, split.sequence, split.kv_head);
-    constexpr int kUnroll = Config::kSharedKeys ? 2 : Config::kNTiles;
+    constexpr int kUnroll = Config::kSharedKeys ? 2 : Config::kRows / kAtOnce;
     int at = tid % kRowThreads;
 #pragma unroll kUnroll
     for (int n = 0; n < Config::kRows / kAtOnce; ++n) {

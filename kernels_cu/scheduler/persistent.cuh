@@ -130,8 +130,8 @@ class PackedSequences {
 };
 
 // Tiles of queries of packed sequences; one warp walks, all lanes together. The items are those of the sequences; of
-// each sequence head by head, so that K and V stay in L2; of each head the tiles, or with causality pairs of a long and
-// a short one. At the end come the rows that no sequence owns. Every second round runs backwards.
+// each sequence head by head, so that K and V stay in L2; of each head the tiles, or with causality and few keys before
+// the queries pairs of a long and a short one. At the end come the rows that no sequence owns. Every second round runs backwards.
 template <int kBlockM, bool kOverPages = false>
 class PackedTiles {
     struct Axis {
@@ -140,9 +140,13 @@ class PackedTiles {
         static constexpr int32 SequenceRange::* kSteps = &SequenceRange::seqlen_k;
         OA_DEVICE static int32 heads(const AttnFwdParams& p) { return p.num_q_heads; }
         OA_DEVICE static int32 blocks(const SequenceRange& r) { return (r.seqlen_q + kBlockM - 1) / kBlockM; }
-        OA_DEVICE static bool in_pairs(const AttnFwdParams& p) { return p.window_right >= 0 && p.window_left < 0; }
+        // The longest tile of a sequence with as many keys before its queries as it has queries is not even twice the
+        // shortest one: single tiles then are divided more evenly.
+        OA_DEVICE static bool in_pairs(const AttnFwdParams& p, const SequenceRange& r) {
+            return p.window_right >= 0 && p.window_left < 0 && r.seqlen_k - r.seqlen_q < r.seqlen_q;
+        }
         OA_DEVICE static int32 items(const AttnFwdParams& p, const SequenceRange& r) {
-            return in_pairs(p) ? (blocks(r) + 1) / 2 : blocks(r);
+            return in_pairs(p, r) ? (blocks(r) + 1) / 2 : blocks(r);
         }
     };
 
@@ -174,7 +178,7 @@ class PackedTiles {
             int32 j = at - t.head_idx * per_head;
             t.m0 = (second_ ? j : blocks - 1 - j) * kBlockM;
             // The middle tile of an odd number is its own partner.
-            second_ = Axis::in_pairs(p_) && !second_ && 2 * j + 1 != blocks;
+            second_ = Axis::in_pairs(p_, r) && !second_ && 2 * j + 1 != blocks;
             t.sequence = r.sequence;
             t.q_begin = r.q_begin;
             t.seqlen_q = r.seqlen_q;

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -271,6 +272,15 @@ def test_quantized_caches_take_what_decode_takes(k_dtype: str, page: int) -> Non
         row += count
     assert not o[row:].any()
     assert torch.isneginf(lse[:, row:]).all()
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_many_heads_of_a_kv_head(monkeypatch: pytest.MonkeyPatch, head_dim: int) -> None:
+    """16 of them fill tiles of 16 rows beside attention; 24 need several."""
+    for heads in (32, 48):
+        monkeypatch.setattr(sys.modules[__name__], "HEADS", heads)
+        Served(MIXED * 3, 16, head_dim).check(True, spare=3)
+        Served(MIXED, 16, head_dim).check(True, deterministic=True)
 
 
 @pytest.mark.parametrize("page", [0, 16])

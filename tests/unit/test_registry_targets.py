@@ -16,10 +16,12 @@ from omniattn.plan.attention import plan_attention
 from omniattn.plan.backward import plan_backward
 from omniattn.plan.others import plan_append, plan_copy, plan_decode, plan_merge, plan_quantize
 from omniattn.problems import AppendProblem, CopyProblem, DecodeProblem, MergeProblem, Target
+from omniattn.problems.decode import passes
 from omniattn.registry import GPUS, REGISTRY, KernelSpec
 from omniattn.runtime.arch import Arch
 from omniattn.runtime.sources import Sources
 from omniattn.select import rows_of
+from omniattn.select.decode_ways import way_in_company
 from tests.unit import every_call
 
 #: SMs of a GPU of each compute capability.
@@ -66,7 +68,16 @@ def taken(cc: tuple[int, int]) -> frozenset[str]:
     found = {record.spec.name for plan in _plans(target) for record in plan.records}
     for calls in (every_call.exact_calls, every_call.low_precision_calls):
         found |= {row.name for call in calls(cc == (9, 0)) for row in rows_of(call, target)}
+    if cc == (9, 0):  # where attention and decode run at the same time
+        of_decode = (call for call in every_call.cache_calls() if isinstance(call, DecodeProblem))
+        ways = (way_in_company(call, target, at_once=True) for call in of_decode if _may_have_company(call))
+        found |= {one.main.spec.name for way in ways for one in way.passes}
     return frozenset(found)
+
+
+def _may_have_company(call: DecodeProblem) -> bool:
+    cache = call.cache
+    return cache.k_format.bits == cache.v_format.bits == 16 and len(passes(call)) == 1
 
 
 def held(cc: tuple[int, int], spec: KernelSpec) -> bool:

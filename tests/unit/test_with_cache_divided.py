@@ -46,14 +46,15 @@ def problem_of(
 
 
 def test_launches_on_hopper() -> None:
-    """decode's kernel first, on half of the SMs; attention beside it; what is merged, behind both."""
+    """decode's kernel first, on a third of the SMs; attention beside it; what is merged, behind both."""
     problem = problem_of(64, 2, 4096, return_lse=True)
     launches = plan_with_cache(problem, HOPPER, None)
     main, attend, combine = launches.records
     assert [r.spec.op for r in launches.records] == ["decode", "attention", "decode_combine"]
     assert [r.overlap for r in launches.records] == [False, True, False]
-    assert main.grid == (66, 1, 1)
-    assert attend.grid[0] == 4 * 132
+    assert main.spec.beside
+    assert main.grid == (44, 1, 1)
+    assert attend.grid[0] == 2 * 132
     told, others = fields_of_record(main, DECODE), fields_of_record(attend, ATTN_FWD_SM90)
     assert (told["q_len"], told["total_queries"], told["has_company"]) == (2, 64 + 2 * 4096, 1)
     assert others["fwd.queries_per_sequence"] == 2 == few_queries(4)
@@ -65,9 +66,14 @@ def test_launches_on_hopper() -> None:
     assert combine.grid[0] == 66 * 2
 
 
-def test_many_tokens_and_a_short_chunk_have_all_sms() -> None:
-    main = plan_with_cache(problem_of(300, 1, 300), HOPPER, None).records[0]
-    assert main.grid[0] == 2 * 132
+def test_the_more_attention_has_to_do_the_fewer_sms_decode_has() -> None:
+    """Down to a third of them, which keep memory busy; the kernel of a call without company to half of them."""
+    ctas = [plan_with_cache(problem_of(300, n, 512), HOPPER, None).records[0].grid[0] for n in (1, 8, 32, 100)]
+    assert ctas == sorted(ctas, reverse=True)
+    assert (ctas[0], ctas[-1]) == (121, 43)  # 44, or one less where sequences then end where CTAs do
+    fixed = plan_with_cache(problem_of(300, 200, 512, deterministic=True), HOPPER, None).records[0]
+    assert not fixed.spec.beside
+    assert 64 <= fixed.grid[0] <= 66
 
 
 def test_launches_on_other_gpus() -> None:
@@ -104,14 +110,20 @@ def test_the_same_kernels_whatever_the_batch_is(target: Target) -> None:
         plan = plan_with_cache(problem_of(singles, prompts, rows, deterministic=True), target, None)
         found.add(tuple(record.spec.name for record in plan.records))
         assert fields_of_record(plan.records[0], DECODE)["fixed_splits"] == 1
-        assert fields_of_record(plan.records[0], DECODE)["q_len"] == 2
+        assert fields_of_record(plan.records[0], DECODE)["q_len"] == 4
     ((decodes, attends, _),) = found
     # Up to as many queries as run beside prompts it is the same kernel of decode; more go over pages, too.
     main, _ = plan_with_cache(problem_of(9, 3, 2, deterministic=True), target, None).records
     assert main.spec.name == decodes
     assert fields_of_record(main, DECODE)["has_company"] == 0
     (first, *_) = plan_with_cache(problem_of(9, 3, 16, deterministic=True), target, None).records
-    assert fields_of_record(first, DECODE)["q_len"] == 2
+    assert fields_of_record(first, DECODE)["q_len"] == 4
+    # Tiles of 16 rows add in the order of those of 8.
+    of_two, _ = plan_with_cache(problem_of(9, 3, 4, deterministic=True), target, None).records
+    assert of_two.spec.block_m == 2 * main.spec.block_m == 16
+    orders = [dict(spec.defines) for spec in (of_two.spec, main.spec)]
+    for name in ("NUM_WARPS", "TILE_TOKENS", "M_TILES", "ROW_WARPS"):
+        assert orders[0][name] == orders[1][name]
     q = np.zeros((3, 40, 8, 128), np.float16)
     cache = oa.KVCache(3, 1024, 2, 128, like=q, k_dtype="fp16")
     made = oa.explain(oa.attention_with_kvcache, q, cache, seq_lens=ints(50, 60, 70), deterministic=True)
@@ -148,4 +160,4 @@ def test_an_index_of_a_contiguous_cache() -> None:
 def test_few_queries_fill_a_tile(group: int, queries: int) -> None:
     assert few_queries(group) == queries
     main = plan_with_cache(problem_of(64, 2, 4096, heads=group, kv=1), HOPPER, None).records[0]
-    assert fields_of_record(main, DECODE)["num_row_blocks"] == -(-group * queries // 8)
+    assert fields_of_record(main, DECODE)["num_row_blocks"] == 1

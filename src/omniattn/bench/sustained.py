@@ -310,7 +310,12 @@ def captured(torch: Any, enqueue: Callable[[], object]) -> Callable[[], object]:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         enqueue()
-    replay: Callable[[], object] = graph.replay
+
+    def replay() -> None:
+        graph.replay()
+
+    # What was captured reads arrays that may be nobody's but `enqueue`'s.
+    replay.of = enqueue  # type: ignore[attr-defined]
     return replay
 
 

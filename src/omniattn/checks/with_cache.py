@@ -104,7 +104,7 @@ def check_with_cache(call: Call, tensors: dict[str, Tensor]) -> WithCacheProblem
         left, right, scale, softcap, sinks, return_lse, deterministic, capacity, "batch_index" in tensors, shared
     )
     texts = call.facts
-    few = few_queries(q.shape[-2] // cache.num_kv_heads)
+    few = few_queries(q.shape[-2] // cache.num_kv_heads, rows=_fixed_rows(cache) if deterministic else 8)
     against = _reason_against_decode(queries, right, texts is not None, few if deterministic else MAX_Q_LEN)
     kernels: AttentionProblem | DecodeProblem
     beside: DecodeProblem | None = None
@@ -178,6 +178,14 @@ def _check_places(cache: KVCache, tensors: dict[str, Tensor], batch: int) -> int
         raise ArgumentError("block_table", "None with a KVCache", "an array", function=_NAME)
     check_int32(index, (batch,), f"({batch},)", _NAME)
     return cache.block_size
+
+
+def _fixed_rows(cache: KVCache) -> int:
+    """Rows of a sequence's queries that the kernels of ``decode`` take with ``deterministic``.
+
+    In 16 bits tiles of 8 and of 16 rows add in the same order.
+    """
+    return 8 if cache.k_format.quantized or cache.v_format.quantized else 16
 
 
 def _reason_against_decode(queries: Queries, right: int, has_mod: bool, most_packed: int) -> str | None:

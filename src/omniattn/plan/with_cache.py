@@ -72,7 +72,8 @@ def _both(
     """Attention over pages of the sequences with many queries, and ``decode`` of the others, at the same time.
 
     The kernel of ``decode`` begins, on a part of the SMs. Attention takes the others, and those of the first as it
-    ends; it ends behind that one. Then partial results of ``decode`` are merged. None where a kernel cannot be had.
+    ends; it ends behind that one (other kernels than Hopper's begin when it has ended). Then partial results of
+    ``decode`` are merged. None where a kernel cannot be had.
 
     Parameters
     ----------
@@ -89,7 +90,7 @@ def _both(
         return None
     why = (f"sequences of more than {few.q_len} queries; the others run at the same time on decode's kernels",)
     attend = launches_of(way, rest, target, None, why)
-    one = way_in_company(few, target).passes[0]
+    one = way_in_company(few, target, at_once=way.row.arch_specific).passes[0]
     kernels = decode.Kernels(one.main.spec, one.combine.spec, one.split)
     begin = aligned(attend.workspace_bytes)
     records, end = decode.build((kernels,), None, few, target, begin)

@@ -16,12 +16,12 @@ _FORMATS = {"float16": "fp16", "bfloat16": "bf16"}
 _STEP = 8
 
 
-def few_queries(group: int) -> int:
-    """Queries of a sequence up to which ``decode``'s kernels have no row too many: their smallest tile has 8.
+def few_queries(group: int, *, rows: int = 8) -> int:
+    """Queries of a sequence that have up to so many ``rows``, or one.
 
-    ``group``: query heads of a kv head.
+    The smallest tile of ``decode``'s kernels has 8. ``group``: query heads of a kv head.
     """
-    return max(1, 8 // group)
+    return max(1, rows // group)
 
 
 def decode_of_pages(problem: AttentionProblem) -> DecodeProblem | None:

@@ -171,7 +171,7 @@ _FWD_SM90_TILES: tuple[_FwdSm90Tile, ...] = (
 _FWD_SM90_PAGED_TILES: tuple[_FwdSm90Tile, ...] = (
     _FwdSm90Tile(64, 2, 128, 3),
     _FwdSm90Tile(96, 3, 96),
-    _FwdSm90Tile(128, 2, 128, 2),
+    _FwdSm90Tile(128, 2, 128, 3),
     _FwdSm90Tile(192, 2, 64, 3),
     _FwdSm90Tile(256, 2, 64),
 )

@@ -21,6 +21,8 @@ ROW_DIMS, MIN_GROUP = (64, 128, 256), 32
 #: Shared memory of a CTA that every GPU gives, less what stands behind the tiles; that of an SM of the GPUs that the
 #: tiles are tuned for; bytes.
 _MOST_CTA, _MOST_SM = (99 << 10) - 128, 220 << 10
+#: Shared memory of CTAs that have an SM each: more of it takes memory and L2 from the other kernel.
+_MOST_BESIDE = 136 << 10
 #: Tiles of 8 query rows of a warp, and warps of a CTA that share keys, of kernels for 16-bit caches with more than 16
 #: rows a kv head: from few rows to many, by width of a cache's rows.
 SHARED_TILES: dict[int, tuple[tuple[int, int], ...]] = {
@@ -29,6 +31,8 @@ SHARED_TILES: dict[int, tuple[tuple[int, int], ...]] = {
 }
 #: Words of the arguments behind the plan's scan: one sum a warp, and what was found.
 _SCAN_WORDS = 2
+#: Tiles of 8 query rows of kernels beside another one, by width of a cache's rows (256: two of them spill 452 bytes).
+BESIDE_TILES: dict[int, tuple[int, ...]] = {64: (1, 2), 128: (1, 2), 256: (1,)}
 
 
 def _up(value: int, multiple: int) -> int:
@@ -74,6 +78,8 @@ def decode_row(
     v: tuple[int, int],
     n_tiles: int,
     row_warps: int = 1,
+    *,
+    beside: bool = False,
 ) -> KernelSpec:
     """One ``decode_sm80`` kernel.
 
@@ -90,6 +96,8 @@ def decode_row(
     row_warps : int
         1: the warps of a CTA have the same rows and keys of their own. More: so many warps with rows of their own, for
         each of which the CTA's keys are in shared memory once.
+    beside : bool
+        `KernelSpec.beside`: twice the warps, and as much on its way from memory as two CTAs have.
     """
     short, tag = IO_TYPES[dtype]
     sizes = [head_dim * _BITS[kind] // 8 for kind, _ in (k, v)]
@@ -106,15 +114,18 @@ def decode_row(
     params = [4 * keys * count if kind else 16 for kind, count in (k, v)]
     stage = _up(_up(keys * sizes[0], 128) + keys * sizes[1] + sum(params), 128)
     warps = row_warps if row_warps > 1 else 4 if 8 * stage <= _MOST_CTA else 2
+    if beside:
+        warps, ctas = 2 * warps, 1
     rings = warps // row_warps
-    stages = max(2, min(shape["stages"], min(_MOST_CTA, _MOST_SM // ctas) // (rings * stage)))
+    most = _MOST_BESIDE if beside else min(_MOST_CTA, _MOST_SM // ctas)
+    stages = max(2, min(shape["stages"], most // (rings * stage)))
     # Every warp's part of the result: of other keys, or of other rows.
     merge = 4 * warps * 8 * n_tiles * (head_dim + 4) + 8 * warps * 8 * n_tiles
     smem_bytes = _up(_up(max(stage * rings * stages, merge), 128) + 4 * (warps + _SCAN_WORDS), 128)
     names = [row_format(*x, head_dim) for x in (k, v)]
     formats = f"kv{names[0]}" if k == v else f"k{names[0]}_v{names[1]}"
     return KernelSpec(
-        name=f"decode_sm80_{short}_d{head_dim}_{formats}" + _rows_suffix(n_tiles, row_warps),
+        name=f"decode_sm80_{short}_d{head_dim}_{formats}" + _rows_suffix(n_tiles, row_warps) + "_beside" * beside,
         family="decode_sm80",
         op="decode",
         source="entry/decode_sm80.cu",
@@ -143,6 +154,7 @@ def decode_row(
         smem_bytes=smem_bytes,
         ctas_per_sm=ctas,
         cache=(names[0], names[1]),
+        beside=beside,
     )
 
 
@@ -246,6 +258,8 @@ def decode_rows() -> Iterator[KernelSpec]:
         for x in _formats(head_dim):
             yield from _rows_of_formats(dtype, head_dim, x, x)
         yield from (combine_row(dtype, head_dim, n_tiles) for n_tiles in (1, 2))
+        for n_tiles in BESIDE_TILES[head_dim]:
+            yield decode_row(dtype, head_dim, (0, 1), (0, 1), n_tiles, beside=True)
         for n_tiles, row_warps in SHARED_TILES.get(head_dim, ()):
             yield decode_row(dtype, head_dim, (0, 1), (0, 1), n_tiles, row_warps)
             yield combine_row(dtype, head_dim, n_tiles, row_warps)

@@ -91,6 +91,8 @@ class KernelSpec:
         Of the backward: its CTAs add to dq in a fixed order, in every call.
     any_scale : bool
         Of the backward: it takes a softmax_scale that is 0 or not finite in fp32.
+    beside : bool
+        Of decode: its CTAs have an SM each, beside a kernel that has the others.
     fragments : bool
         Of what is behind the backward: sums of dq lie as accumulators of wgmma do.
     rotated : bool
@@ -143,6 +145,7 @@ class KernelSpec:
     ordered_dq: bool = False
     any_scale: bool = True
     fragments: bool = False
+    beside: bool = False
     rotated: bool = False
     qk: str = "io"
     pv: str = "io"

@@ -28,15 +28,15 @@ def _only_on(spec: KernelSpec) -> tuple[tuple[int, int], ...]:
     """The GPUs on which alone selection takes the row, though others could run it; empty: all.
 
     Tiles of short sequences and decode's warps that share keys were tuned on Hopper and nowhere else. Others belong to
-    Hopper's own kernels: they write what those read, or read what those write. And nobody can ask for fp16 sums of
-    e4m3 with scores of e4m3: they are where they come first (`select.PV_CHOICES`).
+    Hopper's own kernels: they write what those read, read what those write, or run beside them. And nobody can ask for
+    fp16 sums of e4m3 with scores of e4m3: they are where they come first (`select.PV_CHOICES`).
     """
     shares_keys = spec.op in ("decode", "decode_combine") and spec.block_m > 16
-    beside = spec.op in ("mask_align", "quantize_fp8_sums", "quantize_values") or spec.fragments
+    helps = spec.op in ("mask_align", "quantize_fp8_sums", "quantize_values") or spec.fragments or spec.beside
     of_grouping = spec.specialization is not None and spec.specialization[0] == "sm90"
     # Tiles up to head_dim 128 have 128 rows otherwise.
     short = spec.family == "attn_fwd_sm80" and spec.op == "attention" and spec.head_dim <= 128 and spec.block_m < 128
-    if short or shares_keys or beside or of_grouping:
+    if short or shares_keys or helps or of_grouping:
         return _HOPPER
     return ((8, 9), (12, 0)) if (spec.qk, spec.pv_accumulator) == ("fp8", "fp16") else ()
 
@@ -57,7 +57,7 @@ def _reach(spec: KernelSpec) -> tuple[object, ...]:
     backward = spec.op.startswith("attention_backward")
     tile = spec.name if spec.arch_specific else None if backward else spec.block_m
     scores = (spec.softcap, spec.masks, spec.dmask, spec.paged)
-    values = (spec.other_head_dim_v, spec.value_factors, spec.smooth_q, spec.rotated, spec.fragments)
+    values = (spec.other_head_dim_v, spec.value_factors, spec.smooth_q, spec.rotated, spec.fragments, spec.beside)
     return spec.op, spec.dtype, spec.head_dim, spec.head_dim_v, scores, values, kind, tile
 
 

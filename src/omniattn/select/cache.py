@@ -18,9 +18,11 @@ def _kv(fmt: KVFormat) -> tuple[int, int]:
     return KV_KINDS["fbgemm" if fmt.layout == "fbgemm" else name], max(fmt.groups, 1)
 
 
-def decode_spec(dtype: str, k: KVFormat, v: KVFormat, query_tiles: int, row_warps: int = 1) -> KernelSpec:
+def decode_spec(
+    dtype: str, k: KVFormat, v: KVFormat, query_tiles: int, row_warps: int = 1, *, beside: bool = False
+) -> KernelSpec:
     """The kernel that decodes queries of ``dtype`` over a cache of these formats; rows as `registry.decode_row`'s."""
-    return registered(decode_row(dtype, k.row_dim, _kv(k), _kv(v), query_tiles, row_warps=row_warps))
+    return registered(decode_row(dtype, k.row_dim, _kv(k), _kv(v), query_tiles, row_warps=row_warps, beside=beside))
 
 
 def combine_spec(dtype: str, row_dim: int, query_tiles: int, row_warps: int = 1) -> KernelSpec:
@@ -50,6 +52,7 @@ def select_decode(
     *,
     target: Target,
     force: str | None = None,
+    beside: bool = False,
 ) -> tuple[Selection, Selection]:
     """The kernels of one pass over keys: the main one, and the one that combines partial results.
 
@@ -63,6 +66,8 @@ def select_decode(
     target : Target
     force : str, optional
         `forced`.
+    beside : bool
+        `KernelSpec.beside`.
 
     Raises
     ------
@@ -71,7 +76,7 @@ def select_decode(
     UnsupportedError
         The GPU is too old.
     """
-    able = [(decode_spec(dtype, k, v, *each), combine_spec(dtype, k.row_dim, *each)) for each in tiles]
+    able = [(decode_spec(dtype, k, v, *each, beside=beside), combine_spec(dtype, k.row_dim, *each)) for each in tiles]
     names = {part.strip() for part in (force or "").split(",")}
     main, combine = next((pair for pair in able if names & {spec.name for spec in pair}), able[0])
     rows = f"tiles of {main.block_m} query rows"

@@ -13,7 +13,7 @@ from ..problems.costs import DecodeCosts
 from ..problems.decode import MAX_WORKERS, DecodeSplit, KeyPass, passes
 from ..problems.target import Coefficients
 from ..registry import KernelSpec
-from ..registry.decode import SHARED_TILES
+from ..registry.decode import BESIDE_TILES, SHARED_TILES
 from ..registry.targets import is_carried
 from .cache import select_decode
 from .choice import Selection
@@ -28,10 +28,11 @@ _AT_ONCE, _WARPS = 8, (1, 2, 4, 8)
 _FIXED_WARPS = 4
 #: CTAs of the second kernel on an SM.
 _COMBINES = 8
-#: Queries of all sequences, times the heads of a kv head, for each sequence: with as many, attention over pages takes a
-#: quarter of the time that memory takes for the keys of all (one query of 128 channels: 4 flops a channel and key at
-#: 700 TFLOP/s, beside 4 bytes at 3 TB/s).
-_QUERIES = 64
+#: The part of the SMs that keeps memory busy, with a CTA of `KernelSpec.beside` on each or with a usual one.
+_BUSY = {True: 1 / 3, False: 1 / 2}
+#: Query rows of a kv head and sequence for which attention takes a third of the time that memory takes for the keys: of
+#: half of them 2 flops a channel and row at 700 TFLOP/s, of all 4 bytes at 2.7 TB/s.
+_ROWS = 173
 
 
 @dataclass(frozen=True)
@@ -147,17 +148,29 @@ def _by_rule(one: KeyPass, target: Target, force: str | None) -> PassWay:
     return _with_split(one, own, pair, target.sm_count * at_a_time(pair[0].spec, target))
 
 
-def way_in_company(problem: DecodeProblem, target: Target) -> DecodeWay:
-    """The way to run sequences of few queries while attention over pages runs the others: on half of the SMs.
+def way_in_company(problem: DecodeProblem, target: Target, *, at_once: bool) -> DecodeWay:
+    """The way to run sequences of few queries while attention over pages runs the others.
 
-    Where the others are few this launch takes most of the time, and has all SMs. That half of them keep memory busy is
-    an estimate by the bytes that their CTAs have on their way, 4 MB; it has not been measured.
+    Parameters
+    ----------
+    problem : DecodeProblem
+    target : Target
+    at_once : bool
+        Both kernels are on the GPU at the same time: this one has CTAs that fill an SM, on a part of them that is the
+        smaller the more attention has to do. With ``deterministic`` the kernel is the one of a call without company.
     """
     (one,) = passes(problem)
-    tiles = (1, 1)
-    pair = select_decode(problem.dtype, one.k, one.v, (tiles,), target=target)
-    is_half = target.cc >= (9, 0) and problem.total_queries * problem.group >= _QUERIES * problem.batch
-    most = target.sm_count // 2 if is_half else target.sm_count * at_a_time(pair[0].spec, target)
+    beside = at_once and not problem.deterministic
+    tiles = (1, 1)  # for one query or two of a sequence
+    if beside and problem.group > 8:
+        tiles = (BESIDE_TILES[one.k.row_dim][-1], 1)
+    elif problem.group > 8:
+        tiles = query_tiles(one, target)[0]
+    pair = select_decode(problem.dtype, one.k, one.v, (tiles,), target=target, beside=beside)
+    most = target.sm_count * at_a_time(pair[0].spec, target)
+    if at_once:
+        rows = problem.total_queries * problem.group / max(problem.batch, 1)
+        most = round(target.sm_count * max(_BUSY[beside], 1 / (1 + rows / _ROWS)))
     return DecodeWay((_with_split(one, tiles, pair, most),))
 
 
