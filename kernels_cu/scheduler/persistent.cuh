@@ -131,7 +131,8 @@ class PackedSequences {
 
 // Tiles of queries of packed sequences; one warp walks, all lanes together. The items are those of the sequences; of
 // each sequence head by head, so that K and V stay in L2; of each head the tiles, or with causality and few keys before
-// the queries pairs of a long and a short one. At the end come the rows that no sequence owns. Every second round runs backwards.
+// the queries pairs of a long and a short one. At the end come the rows that no sequence owns. Every second round runs
+// backwards.
 template <int kBlockM, bool kOverPages = false>
 class PackedTiles {
     struct Axis {

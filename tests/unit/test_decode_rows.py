@@ -86,8 +86,8 @@ def test_what_is_launched() -> None:
 
 def test_every_width_can_be_forced() -> None:
     """Also where another one is the best; a row of another format still cannot serve."""
-    for n, warps in ((2, 1), *SHARED_TILES[64]):
-        row = decode_row("float16", 64, (0, 1), (0, 1), n, warps)
+    for n, warps, beside in ((2, 1, False), (2, 1, True), *((*tiles, False) for tiles in SHARED_TILES[64])):
+        row = decode_row("float16", 64, (0, 1), (0, 1), n, warps, beside=beside)
         launches = plan_decode(problem(71, head_dim=64), HOPPER, row.name)
         assert launches.selection.spec.name == row.name
         assert launches.records[1].spec.block_m == row.block_m

@@ -12,6 +12,8 @@ import pytest
 
 pytest.importorskip("torch")
 
+pytestmark = pytest.mark.frameworks
+
 FOLDER = Path(__file__).parents[1] / "gpu"
 
 

@@ -52,7 +52,7 @@ def test_each_row_of_caches_is_what_its_cases_choose(spec: KernelSpec) -> None:
             able = ((1, 1), (2, 1), *SHARED_TILES.get(spec.head_dim, ()))
             tiles = next(tiles for tiles in able if rows <= 8 * tiles[0] * tiles[1])
         chosen = {
-            "decode": lambda k=k, v=v, tiles=tiles: decode_spec(dtype, k, v, *tiles),
+            "decode": lambda k=k, v=v, tiles=tiles: decode_spec(dtype, k, v, *tiles, beside=spec.beside),
             "decode_combine": lambda k=k, tiles=tiles: combine_spec(dtype, k.row_dim, *tiles),
             "append": lambda k=k, v=v: append_spec(dtype, k, v),
             "copy_blocks": lambda: by_name("kv_copy_sm80"),

@@ -67,7 +67,7 @@ def select_decode(
     force : str, optional
         `forced`.
     beside : bool
-        `KernelSpec.beside`.
+        `KernelSpec.beside`; such a row that ``force`` names serves any call.
 
     Raises
     ------
@@ -76,8 +76,12 @@ def select_decode(
     UnsupportedError
         The GPU is too old.
     """
-    able = [(decode_spec(dtype, k, v, *each, beside=beside), combine_spec(dtype, k.row_dim, *each)) for each in tiles]
     names = {part.strip() for part in (force or "").split(",")}
+    kinds = {beside, any(name.endswith("_beside") for name in names)}
+    able = [
+        (decode_spec(dtype, k, v, *each, beside=kind), combine_spec(dtype, k.row_dim, *each))
+        for kind in sorted(kinds, reverse=beside) for each in tiles
+    ]  # fmt: skip
     main, combine = next((pair for pair in able if names & {spec.name for spec in pair}), able[0])
     rows = f"tiles of {main.block_m} query rows"
     what = f"{dtype} queries, {_formats(k, v)}, rows of {k.row_dim} channels, {rows}"
