@@ -7,7 +7,8 @@
 // dimension contiguous; with cu_seqlens: packed [rows, heads, head_dim]. lse: [batch, num_q_heads, seqlen_q] or [heads,
 // rows]. OWN_HEAD_DIM_V: v and o have a head_dim of their own, in tiles of the same width. SPLIT_KEYS: a CTA takes a
 // part of a tile's keys, and leaves partial results that attn_combine_sm80 merges (Flash-Decoding, Dao et al. 2023);
-// query heads of a kv head share the rows of a tile, row r is query r / pack of head r % pack.
+// query heads of a kv head share the rows of a tile, row r is query r / pack of head r % pack. KV_CODES: K and V in
+// pages are codes of 8 bits, which become elements of q's type in shared memory (decode/code_copy.cuh).
 //
 // One CTA computes BLOCK_M query rows of one head; warp w owns rows [w * BLOCK_M / NUM_WARPS, ...) from the loads of Q
 // to the stores of O, so that scores, P and O never leave its registers. Keys are walked from the last visible tile to
@@ -29,7 +30,9 @@
 #include "attention/softmax.cuh"
 #include "attention/split_keys.cuh"
 #include "attention/warp_softmax.cuh"
+#include "decode/code_copy.cuh"
 #include "params/attn_fwd.cuh"
+#include "params/kv_codes.cuh"
 #include "pipeline/tile_copy.cuh"
 #include "ptx/cp_async.cuh"
 #include "ptx/cvt.cuh"
@@ -56,19 +59,24 @@ struct Config {
     static constexpr bool kQInRegisters = Q_IN_REGISTERS;
     static constexpr bool kSplitKeys = SPLIT_KEYS;
     static constexpr bool kPaged = PAGED;  // packed sequences whose K and V lie in pages
+    static constexpr bool kCodes = KV_CODES;  // which are codes of 8 bits
     static constexpr bool kSearch = kBlockM < 32 && !kScoreMods;  // of the packed sequence; with scores it is walked to
     static_assert(kBlockM == kMTiles * kWarps * 16 && kBlockN % 16 == 0 && kHeadDim % 32 == 0, "whole MMA tiles");
     static_assert(kStages == 1 || kStages == 2, "single or double buffer");
+    static_assert(!kCodes || (kPaged && !kOwnHeadDimV && !kSplitKeys), "pages of the caller");
 };
 
 using ModsParams = Select<kHasScoreMod, AttnFwdUserModSm80Params, AttnFwdModsSm80Params>::Type;
 using CallParams = Select<Config::kScoreMods, ModsParams, AttnFwdParams>::Type;
 using SplitModsParams = Select<kHasScoreMod, AttnFwdSplitUserModSm80Params, AttnFwdSplitModsSm80Params>::Type;
 using SplitParams = Select<Config::kScoreMods, SplitModsParams, AttnFwdSplitSm80Params>::Type;
-using Params = Select<Config::kSplitKeys, SplitParams, CallParams>::Type;
+using ModsCodesParams = Select<kHasScoreMod, AttnFwdUserModCodesSm80Params, AttnFwdModsCodesSm80Params>::Type;
+using CodesParams = Select<Config::kScoreMods, ModsCodesParams, AttnFwdCodesSm80Params>::Type;
+using WholeParams = Select<Config::kCodes, CodesParams, CallParams>::Type;
+using Params = Select<Config::kSplitKeys, SplitParams, WholeParams>::Type;
 template <typename P>
 OA_DEVICE const auto& without_partial(const P& params) {
-    if constexpr (Config::kSplitKeys)
+    if constexpr (Config::kSplitKeys || Config::kCodes)
         return params.call;
     else
         return params;
@@ -85,8 +93,14 @@ OA_DEVICE T with_pack(const FwdTile& t, const P& params) {
 
 using Keys = KeyTiles<Config::kBlockM, Config::kBlockN>;
 struct Nothing {};
+struct NoScales {};
+// Of the items of K and V (decode/code_copy.cuh).
+struct Scales {
+    alignas(1024) float scales[Config::kStages][2][Config::kBlockN * Config::kHeadDim / 16];
+};
 
-struct SharedStorage : Select<Config::kScoreMods, MaskSlots<Config>::Storage, Nothing>::Type {
+struct SharedStorage : Select<Config::kScoreMods, MaskSlots<Config>::Storage, Nothing>::Type,
+                       Select<Config::kCodes, Scales, NoScales>::Type {
     alignas(1024) uint8 q[Config::kBlockM * Config::kHeadDim * 2];  // O on the way out
     alignas(1024) uint8 k[Config::kStages][Config::kBlockN * Config::kHeadDim * 2];
     alignas(1024) uint8 v[Config::kStages][Config::kBlockN * Config::kHeadDim * 2];
@@ -101,6 +115,55 @@ using QCopy = TileCopy<Config::kBlockM, Config::kHeadDim, Config::kThreads>;
 using KeyOrder = Select<Config::kScoreMods, FourKeys, RowsAsTheyAre>::Type;  // of rows of K and V in shared memory
 using KeyColumns = Select<Config::kScoreMods, FourKeys, TwoKeys>::Type;
 using KvCopy = TileCopy<Config::kBlockN, Config::kHeadDim, Config::kThreads, KeyOrder>;
+// Tiles of K and V in codes: nothing, where they come as elements.
+template <typename P, typename Storage, bool = Config::kCodes>
+class CodeTiles {
+  public:
+    OA_DEVICE CodeTiles(const P&, const AttnFwdParams&, const Tile&, const Storage&, int32, int) {}
+    OA_DEVICE void copy(bool, uint32, int32, int) const {}
+    OA_DEVICE void convert(bool, uint32, int) const {}
+};
+template <typename P, typename Storage>
+class CodeTiles<P, Storage, true> {
+    using Copy = CodeCopy<Config::Io, Config::kBlockN, Config::kHeadDim, Config::kThreads, KeyOrder>;
+
+  public:
+    OA_DEVICE CodeTiles(const P& params, const AttnFwdParams& p, const Tile& t, const Storage& smem, int32 kv_head,
+                        int tid)
+        : codes_(params.codes), p_(p), t_(t), smem_(smem), kv_head_(kv_head), tid_(tid) {
+        if (codes_.k_scale == nullptr || codes_.row_scales) return;
+        const uint32 at = uint32(t.sequence) * codes_.scale_outer + uint32(kv_head) * codes_.scale_head;
+        scale_[0] = codes_.k_scale[at], scale_[1] = codes_.v_scale[at];
+    }
+    OA_DEVICE void copy(bool is_v, uint32 to, int32 n, int stage) const {
+        const int64 first = int64(n) * Config::kBlockN;
+        const uint16* pool = is_v ? p_.v : p_.k;
+        const uint8* own = reinterpret_cast<const uint8*>(pool) + kv_head_ * (is_v ? p_.v_stride_h : p_.k_stride_h);
+        const float* scales = (is_v ? codes_.v_scale : codes_.k_scale) + kv_head_ * codes_.scale_head;
+        const int64 stride_b = is_v ? p_.v_stride_b : p_.k_stride_b, stride_s = is_v ? p_.v_stride_s : p_.k_stride_s;
+        auto found = [&](int row) { return PageTable(p_, t_).at(seen_key(p_, t_, first + row)); };
+        auto at = [&](const PageRow& row) { return own + PageTable::offset(p_, row, stride_b, stride_s); };
+        auto scale_at = [&](const PageRow& row) {
+            return scales + PageTable::offset(p_, row, codes_.scale_outer, codes_.scale_token);
+        };
+        const int32 count = int32(min_of<int64>(t_.seqlen_k - first, Config::kBlockN));
+        Copy::issue(to, scales_at(is_v, stage), codes_, found, at, scale_at, count, p_.head_dim, tid_);
+    }
+    OA_DEVICE void convert(bool is_v, uint32 tile, int stage) const {
+        Copy::convert(tile, scales_at(is_v, stage), codes_, scale_[is_v], tid_);
+    }
+
+  private:
+    OA_DEVICE uint32 scales_at(bool is_v, int stage) const { return smem_addr_of(&smem_.scales[stage][is_v]); }
+
+    const KvCodes& codes_;
+    const AttnFwdParams& p_;
+    const Tile& t_;
+    const Storage& smem_;
+    const int32 kv_head_;
+    const int tid_;
+    float scale_[2] = {1.0f, 1.0f};  // of all rows, where they have none of their own
+};
 using Scores = float[Config::kMTiles][Config::kNTiles * 4];
 using Output = float[Config::kMTiles][Config::kDTiles * 4];
 using QFragments = uint32[Config::kQInRegisters ? Config::kHeadDim / 16 : 1][Config::kMTiles][4];
@@ -395,12 +458,17 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, MIN_CTAS) attn_fw
             columns.issue(to, from + row * stride_s, stride_s, count, tid);
         }
     };
+    const CodeTiles<Params, SharedStorage> codes(params, p, t, smem, kv_head, tid);
     auto copy_k = [&](int32 n, int stage) {
+        const uint32 to = smem_k + stage * KvTile::kBytes;
+        if (Config::kCodes) return codes.copy(false, to, n, stage);
         const KvCopy& columns = Config::kOwnHeadDimV ? KvCopy(p.head_dim_qk, tid) : kv_copy;
-        copy_keys(columns, smem_k + stage * KvTile::kBytes, gk, p.k_stride_b, p.k_stride_s, n);
+        copy_keys(columns, to, gk, p.k_stride_b, p.k_stride_s, n);
     };
     auto copy_v = [&](int32 n, int stage) {
-        copy_keys(kv_copy, smem_v + stage * KvTile::kBytes, gv, p.v_stride_b, p.v_stride_s, n);
+        const uint32 to = smem_v + stage * KvTile::kBytes;
+        if (Config::kCodes) return codes.copy(true, to, n, stage);
+        copy_keys(kv_copy, to, gv, p.v_stride_b, p.v_stride_s, n);
     };
 
     Output o;
@@ -455,6 +523,8 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, MIN_CTAS) attn_fw
         for (; !steps.done(); steps.advance()) {
             steps.find_next();
             cp_async_wait<ScoreChanges::kGroups>();
+            codes.convert(false, smem_k + stage * KvTile::kBytes, stage);
+            if (Config::kStages == 2) codes.convert(true, smem_v + stage * KvTile::kBytes, stage);
             __syncthreads();  // this tile has landed; every warp has left the tile before
             if (Config::kStages == 2) {
                 if (steps.has_next()) {
@@ -471,6 +541,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, MIN_CTAS) attn_fw
 
             if (Config::kStages == 1) {
                 cp_async_wait<0>();
+                codes.convert(true, smem_v, 0);
                 __syncthreads();
                 if (steps.has_next()) copy_k(steps.next(), 0);
                 cp_async_commit();

@@ -97,7 +97,8 @@ def exact_calls(of_hopper: bool) -> Iterator[AttentionProblem]:
     yield call(MIDDLE, (64, 0), block_mask=BLOCKS)
     yield call(MIDDLE, (64, 0), varlen=True, used=(True, True))
     for width, option, shape in itertools.product(WIDTHS, options[:3], shapes):
-        yield call(shape, width, varlen=True, pages=Pages(16, 1000, 100, 100), **option)
+        for codes in ("", "e4m3"):
+            yield call(shape, width, varlen=True, pages=Pages(16, 1000, 100, 100, codes=codes), **option)
     if of_hopper:
         yield from (call(TAIL, (64, 0)), call(WIDE, (128, 0), varlen=True))
         for width, option, shape in itertools.product(widths, options[:2], (MIDDLE, FEW)):

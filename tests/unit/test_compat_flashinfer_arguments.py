@@ -113,7 +113,7 @@ REFUSED: list[tuple[Any, str, Any]] = [
     (prefill, "block_tables", int32(1)), (decode, "head_dim", 60), (decode, "window_right", 1),
     (decode, "q_len_per_req", 0), (decode, "indptr", int32(0, 9, 8)), (decode, "last_page_len", X[:2]),
     (ragged, "kv_indptr", int32(0, 3)), (ragged, "kv_indptr", int32(0, 9, 8)), (ragged, "head_dim_vo", 60),
-    (ragged, "max_sequence_kv", 32), (ragged, "kv_data_type", E4M3), (prefill, "kv_data_type", "float8_e4m3fn"),
+    (ragged, "max_sequence_kv", 32), (ragged, "kv_data_type", E4M3), (prefill, "kv_data_type", "float8_e5m2"),
     *((ragged, name, X) for name in ("seq_lens", "v_indptr", "o_indptr")),
     *((made(name), "backend", "trtllm-gen") for name in (PAGED, DECODE, RAGGED)),
     *((made(name), "kv_layout", "BHSD") for name in (PAGED, DECODE, RAGGED)),

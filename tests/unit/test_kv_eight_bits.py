@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import omniattn as oa
-from omniattn.errors import ArgumentError, DtypeError, ShapeError, StrideError, UnsupportedError
+from omniattn.errors import ArgumentError, DtypeError, ShapeError, StrideError
 
 E4M3 = ml_dtypes.float8_e4m3fn
 DTYPES = (E4M3, np.int8)
@@ -228,6 +228,3 @@ def test_wrong_calls() -> None:
             function(q, cache, seq_lens=LENGTHS, block_table=TABLE)
         with pytest.raises(ArgumentError, match=r"shared_prefix.*scales of their own"):
             function(q[:2], cache, seq_lens=LENGTHS[:2], block_table=TABLE[:2], shared_prefix=4)
-    cache = oa.PagedKVCache.from_arrays(pool, pool.copy())
-    with pytest.raises(UnsupportedError, match="K int8 and V int8"):
-        oa.attention_with_kvcache(normal(BATCH, 17, 4, DIM), cache, seq_lens=LENGTHS, block_table=TABLE)

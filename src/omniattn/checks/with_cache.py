@@ -10,6 +10,7 @@ from .. import arguments, arrays, runtime
 from ..arrays import Tensor
 from ..errors import ArgumentError, ShapeError, StrideError, UnsupportedError
 from ..kv.cache import KVCache
+from ..kv.formats import IN_ORDER
 from ..kv.places import by_position
 from ..plan.engine import Call
 from ..problems import AttentionProblem, AttentionStrides, DecodeProblem, Pages, WithCacheProblem
@@ -23,6 +24,8 @@ from .decode import check_prefix, check_queries, check_scale_sinks_out
 from .extras import check_score_mod
 
 _NAME = "attention_with_kvcache"
+#: What codes of a caller's arrays are, by the element type of the cache.
+_CODES = {"fp8": "e4m3", "int8": "int8"}
 #: The caller's arrays, in the order of a call.
 ARRAYS = ("q", "seq_lens", "block_table", "cu_seqlens_q", "sinks", "recent_slots", "batch_index", "out")
 #: Those that kernels access 16 bytes at a time.
@@ -106,6 +109,8 @@ def check_with_cache(call: Call, tensors: dict[str, Tensor]) -> WithCacheProblem
     texts = call.facts
     few = few_queries(q.shape[-2] // cache.num_kv_heads, rows=_fixed_rows(cache) if deterministic else 8)
     against = _reason_against_decode(queries, right, texts is not None, few if deterministic else MAX_Q_LEN)
+    if deterministic and queries.packed and right != 0 and against is None and _is_read_in_pages(cache):
+        against = "queries that may see keys behind their own"  # of one query too: whatever max_seqlen_q says
     kernels: AttentionProblem | DecodeProblem
     beside: DecodeProblem | None = None
     if against is None:
@@ -204,14 +209,21 @@ def _reason_against_decode(queries: Queries, right: int, has_mod: bool, most_pac
     return None
 
 
+def _is_read_in_pages(cache: KVCache) -> bool:
+    """Whether attention over pages reads the cache: 16 bits, or arrays of the caller in 8."""
+    formats = (cache.k_format, cache.v_format)
+    return all(not f.quantized or f.layout == IN_ORDER for f in formats)
+
+
 def _check_served(cache: KVCache, facts: _Facts, against: str) -> None:
     """Raise for what attention over pages does not have."""
     few = f"1 to {MAX_Q_LEN} new tokens a sequence (of packed ones: max_seqlen_q), causal, no score_mod"
     quantized = [f"{x} {f.dtype}" for x, f in (("K", cache.k_format), ("V", cache.v_format)) if f.quantized]
-    if quantized:
+    if not _is_read_in_pages(cache):
         raise UnsupportedError(
             f"{_NAME}(): {against}, over a cache with {' and '.join(quantized)}",
-            instead=f"a 16-bit cache, k_dtype 'bf16' or 'fp16'; quantized ones take {few}",
+            instead=f"a 16-bit cache, k_dtype 'bf16' or 'fp16', or arrays of 8 bits (from_arrays); quantized ones "
+            f"take {few}",
         )
     if facts.shared:
         raise UnsupportedError(f"{_NAME}(): shared_prefix with {against}", instead=f"shared_prefix=0, or {few}")
@@ -251,9 +263,10 @@ def _over_pages(
     pages = Pages(
         cache.block_size, cache.num_blocks, columns, columns if table is not None and queries.batch > 1 else 0,
         has_table=table is not None, has_index=f.has_index and queries.batch > 0,
+        codes=_CODES[cache.k_format.dtype] if cache.k_format.quantized else "", scales=cache.facts.scales,
     )  # fmt: skip
     rows, keys = queries.rows, queries.batch * f.capacity
-    maps = on_gpu and all(map(describable, (q, k, v))) and runtime.has_tensor_maps()
+    maps = on_gpu and not pages.codes and all(map(describable, (q, k, v))) and runtime.has_tensor_maps()
     of_q, of_o = _merged_rows(q, q.strides, queries), _merged_rows(tensors.get("out", q), o_strides, queries)
     window = values.hiding_window((f.left, f.right), rows if queries.packed else queries.q_len, f.capacity)
     strides = AttentionStrides(of_q, _of_plane(k, cache), _of_plane(v, cache), of_o, (0, rows), (0, 0, 0, 0))
@@ -266,7 +279,10 @@ def _over_pages(
 
 
 def _of_plane(t: Tensor, cache: KVCache) -> Strides3:
-    """(page, key, head) strides of a plane of a 16-bit cache, whose own ones are (blocks, heads, tokens, channels)."""
+    """(page, key, head) strides of a plane, of the caller's or of a 16-bit cache.
+
+    Those of own caches are (blocks, heads, tokens, channels).
+    """
     _, (page, head, key) = by_position(t.shape, t.strides, cache.array_order or "HND")
     return page, key, head
 

@@ -170,7 +170,10 @@ def _attend(
     )
     if cache.has_codes:
         cache = replace(cache, scales=scales)
-        _check_codes(function, cache, q, rows, options)
+        if cache.first is not None:
+            raise UnsupportedError(
+                f"{function}(): cache_leftpad with k_cache in {E4M3}", instead="cache_leftpad=None, or 16 bits"
+            )
         q = q.to(torch.bfloat16) if q.dtype == E4M3 else q
     lengths = check_lengths(function, cache, cache_seqlens, new, rows.batch)
     mod = None
@@ -191,10 +194,10 @@ def _attend(
         k = (_rotated_codes if cache.has_codes else _rotated)(rotate, k, start[of_k[0]] + of_k[1])
     if new is not None:
         lengths = _append(cache, k, v, lengths, new)
-    if cache.has_codes and (rows.starts is not None or 0 in q.shape):
-        return _few(cache, q, rows, lengths, options)
-    if mod is None and rows.starts is None and _is_for_decode(cache, q, options):
+    if mod is None and rows.starts is None and 0 not in q.shape and _is_for_decode(cache, q, options):
         return _decode(cache, q, lengths, options)
+    if cache.has_codes:
+        return _over_codes(cache, q, rows, lengths, options)
     run = _over_pages if _lies_in_pages(cache, q, rows) else _gathered
     out, lse = run(cache, q.flatten(0, -3), rows, lengths, mod, options)
     if rows.starts is not None:
@@ -248,23 +251,6 @@ def _cache_of(
 # Caches in 8 bits
 
 
-def _check_codes(function: str, cache: _Cache, q: torch.Tensor, rows: Rows, options: dict[str, Any]) -> None:
-    """Raise for what the kernels that read 8 bits do not have, before anything is written."""
-    assert cache.own is not None  # or it has raised
-    few = f"up to {MAX_Q_LEN} of each sequence, of packed ones by max_seqlen_q"
-    what, instead = "", ""
-    if cache.first is not None:
-        what, instead = "cache_leftpad", "cache_leftpad=None"
-    elif rows.longest > MAX_Q_LEN:
-        what, instead = f"{'up to ' if rows.starts is not None else ''}{rows.longest} queries of a sequence", few
-    else:
-        future = not options["causal"] and (options["window"] is None or options["window"][1] != 0)
-        if rows.longest > 1 and future and (rows.starts is not None or options["window"] is not None):
-            what, instead = "several queries of a sequence that see keys behind their own", "causal=True"
-    if what:
-        raise UnsupportedError(f"{function}(): {what} with k_cache in {E4M3}", instead=f"{instead}, or 16 bits")
-
-
 def _rotated(rotate: Any, k: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     made: torch.Tensor = rotate(k, positions)
     return made
@@ -276,18 +262,18 @@ def _rotated_codes(rotate: Any, k: torch.Tensor, positions: torch.Tensor) -> tor
     return made
 
 
-def _few(
+def _over_codes(
     cache: _Cache, q: torch.Tensor, rows: Rows, lengths: torch.Tensor, options: dict[str, Any]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Packed queries, a few of each sequence; or none at all."""
+    """Any number of queries, packed or not; none at all."""
     if 0 in (rows.batch, rows.longest, q.numel()):
         shape = (*q.shape[:-3], q.shape[-2], q.shape[-3])
         return torch.zeros_like(q), torch.full(shape, -torch.inf, dtype=torch.float32, device=q.device)
     assert cache.own is not None
+    packed = {} if rows.starts is None else {"cu_seqlens_q": rows.starts, "max_seqlen_q": rows.longest}
     out, lse = attention_with_kvcache(
-        _plain_rows(q), cache.own, seq_lens=lengths.contiguous(), cu_seqlens_q=rows.starts,
-        block_table=None if cache.table is None else cache.table.contiguous(), max_seqlen_q=rows.longest,
-        return_lse=True, **options,
+        _plain_rows(q) if packed else q.contiguous(), cache.own, seq_lens=lengths.contiguous(),
+        block_table=None if cache.table is None else cache.table.contiguous(), return_lse=True, **packed, **options,
     )  # fmt: skip
     return out, lse
 

@@ -4,10 +4,10 @@
 imports the original. Every GPU from compute capability 8.0 on; tensors are float16 or bfloat16, on the CPU (NumPy
 reference) float32 and float64 too.
 
-What is not served raises: ``qv``, ``attention_chunk``, prompts over a cache in e4m3. ``num_splits``, ``pack_gqa``,
-``sm_margin`` and scheduler metadata change the last bits of the original's results and its time; they are taken, and
-have no effect: the kernels here divide the work themselves. LSE of a row that attends to nothing is -inf, as in the
-original, and LSE can be differentiated.
+What is not served raises: ``qv``, ``attention_chunk``. ``num_splits``, ``pack_gqa``, ``sm_margin`` and scheduler
+metadata change the last bits of the original's results and its time; they are taken, and have no effect: the kernels
+here divide the work themselves. LSE of a row that attends to nothing is -inf, as in the original, and LSE can be
+differentiated.
 """
 
 from __future__ import annotations

@@ -8,8 +8,7 @@ Differences
 -----------
 - A workspace is not needed: the tensor says the device, and is not kept.
 - ``backend`` "auto", "fa2" and "fa3" are the same; the others raise, as they take other arguments.
-- Sinks are taken. Pages in e4m3 are read by up to 16 rows of a request; other 8-bit K and V, custom masks of
-  batches, position encodings and ALiBi raise.
+- Sinks are taken. Pages in 8 bits are in e4m3; others, custom masks of batches, position encodings and ALiBi raise.
 - Merged states of which neither has seen a key are 0 and -inf, where the original has NaN.
 - ``lse_base``, ``lse_layout`` and ``uniform_q_len`` are those of version 0.7.
 - Nothing here has gradients, as in the original.

@@ -144,7 +144,6 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
             function, num_qo_heads, num_kv_heads, head_dim, None, q_data_type, kv_data_type, o_data_type, _DIMS
         )
         q_len = arguments.check_int(q_len, "q_len_per_req", function, least=1)
-        plans.check_few(shape, q_len, True, function)
         if self._use_cuda_graph and self._planned is not None and q_len != self._q_len:
             expected = f"{self._q_len}, as the first plan of the CUDA graph"
             raise ArgumentError("q_len_per_req", expected, f"{q_len}", function=function)

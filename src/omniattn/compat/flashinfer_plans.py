@@ -247,19 +247,6 @@ def scales_of_pages(shape: Shape, given: dict[str, Any], function: str) -> tuple
     return k, v
 
 
-def check_few(shape: Shape, longest: int, causal: bool, function: str) -> None:
-    """Rows of a request over pages in e4m3, before anything is written."""
-    if shape.kv_dtype != E4M3:
-        return
-    what = f"up to {longest} rows of a request" if longest > FEW_ROWS else "rows of a request that see later tokens"
-    if longest > FEW_ROWS or (longest > 1 and not causal):
-        raise UnsupportedError(
-            f"{function}(): {what}, with kv_data_type={shape.kv_dtype}",
-            instead=f"1 to {FEW_ROWS} rows, causal (in a CUDA graph max_token_per_sequence says how many), or pages "
-            f"in {shape.dtype}",
-        )
-
-
 def scaled(out: torch.Tensor, v_scale: float) -> torch.Tensor:
     """The output times v's scale, in place, as the original has it."""
     return out if v_scale == 1.0 else out.mul_(v_scale)

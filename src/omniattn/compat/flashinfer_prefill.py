@@ -176,7 +176,6 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
         qo = plans.check_starts(qo_indptr, "qo_indptr", function)
         batch = qo.shape[0] - 1
         rows = self._rows.of(function, qo, self._use_cuda_graph, max_token_per_sequence, uniform_q_len)
-        plans.check_few(shape, rows.longest, score[0], function)
         invariant = plans.asks_invariance(fixed_split_size, disable_split_kv, function)
         if invariant and not (rows.q_len and (rows.q_len == 1 or score[0])):
             name = "fixed_split_size" if fixed_split_size is not None else "disable_split_kv"

@@ -7,9 +7,9 @@ from __future__ import annotations
 from .host_struct import HostStruct
 
 MAX_CLEARED = 3
-MAX_PAIRS = 112
 MAX_MOD_ARRAYS = 8
 MAX_MOD_DIMS = 4
+MAX_PAIRS = 112
 
 # params/attn_fwd.cuh
 
@@ -238,6 +238,53 @@ KV_APPEND = HostStruct(
     ("I", "scale_outer scale_head scale_token"), ("i", "row_scales"),
 )
 
+# params/score_mod.cuh
+
+SCORE_MOD_ARRAYS = HostStruct(
+    "ScoreModArrays", ("8P", "data"), ("32q", "strides"), ("32i", "extents"),
+)
+
+ATTN_FWD_USER_MOD_SM80 = HostStruct(
+    "AttnFwdUserModSm80Params", (ATTN_FWD_MODS_SM80, "call"), (SCORE_MOD_ARRAYS, "arrays"),
+)
+
+ATTN_FWD_SPLIT_USER_MOD_SM80 = HostStruct(
+    "AttnFwdSplitUserModSm80Params", (ATTN_FWD_USER_MOD_SM80, "call"), ("P", "partial_o partial_ml"),
+    ("i", "pack_log2 pack_heads"),
+)
+
+ATTN_FWD_USER_MOD_SM90 = HostStruct(
+    "AttnFwdUserModSm90Params", ("M", "map_q map_k map_v map_bias"), (ATTN_FWD, "fwd"), (TILE_LIST, "tiles"),
+    (SCORE_MOD, "mods"), (SCORE_MOD_ARRAYS, "arrays"),
+)
+
+ATTN_FWD_SPLIT_USER_MOD_SM90 = HostStruct(
+    "AttnFwdSplitUserModSm90Params", ("M", "map_q map_k map_v map_bias"), (ATTN_FWD, "fwd"), (SPLIT_TILE_LIST, "tiles"),
+    (SCORE_MOD, "mods"), (SCORE_MOD_ARRAYS, "arrays"), ("P", "partial_o partial_ml"),
+)
+
+ATTN_BWD_USER_MOD = HostStruct(
+    "AttnBwdUserModParams", (ATTN_BWD, "call"), (SCORE_MOD_ARRAYS, "arrays"),
+)
+
+# params/kv_codes.cuh
+
+KV_CODES = HostStruct(
+    "KvCodes", ("P", "k_scale v_scale"), ("I", "scale_outer scale_head scale_token"), ("i", "row_scales e4m3 reserved"),
+)
+
+ATTN_FWD_CODES_SM80 = HostStruct(
+    "AttnFwdCodesSm80Params", (ATTN_FWD, "call"), (KV_CODES, "codes"),
+)
+
+ATTN_FWD_MODS_CODES_SM80 = HostStruct(
+    "AttnFwdModsCodesSm80Params", (ATTN_FWD_MODS_SM80, "call"), (KV_CODES, "codes"),
+)
+
+ATTN_FWD_USER_MOD_CODES_SM80 = HostStruct(
+    "AttnFwdUserModCodesSm80Params", (ATTN_FWD_USER_MOD_SM80, "call"), (KV_CODES, "codes"),
+)
+
 # params/kv_copy.cuh
 
 KV_COPY = HostStruct(
@@ -326,35 +373,6 @@ QUANTIZE_FP8 = HostStruct(
 
 QUANTIZE_FP8_SUMS = HostStruct(
     "QuantizeFp8SumsParams", (QUANTIZE_FP8, "rows"), (QUANTIZE, "values"), ("i", "chunks reserved"),
-)
-
-# params/score_mod.cuh
-
-SCORE_MOD_ARRAYS = HostStruct(
-    "ScoreModArrays", ("8P", "data"), ("32q", "strides"), ("32i", "extents"),
-)
-
-ATTN_FWD_USER_MOD_SM80 = HostStruct(
-    "AttnFwdUserModSm80Params", (ATTN_FWD_MODS_SM80, "call"), (SCORE_MOD_ARRAYS, "arrays"),
-)
-
-ATTN_FWD_SPLIT_USER_MOD_SM80 = HostStruct(
-    "AttnFwdSplitUserModSm80Params", (ATTN_FWD_USER_MOD_SM80, "call"), ("P", "partial_o partial_ml"),
-    ("i", "pack_log2 pack_heads"),
-)
-
-ATTN_FWD_USER_MOD_SM90 = HostStruct(
-    "AttnFwdUserModSm90Params", ("M", "map_q map_k map_v map_bias"), (ATTN_FWD, "fwd"), (TILE_LIST, "tiles"),
-    (SCORE_MOD, "mods"), (SCORE_MOD_ARRAYS, "arrays"),
-)
-
-ATTN_FWD_SPLIT_USER_MOD_SM90 = HostStruct(
-    "AttnFwdSplitUserModSm90Params", ("M", "map_q map_k map_v map_bias"), (ATTN_FWD, "fwd"), (SPLIT_TILE_LIST, "tiles"),
-    (SCORE_MOD, "mods"), (SCORE_MOD_ARRAYS, "arrays"), ("P", "partial_o partial_ml"),
-)
-
-ATTN_BWD_USER_MOD = HostStruct(
-    "AttnBwdUserModParams", (ATTN_BWD, "call"), (SCORE_MOD_ARRAYS, "arrays"),
 )
 
 # params/tile_kinds.cuh

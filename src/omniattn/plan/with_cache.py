@@ -19,7 +19,9 @@ from .others import plan_decode
 from .stages import launches_of
 
 #: What the arrays are called that attention over pages reads.
-_OF_PAGES = {"k": "cache.k", "v": "cache.v", "seqused_k": "seq_lens"}
+_OF_PAGES = {
+    "k": "cache.k", "v": "cache.v", "seqused_k": "seq_lens", "k_scale": "cache.k_scale", "v_scale": "cache.v_scale",
+}  # fmt: skip
 #: What the arrays of ``attention_varlen`` are called that the kernels of ``decode`` read.
 _OF_ARRAYS = {"cache.k": "k", "cache.v": "v", "seq_lens": "seqused_k"}
 #: The table of ``decode`` where a contiguous cache is a pool with one block a sequence.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from ..kv.layout import ScalePlaces
 from .memory import ITEMSIZE
 from .outputs import Output
 from .precision import EXACT, Precision, value_levels
@@ -68,6 +69,10 @@ class Pages:
         False: a sequence has one page, of its number.
     has_index : bool
         Each sequence names its row of the table, or its page.
+    codes : str
+        ``"e4m3"`` or ``"int8"``: what K and V are codes of; empty: they are of q's type.
+    scales : ScalePlaces, optional
+        Where scales of codes are; None: all are 1.
     """
 
     page_size: int
@@ -76,6 +81,8 @@ class Pages:
     table_stride: int
     has_table: bool = True
     has_index: bool = False
+    codes: str = ""
+    scales: ScalePlaces | None = None
 
     @property
     def capacity(self) -> int:

@@ -60,6 +60,8 @@ class KernelSpec:
         ``"dense"`` (batches), ``"packed"``, or ``"any"``.
     paged : bool
         It takes K and V in pages of a pool, and no others.
+    codes : bool
+        With pages: of K and V in 8 bits.
     tensor_maps : bool
         It reads its arrays by tensor maps, which describe no negative and no huge strides.
     softcap : str
@@ -131,6 +133,7 @@ class KernelSpec:
     prebuild: tuple[str, ...] = ()
     sequences: Sequences = "any"
     paged: bool = False
+    codes: bool = False
     tensor_maps: bool = False
     softcap: Use = "never"
     masks: Masks = "none"

@@ -15,8 +15,10 @@ from omniattn.testing.expected import Values
 from omniattn.testing.frameworks import Framework
 from omniattn.testing.inputs import make_qkv
 
-#: Operations of the registry that have these cases.
+#: Operations of the registry that have these cases: rows of attention over pages in 8 bits have them too (`of_caches`).
 CACHE_OPS: tuple[str, ...] = ("decode", "decode_combine", "append", "copy_blocks")
+#: New tokens of a sequence, where attention over pages is called.
+_PROMPT = 40
 #: Largest error of O as a part of its largest value: rounding of O, of P, and of Q where codes are multiplied.
 O_TOLERANCE = {"bfloat16": 8e-3, "float16": 1.5e-3}
 #: Absolute error of the LSE: with a 16-bit cache as `attention`, with codes that of Q in fp16 besides.
@@ -45,6 +47,11 @@ class Shape:
     heads_kv: int
     below: int
     block_size: int
+
+
+def of_caches(spec: KernelSpec) -> bool:
+    """Whether a row has these cases."""
+    return spec.op in CACHE_OPS or spec.codes
 
 
 def _shapes(group: int) -> tuple[Shape, ...]:
@@ -244,7 +251,8 @@ class CacheCase:
             framework.synchronize()
             note = self._different_rows(framework, cache, prepared)
             return (float("inf") if note else 0.0), note
-        got = omniattn.decode(framework.array(prepared.q, self.dtype), cache, return_lse=True, **call)
+        function = omniattn.attention_with_kvcache if self.q_len == _PROMPT else omniattn.decode
+        got = function(framework.array(prepared.q, self.dtype), cache, return_lse=True, **call)
         framework.synchronize()
         o, lse = (framework.to_numpy(x) for x in got)
         of = "codes" if prepared.host.k_format.quantized else "io"
@@ -321,7 +329,10 @@ def _as_float32(data: Values, dtype: str) -> Values:
 
 
 def cache_cases(spec: KernelSpec) -> tuple[CacheCase, ...]:
-    """The cases of a row of `CACHE_OPS`; a contiguous cache has no blocks to copy."""
+    """The cases of a row (`of_caches`); a contiguous cache has no blocks to copy."""
+    if spec.codes:
+        kept = [Formats(dtype, dtype, None, IN_ORDER) for dtype in ("fp8", "int8", "fp8")]
+        return tuple(CacheCase(spec.dtype, spec.head_dim, x, _PROMPT, i, False, True) for i, x in enumerate(kept))
     decodes, copies = spec.op in ("decode", "decode_combine"), spec.op == "copy_blocks"
     q_len = spec.block_m // 8 if decodes else 1
     dtype = "bfloat16" if spec.dtype == "uint8" else spec.dtype
