@@ -116,6 +116,45 @@ def test_every_kind_of_scales(dim: int, dtype: Any, kind: str) -> None:
             x.check_decode(q, deterministic=True)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dim", [64, 96, 128, 256])
+def test_prompts(dim: int, dtype: Any, kind: str) -> None:
+    """Many queries of each sequence, and in one call with sequences of few: NaN in all that nobody owns."""
+    for size in (1, 3, 16, 256):
+        x = Pool("BNHC" if size < 16 else "two pools", size, dim, dtype, kind)
+        run = oa.attention_with_kvcache
+        q = normal(len(LENGTHS), 70, 4, dim, seed=3, dtype=torch.float16 if size == 3 else torch.bfloat16)
+        x.check_decode(q, run)
+        x.check_decode(q, run, window=(70, 0), softcap=5.0)
+        x.check_decode(q, run, causal=False)
+        rows = [100, 1, 0, 2]
+        packed = normal(sum(rows) + 3, 4, dim, seed=4)
+        options = {"cu_seqlens_q": int32(np.cumsum([0, *rows])), "max_seqlen_q": 100}
+        o, lse = run(packed, x.caches[0], seq_lens=x.lens, block_table=x.table, return_lse=True, **options)
+        host = {"cu_seqlens_q": options["cu_seqlens_q"].cpu(), "max_seqlen_q": 100}
+        want, of_lse = run(
+            packed.cpu().float(), x.caches[1], seq_lens=x.lens.cpu(), block_table=x.table.cpu(), return_lse=True, **host
+        )
+        assert float((o.cpu().float() - want).abs().max()) <= 2e-2 * float(want.abs().max())
+        torch.testing.assert_close(lse.cpu(), of_lse, atol=1e-2, rtol=1e-2)
+
+
+def test_a_score_mod_over_codes() -> None:
+    """Beside the same numbers in bfloat16, which holds codes of e4m3 without scales exactly."""
+    x = Pool("two pools", 16, 128, torch.float8_e4m3fn, "none")
+    q, slopes = normal(len(LENGTHS), 40, 4, 128, seed=3), torch.linspace(0.1, 0.4, 4, device="cuda")
+    mod = oa.ScoreMod("score + slope[head] * float(key - query)", slope=slopes)
+    wide = [
+        plane.bfloat16() for plane in planes("two pools", x.memories[0].view(torch.float8_e4m3fn), 78, 16, HEADS, 128)
+    ]
+    options = {"seq_lens": x.lens, "block_table": x.table, "return_lse": True, "score_mod": mod}
+    made = oa.attention_with_kvcache(q, x.caches[0], **options)
+    expected = oa.attention_with_kvcache(q, oa.PagedKVCache.from_arrays(*wide), **options)
+    for one, other in zip(made, expected, strict=True):
+        torch.testing.assert_close(one, other, atol=2e-2, rtol=2e-2)
+
+
 # Gaps between padded rows are 8 bytes here: kernels copy 16 at a time, and from_arrays refuses it.
 @pytest.mark.parametrize("order", [order for order in ORDERS if order != "padded rows"])
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -73,8 +73,9 @@ def attention_with_kvcache(
         reads kv head h // (num_q_heads // num_kv_heads). On a GPU a 16-bit cache and a recent window have to have q's
         own type.
     cache : KVCache or PagedKVCache
-        With these tokens appended already. A quantized one takes what `decode` takes: 1 to 16 new tokens a sequence
-        (of packed queries: max_seqlen_q), causal, without score_mod.
+        With these tokens appended already: of 16 bits, or arrays of 8 bits (`PagedKVCache.from_arrays`). One that
+        `append` quantizes takes what `decode` takes: 1 to 16 new tokens a sequence (of packed queries: max_seqlen_q),
+        causal, without score_mod.
     seq_lens : array, (batch,), int32, on q's device
         Tokens of each sequence, the new ones included: query i of n sees the keys j <= seq_lens[b] - n + i. Checked on
         the CPU; on a GPU that would need a synchronization, and lengths beyond the cache are taken as its end.
