@@ -144,7 +144,7 @@ def test_a_score_mod_over_codes() -> None:
     """Beside the same numbers in bfloat16, which holds codes of e4m3 without scales exactly."""
     x = Pool("two pools", 16, 128, torch.float8_e4m3fn, "none")
     q, slopes = normal(len(LENGTHS), 40, 4, 128, seed=3), torch.linspace(0.1, 0.4, 4, device="cuda")
-    mod = oa.ScoreMod("score + slope[head] * float(key - query)", slope=slopes)
+    mod = oa.ScoreMod("score - slopes[h] * (q - k)", slopes=slopes)
     wide = [
         plane.bfloat16() for plane in planes("two pools", x.memories[0].view(torch.float8_e4m3fn), 78, 16, HEADS, 128)
     ]

@@ -42,10 +42,8 @@ def test_rows_over_pages(page: int, layout: str, dtype: Any) -> None:
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("page", [1, 5, 16])
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
-def test_requests_of_a_few_rows_run_as_a_batch(
-    rows: int, page: int, layout: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Which is what takes the kernels of decode."""
+def test_requests_of_a_few_rows(rows: int, page: int, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch of the decode wrapper, packed rows of the other one; as many of each that do not depend on the others."""
     module: Any = importlib.import_module("omniattn.compat.flashinfer_wrappers")
     seen: list[Any] = []
     run = module.attention_with_kvcache
@@ -57,14 +55,18 @@ def test_requests_of_a_few_rows_run_as_a_batch(
     for window in (-1, 4):
         shape, options = plan_of(x, window_left=window)
         decode.plan(*x.tables, *shape, q_len_per_req=rows, **options)
-        prefill.plan(starts([rows] * 4), *x.tables, *shape, causal=True, **options)
-        for wrapper in (decode, prefill):
-            got = wrapper.run(q, x.pool, return_lse=True)
-            x.check(got, q, [rows] * 4, causal=True, window=(window, -1))
-            (given, _), named = seen.pop()
-            assert given.shape == (4, rows, HEADS, DIM)
-            assert named["cu_seqlens_q"] is named["max_seqlen_q"] is None
-            assert seen == []
+        for fixed in ({}, {"fixed_split_size": 4}, {"disable_split_kv": True}):
+            prefill.plan(starts([rows] * 4), *x.tables, *shape, causal=True, **fixed, **options)
+            for wrapper in (decode, prefill):
+                got = wrapper.run(q, x.pool, return_lse=True)
+                x.check(got, q, [rows] * 4, causal=True, window=(window, -1))
+                (given, _), named = seen.pop()
+                packed = wrapper is prefill
+                assert given.shape == ((4 * rows, HEADS, DIM) if packed else (4, rows, HEADS, DIM))
+                assert named["max_seqlen_q"] == (rows if packed else None)
+                assert (named["cu_seqlens_q"] is not None) == packed
+                assert named["deterministic"] == (packed and bool(fixed))
+                assert seen == []
 
 
 def test_empty_requests_and_batches() -> None:
@@ -242,7 +244,7 @@ def test_a_graph_of_packed_rows() -> None:
     )
     x = Requests([7, 6, 33], 5)
     alike.plan(starts([2, 2, 2]), *x.tables, *shape, uniform_q_len=2, max_sequence_kv=40, **options)
-    assert alike._planned.q_len == 2
+    assert (alike._planned.longest, alike._planned.q_len) == (2, 0)
     assert alike._planned.table.shape == (3, 8)
     x.check(alike.run(q[:6], x.pool, return_lse=True), q[:6], [2, 2, 2], causal=True)
     with pytest.raises(ValueError, match="'qo_indptr': expected 2 rows of each request"):

@@ -100,7 +100,7 @@ OF_PLANS: list[tuple[str, Any]] = [
 OF_ROWS: list[tuple[str, Any]] = [
     *((name, X) for name in MASKS), ("token_pos_in_items_len", 3), ("use_fp16_qk_reduction", True), ("seq_lens_q", X),
     ("qo_indptr", starts([3, 5]).long()), ("qo_indptr", int32(1, 3, 8)), ("qo_indptr", int32(0, 5, 3)),
-    ("fixed_split_size", 4), ("disable_split_kv", True), ("head_dim_qk", 60), ("head_dim_qk", 264),
+    ("head_dim_qk", 60), ("head_dim_qk", 264),
     ("max_token_per_sequence", 4), ("uniform_q_len", 4), ("causal", 2),
 ]  # fmt: skip
 REFUSED: list[tuple[Any, str, Any]] = [
@@ -113,7 +113,7 @@ REFUSED: list[tuple[Any, str, Any]] = [
     (prefill, "block_tables", int32(1)), (decode, "head_dim", 60), (decode, "window_right", 1),
     (decode, "q_len_per_req", 0), (decode, "indptr", int32(0, 9, 8)), (decode, "last_page_len", X[:2]),
     (ragged, "kv_indptr", int32(0, 3)), (ragged, "kv_indptr", int32(0, 9, 8)), (ragged, "head_dim_vo", 60),
-    (ragged, "max_sequence_kv", 32), (ragged, "kv_data_type", E4M3), (prefill, "kv_data_type", "float8_e5m2"),
+    (ragged, "fixed_split_size", 4), (ragged, "disable_split_kv", True), (ragged, "max_sequence_kv", 32), (ragged, "kv_data_type", E4M3), (prefill, "kv_data_type", "float8_e5m2"),
     *((ragged, name, X) for name in ("seq_lens", "v_indptr", "o_indptr")),
     *((made(name), "backend", "trtllm-gen") for name in (PAGED, DECODE, RAGGED)),
     *((made(name), "kv_layout", "BHSD") for name in (PAGED, DECODE, RAGGED)),

@@ -21,8 +21,6 @@ BACKENDS = ("auto", "fa2", "fa3")
 _DTYPES = (torch.float16, torch.bfloat16)
 #: Pages in 8 bits, for q in 16.
 E4M3 = torch.float8_e4m3fn
-#: Rows of a request that the kernels of `decode` take.
-FEW_ROWS = 16
 #: Entries of the memory of a CUDA graph's tables, at least: half of the 8 MiB that each wrapper of the original has.
 _ENTRIES = 2**20
 

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from ..errors import UnsupportedError
 from . import flashinfer_plans as plans
-from .flashinfer_plans import FEW_ROWS
 from .flashinfer_wrappers import Paged, PagedWrapper, Rows
 
 _VO = ("head_dim_qk", "head_dim_vo")
@@ -139,10 +136,9 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
         max_sequence_kv : int, optional
             At least the tokens of a request.
         fixed_split_size, disable_split_kv
-            Given: results that do not depend on the batch (``deterministic`` of `attention_with_kvcache`), of requests
-            that have one row each, or causal up to 16.
+            Given: results that do not depend on the batch (``deterministic`` of `attention_with_kvcache`).
         uniform_q_len : int, optional
-            Rows of each request in all plans of a CUDA graph, which runs as a batch then.
+            Rows of each request in all plans of a CUDA graph.
         head_dim_vo : int, optional
             head_dim_qk.
         non_blocking : bool
@@ -177,12 +173,6 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
         batch = qo.shape[0] - 1
         rows = self._rows.of(function, qo, self._use_cuda_graph, max_token_per_sequence, uniform_q_len)
         invariant = plans.asks_invariance(fixed_split_size, disable_split_kv, function)
-        if invariant and not (rows.q_len and (rows.q_len == 1 or score[0])):
-            name = "fixed_split_size" if fixed_split_size is not None else "disable_split_kv"
-            raise UnsupportedError(
-                f"{function}(): {name}, results that do not depend on the batch, of requests of several lengths",
-                instead=f"1 row of each request, or causal the same number up to {FEW_ROWS}",
-            )
         names = ("paged_kv_indptr", "paged_kv_indices", "paged_kv_last_page_len")
         plans.check_starts(paged_kv_indptr, names[0], function, batch + 1)
         table, lengths = self._pages(
@@ -190,16 +180,12 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
             block_tables, max_sequence_kv, invariant, non_blocking,
         )  # fmt: skip
         self._rows = rows
-        starts: torch.Tensor | None = None
         if self._use_cuda_graph:
             starts = self._buffers["qo_indptr_buf"].copy_(qo, non_blocking=bool(non_blocking))
-        elif not rows.q_len:
+        else:
             starts = qo.to(self.device, non_blocking=bool(non_blocking))
-        if rows.q_len:
-            starts = None
         self._settle(score)
-        longest = None if rows.q_len else rows.longest
-        self._planned = Paged(shape, page_size, rows.rows, rows.q_len, longest, starts, lengths, table, invariant)
+        self._planned = Paged(shape, page_size, rows.rows, 0, rows.longest, starts, lengths, table, invariant)
 
     begin_forward = plan
 

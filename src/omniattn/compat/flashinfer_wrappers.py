@@ -13,7 +13,7 @@ from ..kv.cache import PagedKVCache
 from ..ops import attention_with_kvcache
 from . import common
 from . import flashinfer_plans as plans
-from .flashinfer_plans import FEW_ROWS, Shape
+from .flashinfer_plans import Shape
 
 
 class Rows(NamedTuple):
@@ -23,16 +23,16 @@ class Rows(NamedTuple):
     ----------
     rows, longest : int
         Of all, and at least those of the longest request.
-    q_len : int
-        Of each request, where they are to run as a batch; else 0.
     most : int
         That later plans of a CUDA graph may have; 0 of none.
+    uniform : bool
+        Each request of a CUDA graph has ``longest``.
     """
 
     rows: int = 0
     longest: int = 0
-    q_len: int = 0
     most: int = 0
+    uniform: bool = False
 
     def of(self, function: str, starts: torch.Tensor, graph: bool, bound: Any, uniform: Any) -> Rows:
         """Those of the next plan, of which the first one of a CUDA graph decides what later ones may have."""
@@ -44,16 +44,16 @@ class Rows(NamedTuple):
             expected = f"the rows of each request, {counts.tolist()}"
             raise ArgumentError("uniform_q_len", expected, repr(uniform), function=function)
         if not graph:
-            return Rows(rows, longest, alike if alike <= FEW_ROWS else 0)
+            return Rows(rows, longest)
         if not self.most:
             if uniform is not None:
-                return Rows(rows, longest, alike if alike <= FEW_ROWS else 0, max(rows, 1))
-            return Rows(rows, max(rows, 1) if bound is None else int(bound), 0, max(rows, 1))
+                return Rows(rows, longest, max(rows, 1), uniform=True)
+            return Rows(rows, max(rows, 1) if bound is None else int(bound), max(rows, 1))
         if rows > self.most:
             expected = f"at most {self.most} rows, as the first plan of the CUDA graph"
             raise ArgumentError("qo_indptr", expected, f"{rows}", function=function)
-        if longest > self.longest or (self.q_len and alike != self.q_len):
-            expected = f"{self.q_len or f'at most {self.longest}'} rows of each request, as the first plan"
+        if longest > self.longest or (self.uniform and alike != self.longest):
+            expected = f"{'' if self.uniform else 'at most '}{self.longest} rows of each request, as the first plan"
             raise ArgumentError("qo_indptr", expected, f"{counts.tolist()}", function=function)
         return self._replace(rows=rows)
 
