@@ -7,8 +7,8 @@
 // dimension contiguous; with cu_seqlens: packed [rows, heads, head_dim]. lse: [batch, num_q_heads, seqlen_q] or [heads,
 // rows]. OWN_HEAD_DIM_V: v and o have a head_dim of their own, in tiles of the same width. SPLIT_KEYS: a CTA takes a
 // part of a tile's keys, and leaves partial results that attn_combine_sm80 merges (Flash-Decoding, Dao et al. 2023);
-// query heads of a kv head share the rows of a tile, row r is query r / pack of head r % pack. KV_CODES: K and V in
-// pages are codes of 8 bits, which become elements of q's type in shared memory (decode/code_copy.cuh).
+// query heads of a kv head share the rows of a tile, row r is query r / pack of head r % pack. KV_CODES:
+// decode/code_copy.cuh.
 //
 // One CTA computes BLOCK_M query rows of one head; warp w owns rows [w * BLOCK_M / NUM_WARPS, ...) from the loads of Q
 // to the stores of O, so that scores, P and O never leave its registers. Keys are walked from the last visible tile to
@@ -23,6 +23,7 @@
 //
 // Shared memory, bytes: Q, later O [BLOCK_M * HEAD_DIM * 2] | K [NUM_STAGES][BLOCK_N * HEAD_DIM * 2] | V [same].
 #include "attention/fwd_modes.cuh"
+#include "attention/fwd_params_sm80.cuh"
 #include "attention/mask.cuh"
 #include "attention/partial_epilogue.cuh"
 #include "attention/score_mods_mma.cuh"
@@ -32,7 +33,6 @@
 #include "attention/warp_softmax.cuh"
 #include "decode/code_copy.cuh"
 #include "params/attn_fwd.cuh"
-#include "params/kv_codes.cuh"
 #include "pipeline/tile_copy.cuh"
 #include "ptx/cp_async.cuh"
 #include "ptx/cvt.cuh"
@@ -66,22 +66,7 @@ struct Config {
     static_assert(!kCodes || (kPaged && !kOwnHeadDimV && !kSplitKeys), "pages of the caller");
 };
 
-using ModsParams = Select<kHasScoreMod, AttnFwdUserModSm80Params, AttnFwdModsSm80Params>::Type;
-using CallParams = Select<Config::kScoreMods, ModsParams, AttnFwdParams>::Type;
-using SplitModsParams = Select<kHasScoreMod, AttnFwdSplitUserModSm80Params, AttnFwdSplitModsSm80Params>::Type;
-using SplitParams = Select<Config::kScoreMods, SplitModsParams, AttnFwdSplitSm80Params>::Type;
-using ModsCodesParams = Select<kHasScoreMod, AttnFwdUserModCodesSm80Params, AttnFwdModsCodesSm80Params>::Type;
-using CodesParams = Select<Config::kScoreMods, ModsCodesParams, AttnFwdCodesSm80Params>::Type;
-using WholeParams = Select<Config::kCodes, CodesParams, CallParams>::Type;
-using Params = Select<Config::kSplitKeys, SplitParams, WholeParams>::Type;
-template <typename P>
-OA_DEVICE const auto& without_partial(const P& params) {
-    if constexpr (Config::kSplitKeys || Config::kCodes)
-        return params.call;
-    else
-        return params;
-}
-
+using Params = Sm80Params<Config>::Type;
 using Tile = SyncTileOf<Config>;
 template <typename T, typename P>
 OA_DEVICE T with_pack(const FwdTile& t, const P& params) {
@@ -93,14 +78,7 @@ OA_DEVICE T with_pack(const FwdTile& t, const P& params) {
 
 using Keys = KeyTiles<Config::kBlockM, Config::kBlockN>;
 struct Nothing {};
-struct NoScales {};
-// Of the items of K and V (decode/code_copy.cuh).
-struct Scales {
-    alignas(1024) float scales[Config::kStages][2][Config::kBlockN * Config::kHeadDim / 16];
-};
-
-struct SharedStorage : Select<Config::kScoreMods, MaskSlots<Config>::Storage, Nothing>::Type,
-                       Select<Config::kCodes, Scales, NoScales>::Type {
+struct SharedStorage : Select<Config::kScoreMods, MaskSlots<Config>::Storage, Nothing>::Type, CodeScales<Config> {
     alignas(1024) uint8 q[Config::kBlockM * Config::kHeadDim * 2];  // O on the way out
     alignas(1024) uint8 k[Config::kStages][Config::kBlockN * Config::kHeadDim * 2];
     alignas(1024) uint8 v[Config::kStages][Config::kBlockN * Config::kHeadDim * 2];
@@ -115,55 +93,7 @@ using QCopy = TileCopy<Config::kBlockM, Config::kHeadDim, Config::kThreads>;
 using KeyOrder = Select<Config::kScoreMods, FourKeys, RowsAsTheyAre>::Type;  // of rows of K and V in shared memory
 using KeyColumns = Select<Config::kScoreMods, FourKeys, TwoKeys>::Type;
 using KvCopy = TileCopy<Config::kBlockN, Config::kHeadDim, Config::kThreads, KeyOrder>;
-// Tiles of K and V in codes: nothing, where they come as elements.
-template <typename P, typename Storage, bool = Config::kCodes>
-class CodeTiles {
-  public:
-    OA_DEVICE CodeTiles(const P&, const AttnFwdParams&, const Tile&, const Storage&, int32, int) {}
-    OA_DEVICE void copy(bool, uint32, int32, int) const {}
-    OA_DEVICE void convert(bool, uint32, int) const {}
-};
-template <typename P, typename Storage>
-class CodeTiles<P, Storage, true> {
-    using Copy = CodeCopy<Config::Io, Config::kBlockN, Config::kHeadDim, Config::kThreads, KeyOrder>;
-
-  public:
-    OA_DEVICE CodeTiles(const P& params, const AttnFwdParams& p, const Tile& t, const Storage& smem, int32 kv_head,
-                        int tid)
-        : codes_(params.codes), p_(p), t_(t), smem_(smem), kv_head_(kv_head), tid_(tid) {
-        if (codes_.k_scale == nullptr || codes_.row_scales) return;
-        const uint32 at = uint32(t.sequence) * codes_.scale_outer + uint32(kv_head) * codes_.scale_head;
-        scale_[0] = codes_.k_scale[at], scale_[1] = codes_.v_scale[at];
-    }
-    OA_DEVICE void copy(bool is_v, uint32 to, int32 n, int stage) const {
-        const int64 first = int64(n) * Config::kBlockN;
-        const uint16* pool = is_v ? p_.v : p_.k;
-        const uint8* own = reinterpret_cast<const uint8*>(pool) + kv_head_ * (is_v ? p_.v_stride_h : p_.k_stride_h);
-        const float* scales = (is_v ? codes_.v_scale : codes_.k_scale) + kv_head_ * codes_.scale_head;
-        const int64 stride_b = is_v ? p_.v_stride_b : p_.k_stride_b, stride_s = is_v ? p_.v_stride_s : p_.k_stride_s;
-        auto found = [&](int row) { return PageTable(p_, t_).at(seen_key(p_, t_, first + row)); };
-        auto at = [&](const PageRow& row) { return own + PageTable::offset(p_, row, stride_b, stride_s); };
-        auto scale_at = [&](const PageRow& row) {
-            return scales + PageTable::offset(p_, row, codes_.scale_outer, codes_.scale_token);
-        };
-        const int32 count = int32(min_of<int64>(t_.seqlen_k - first, Config::kBlockN));
-        Copy::issue(to, scales_at(is_v, stage), codes_, found, at, scale_at, count, p_.head_dim, tid_);
-    }
-    OA_DEVICE void convert(bool is_v, uint32 tile, int stage) const {
-        Copy::convert(tile, scales_at(is_v, stage), codes_, scale_[is_v], tid_);
-    }
-
-  private:
-    OA_DEVICE uint32 scales_at(bool is_v, int stage) const { return smem_addr_of(&smem_.scales[stage][is_v]); }
-
-    const KvCodes& codes_;
-    const AttnFwdParams& p_;
-    const Tile& t_;
-    const Storage& smem_;
-    const int32 kv_head_;
-    const int tid_;
-    float scale_[2] = {1.0f, 1.0f};  // of all rows, where they have none of their own
-};
+using Codes = CodeTiles<Config, KeyOrder, Params, Tile, SharedStorage>;
 using Scores = float[Config::kMTiles][Config::kNTiles * 4];
 using Output = float[Config::kMTiles][Config::kDTiles * 4];
 using QFragments = uint32[Config::kQInRegisters ? Config::kHeadDim / 16 : 1][Config::kMTiles][4];
@@ -426,7 +356,7 @@ using ScoreChanges = Select<Config::kScoreMods, Mods, NoMods>::Type;
 
 extern "C" __global__ void __launch_bounds__(Config::kThreads, MIN_CTAS) attn_fwd_sm80(
     const __grid_constant__ Params params) {
-    const auto& call = call_of(without_partial(params));
+    const auto& call = call_of(call_without<Config>(params));
     const AttnFwdParams& p = forward_of(call);
     extern __shared__ __align__(1024) uint8 smem_raw[];
     SharedStorage& smem = *reinterpret_cast<SharedStorage*>(smem_raw);
@@ -458,7 +388,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, MIN_CTAS) attn_fw
             columns.issue(to, from + row * stride_s, stride_s, count, tid);
         }
     };
-    const CodeTiles<Params, SharedStorage> codes(params, p, t, smem, kv_head, tid);
+    const Codes codes(params, p, t, smem, kv_head, tid);
     auto copy_k = [&](int32 n, int stage) {
         const uint32 to = smem_k + stage * KvTile::kBytes;
         if (Config::kCodes) return codes.copy(false, to, n, stage);
@@ -500,7 +430,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, MIN_CTAS) attn_fw
         int32 warp_row = t.m0 + warp_idx * kWarpRows;
         // Few queries leave warps without rows: these copy, and keep step.
         const bool has_rows = !Config::kSplitKeys || warp_row < t.seqlen_q;
-        ScoreChanges changes(call, arrays_of(without_partial(params)), t, smem, warp_row, warp_idx, lane);
+        ScoreChanges changes(call, arrays_of(call_without<Config>(params)), t, smem, warp_row, warp_idx, lane);
         changes.begin(steps);
         // ldmatrix lanes: Q (A fragments) and V (B, transposed) walk 16 rows by 2 chunks; K (B) 2 x 8 rows by 2 chunks.
         QLane q_lane(lane & 15, lane >> 4);
