@@ -125,8 +125,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
         sm_scale, logits_soft_cap : float, optional
             1 / sqrt(head_dim_qk) and no softcap unless given.
         q_data_type, kv_data_type, o_data_type : torch.dtype or its name
-            float16 or bfloat16, all the same; or kv_data_type float8_e4m3fn: head_dim_qk is a multiple of 16 then, and
-            a request has up to 16 rows, causal if several.
+            float16 or bfloat16, all the same; or kv_data_type float8_e4m3fn: head_dim_qk is a multiple of 16 then.
         seq_lens : tensor, (batch,), optional
             Tokens of each request, in place of what indptr and last_page_len say.
         block_tables : tensor, (batch, max_blocks), optional

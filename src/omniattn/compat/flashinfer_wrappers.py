@@ -93,10 +93,6 @@ def _attend_pages(
     scale: float, softcap: float, invariant: bool, return_lse: bool, out: Any = None,
 ) -> Any:  # fmt: skip
     """out, or (out, lse) as ours, over the caller's pages."""
-    if k.dtype == plans.E4M3 and not q.numel():  # which is attention over pages, of 16 bits
-        o = torch.empty_like(q) if out is None else out
-        lse = q.new_empty((*q.shape[:-3], q.shape[-2], q.shape[-3]), dtype=torch.float32)
-        return (o, lse) if return_lse else o
     cache = PagedKVCache.from_arrays(k, v, layout=layout, k_scale=k_scale, v_scale=v_scale)
     return attention_with_kvcache(
         q, cache, seq_lens=seq_lens, block_table=table, cu_seqlens_q=starts,

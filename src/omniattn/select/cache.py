@@ -8,7 +8,7 @@ from ..errors import UnsupportedError
 from ..kv.formats import IN_ORDER, KVFormat
 from ..problems import AppendProblem, Target
 from ..registry import REGISTRY, KernelSpec, registered
-from ..registry.decode import KV_KINDS, append_row, combine_row, decode_row
+from ..registry.decode import BESIDE_TILES, KV_KINDS, append_row, combine_row, decode_row
 from .choice import Selection, only, the_one
 
 
@@ -81,6 +81,7 @@ def select_decode(
     able = [
         (decode_spec(dtype, k, v, *each, beside=kind), combine_spec(dtype, k.row_dim, *each))
         for kind in sorted(kinds, reverse=beside) for each in tiles
+        if not kind or (k.bits == v.bits == 16 and each[0] in BESIDE_TILES[k.row_dim] and each[1] == 1)
     ]  # fmt: skip
     main, combine = next((pair for pair in able if names & {spec.name for spec in pair}), able[0])
     rows = f"tiles of {main.block_m} query rows"

@@ -161,7 +161,7 @@ def way_in_company(problem: DecodeProblem, target: Target, *, at_once: bool) -> 
     """
     (one,) = passes(problem)
     beside = at_once and not problem.deterministic
-    tiles = (1, 1)  # for one query or two of a sequence
+    tiles = (1, 1)  # most sequences have one query, whose heads are up to 8 rows
     if beside and problem.group > 8:
         tiles = (BESIDE_TILES[one.k.row_dim][-1], 1)
     elif problem.group > 8:
