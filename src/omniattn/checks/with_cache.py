@@ -13,7 +13,14 @@ from ..kv.cache import KVCache
 from ..kv.formats import IN_ORDER
 from ..kv.places import by_position
 from ..plan.engine import Call
-from ..problems import AttentionProblem, AttentionStrides, DecodeProblem, Pages, WithCacheProblem
+from ..problems import (
+    AttentionProblem,
+    AttentionStrides,
+    DecodeProblem,
+    DequantizeProblem,
+    Pages,
+    WithCacheProblem,
+)
 from ..problems.decode import MAX_Q_LEN
 from ..problems.quantize import Strides3
 from ..problems.with_cache import few_queries
@@ -113,19 +120,32 @@ def check_with_cache(call: Call, tensors: dict[str, Tensor]) -> WithCacheProblem
         against = "queries that may see keys behind their own"  # of one query too: whatever max_seqlen_q says
     kernels: AttentionProblem | DecodeProblem
     beside: DecodeProblem | None = None
+    dequantize: DequantizeProblem | None = None
     if against is None:
         kernels, why = _decode(q, cache, queries, facts, tensors, o_strides), "up to 16 new tokens of each sequence"
         if shared:
             _merged_rows(q, q.strides, queries)
     else:
-        _check_served(cache, facts, against)
+        if shared:
+            few_of = f"1 to {MAX_Q_LEN} new tokens a sequence (of packed ones: max_seqlen_q), causal, no score_mod"
+            raise UnsupportedError(f"{_NAME}(): shared_prefix with {against}", instead=f"shared_prefix=0, or {few_of}")
         kernels, why = _over_pages(q, cache, queries, facts, tensors, o_strides), f"attention over pages: {against}"
+        if not _is_read_in_pages(cache):
+            if deterministic and queries.packed and cache.recent_window:
+                raise UnsupportedError(
+                    f"{_NAME}(): deterministic with {against}, packed, over a cache with a recent_window",
+                    instead=f"a batch, a cache without recent_window, or max_seqlen_q up to {few}",
+                )
+            dequantize = _dequantize(q, cache, queries, facts, tensors)
+            kernels = dequantize.attention(kernels)
         if texts is not None:
             kernels = replace(kernels, score_mod=check_score_mod(kernels, call, tensors, texts))
-        elif queries.packed and queries.batch and right == 0:
+        elif queries.packed and queries.batch and right == 0 and not cache.recent_window:
             beside = _decode(q, cache, queries, facts, tensors, o_strides)
             beside = replace(beside, q_len=few, has_company=True)
-    problem = WithCacheProblem(kernels, tuple(q.shape), capacity, (left, right), why, facts.has_index, beside)
+    problem = WithCacheProblem(
+        kernels, tuple(q.shape), capacity, (left, right), why, facts.has_index, beside, dequantize
+    )
     if return_lse and not problem.lse_is_own and q.framework == "dlpack":
         raise UnsupportedError(
             f"{_NAME}(): return_lse with a batch over pages, of a library that is known by DLPack alone and has no "
@@ -215,18 +235,16 @@ def _is_read_in_pages(cache: KVCache) -> bool:
     return all(not f.quantized or f.layout == IN_ORDER for f in formats)
 
 
-def _check_served(cache: KVCache, facts: _Facts, against: str) -> None:
-    """Raise for what attention over pages does not have."""
-    few = f"1 to {MAX_Q_LEN} new tokens a sequence (of packed ones: max_seqlen_q), causal, no score_mod"
-    quantized = [f"{x} {f.dtype}" for x, f in (("K", cache.k_format), ("V", cache.v_format)) if f.quantized]
-    if not _is_read_in_pages(cache):
-        raise UnsupportedError(
-            f"{_NAME}(): {against}, over a cache with {' and '.join(quantized)}",
-            instead=f"a 16-bit cache, k_dtype 'bf16' or 'fp16', or arrays of 8 bits (from_arrays); quantized ones "
-            f"take {few}",
-        )
-    if facts.shared:
-        raise UnsupportedError(f"{_NAME}(): shared_prefix with {against}", instead=f"shared_prefix=0, or {few}")
+def _dequantize(
+    q: Tensor, cache: KVCache, queries: Queries, f: _Facts, tensors: dict[str, Tensor]
+) -> DequantizeProblem:
+    """What attention over pages reads of a cache that `append` quantizes."""
+    table = tensors.get("block_table")
+    columns = int(f.has_index) if table is None else table.shape[1]
+    return DequantizeProblem(
+        q.dtype, cache.facts, queries.batch, queries.rows, queries.q_len, f.capacity, columns, cache.block_size,
+        cache.num_blocks, f.left,
+    )  # fmt: skip
 
 
 def _decode(
@@ -263,10 +281,12 @@ def _over_pages(
     pages = Pages(
         cache.block_size, cache.num_blocks, columns, columns if table is not None and queries.batch > 1 else 0,
         has_table=table is not None, has_index=f.has_index and queries.batch > 0,
-        codes=_CODES[cache.k_format.dtype] if cache.k_format.quantized else "", scales=cache.facts.scales,
+        codes=_CODES[cache.k_format.dtype] if _is_read_in_pages(cache) and cache.k_format.quantized else "",
+        scales=cache.facts.scales,
     )  # fmt: skip
     rows, keys = queries.rows, queries.batch * f.capacity
-    maps = on_gpu and not pages.codes and all(map(describable, (q, k, v))) and runtime.has_tensor_maps()
+    read = (q, k, v) if _is_read_in_pages(cache) else (q,)  # others are made in 16 bits, in a workspace
+    maps = on_gpu and not pages.codes and all(map(describable, read)) and runtime.has_tensor_maps()
     of_q, of_o = _merged_rows(q, q.strides, queries), _merged_rows(tensors.get("out", q), o_strides, queries)
     window = values.hiding_window((f.left, f.right), rows if queries.packed else queries.q_len, f.capacity)
     strides = AttentionStrides(of_q, _of_plane(k, cache), _of_plane(v, cache), of_o, (0, rows), (0, 0, 0, 0))

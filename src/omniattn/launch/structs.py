@@ -292,6 +292,20 @@ KV_COPY = HostStruct(
     ("i", "row_chunks block_size"), ("224i", "pairs"),
 )
 
+# params/kv_dequantize.cuh
+
+KV_DEQUANTIZE = HostStruct(
+    "KvDequantizeParams",
+    ("P", "k_data v_data k_params v_params k_mean k_channel_scale seq_lens cu_seqlens_q block_table"
+     " recent_slots recent_state recent_k recent_v k v table lens starts ends used cu"),
+    ("i", "batch q_len total_queries few num_kv_heads head_dim capacity block_size num_blocks table_columns"
+     " window_left pages columns rounds round k_kind v_kind k_groups v_groups hadamard recent_window"
+     " recent_ring recent_num_slots"),
+    ("I", "block_multiplier"), ("i", "block_shift"), ("I", "heads_multiplier"), ("i", "heads_shift"),
+    ("I", "block_places head_places token_places place_bytes"), ("i", "row_chunks"),
+    ("I", "scale_outer scale_head scale_token"), ("i", "row_scales"),
+)
+
 # params/layout_fp8.cuh
 
 LAYOUT_FP8 = HostStruct(

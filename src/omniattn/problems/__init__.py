@@ -4,6 +4,7 @@ from .append import AppendProblem, CopyProblem
 from .attention import UNLIMITED, AttentionProblem, AttentionStrides, Descale, Descales, Pages
 from .backward import GRADIENTS, BackwardProblem, BackwardStrides
 from .decode import DecodeProblem
+from .dequantize import DequantizeProblem
 from .merge import MergeProblem
 from .operands import OPERANDS, QuantizedK, QuantizedQ, QuantizedQK, QuantizedV
 from .outputs import Output
@@ -27,6 +28,7 @@ __all__ = [
     "BackwardStrides",
     "CopyProblem",
     "DecodeProblem",
+    "DequantizeProblem",
     "Descale",
     "Descales",
     "Fp8",

@@ -73,6 +73,8 @@ class Pages:
         ``"e4m3"`` or ``"int8"``: what K and V are codes of; empty: they are of q's type.
     scales : ScalePlaces, optional
         Where scales of codes are; None: all are 1.
+    in_rounds : bool
+        Queries that are not used are those of other launches, which write their results.
     """
 
     page_size: int
@@ -83,6 +85,7 @@ class Pages:
     has_index: bool = False
     codes: str = ""
     scales: ScalePlaces | None = None
+    in_rounds: bool = False
 
     @property
     def capacity(self) -> int:

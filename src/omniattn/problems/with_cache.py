@@ -8,6 +8,7 @@ from ..kv.formats import KVFormat, row_dim
 from ..kv.layout import CacheLayout
 from .attention import AttentionProblem
 from .decode import MAX_Q_LEN, DecodeProblem
+from .dequantize import DequantizeProblem
 from .outputs import Output
 
 #: Names of caches' element types.
@@ -100,6 +101,8 @@ class WithCacheProblem:
     few : DecodeProblem, optional
         Of packed queries that attention over pages runs: the call of ``decode``'s kernels on the sequences that have a
         few, which may take these off it.
+    dequantize : DequantizeProblem, optional
+        What attention over pages reads in 16 bits, in pages of a workspace.
     """
 
     kernels: AttentionProblem | DecodeProblem
@@ -109,6 +112,7 @@ class WithCacheProblem:
     why: str
     batch_index: bool = False
     few: DecodeProblem | None = None
+    dequantize: DequantizeProblem | None = None
 
     @property
     def by_decode(self) -> bool:

@@ -211,6 +211,44 @@ def append_row(dtype: str, head_dim: int, k: tuple[int, int], v: tuple[int, int]
     )
 
 
+def dequantize_row(dtype: str, head_dim: int) -> KernelSpec:
+    """One ``kv_dequantize_sm80`` kernel, for every format."""
+    short, tag = IO_TYPES[dtype]
+    return KernelSpec(
+        name=f"kv_dequantize_sm80_{short}_d{head_dim}",
+        family="kv_dequantize_sm80",
+        op="dequantize",
+        source="entry/kv_dequantize_sm80.cu",
+        symbol="kv_dequantize_sm80",
+        defines=(("IO_TYPE", tag), ("HEAD_DIM", str(head_dim))),
+        dtype=dtype,
+        head_dim=head_dim,
+        block_m=1,
+        block_n=1,
+        num_warps=4,
+        smem_bytes=0,
+        ctas_per_sm=8,
+    )
+
+
+def rounds_row() -> KernelSpec:
+    """``kv_rounds_sm80``."""
+    return KernelSpec(
+        name="kv_rounds_sm80",
+        family="kv_rounds_sm80",
+        op="dequantize_rounds",
+        source="entry/kv_rounds_sm80.cu",
+        symbol="kv_rounds_sm80",
+        defines=(),
+        dtype="int32",
+        head_dim=256,
+        block_m=1,
+        block_n=1,
+        num_warps=8,
+        smem_bytes=0,
+    )
+
+
 def copy_row() -> KernelSpec:
     """``kv_copy_sm80``, for every format."""
     return KernelSpec(
@@ -263,6 +301,8 @@ def decode_rows() -> Iterator[KernelSpec]:
         for n_tiles, row_warps in SHARED_TILES.get(head_dim, ()):
             yield decode_row(dtype, head_dim, (0, 1), (0, 1), n_tiles, row_warps)
             yield combine_row(dtype, head_dim, n_tiles, row_warps)
+        yield dequantize_row(dtype, head_dim)
+    yield rounds_row()
     yield copy_row()
 
 

@@ -45,7 +45,11 @@ def _has_code_of_ada(spec: KernelSpec) -> bool:
     """Whether sm_89 has instructions for what the row does on sm_80 in others: conversions of e4m3."""
     if spec.op == "quantize":
         return spec.specialization is None or spec.specialization[1] == "float8_e4m3"
-    return spec.op in ("quantize_fp8", "layout_fp8") or spec.codes or any(name.startswith("fp8") for name in spec.cache)
+    return (
+        spec.op in ("quantize_fp8", "layout_fp8", "dequantize")
+        or spec.codes
+        or any(name.startswith("fp8") for name in spec.cache)
+    )
 
 
 def _reach(spec: KernelSpec) -> tuple[object, ...]:

@@ -5,7 +5,15 @@
 
 from .attention import PV_CHOICES
 from .backward import select_backward, select_backward_rows, select_dq
-from .cache import select_append, select_clear, select_copy, select_decode, select_merge
+from .cache import (
+    row_kind,
+    select_append,
+    select_clear,
+    select_copy,
+    select_decode,
+    select_dequantize,
+    select_merge,
+)
 from .candidate import Candidate, MaskInput
 from .candidates import candidates, rows_of
 from .choice import Selection
@@ -29,6 +37,7 @@ __all__ = [
     "order_of_keys",
     "order_of_queries",
     "ranked",
+    "row_kind",
     "rows_of",
     "select_append",
     "select_backward",
@@ -37,6 +46,7 @@ __all__ = [
     "select_copy",
     "select_decode",
     "select_delta",
+    "select_dequantize",
     "select_dq",
     "select_fp8_quantizer",
     "select_fp8_values",

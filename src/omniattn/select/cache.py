@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 from ..errors import UnsupportedError
 from ..kv.formats import IN_ORDER, KVFormat
-from ..problems import AppendProblem, Target
+from ..problems import AppendProblem, DequantizeProblem, Target
 from ..registry import REGISTRY, KernelSpec, registered
 from ..registry.decode import BESIDE_TILES, KV_KINDS, append_row, combine_row, decode_row
 from .choice import Selection, only, the_one
 
 
-def _kv(fmt: KVFormat) -> tuple[int, int]:
+def row_kind(fmt: KVFormat) -> tuple[int, int]:
     """Kind and groups of a row, as the registry counts them."""
     name = {"fp8": "e4m3", "int8": "s8"}[fmt.dtype] if fmt.layout == IN_ORDER else fmt.dtype
     return KV_KINDS["fbgemm" if fmt.layout == "fbgemm" else name], max(fmt.groups, 1)
@@ -22,7 +22,8 @@ def decode_spec(
     dtype: str, k: KVFormat, v: KVFormat, query_tiles: int, row_warps: int = 1, *, beside: bool = False
 ) -> KernelSpec:
     """The kernel that decodes queries of ``dtype`` over a cache of these formats; rows as `registry.decode_row`'s."""
-    return registered(decode_row(dtype, k.row_dim, _kv(k), _kv(v), query_tiles, row_warps=row_warps, beside=beside))
+    kinds = row_kind(k), row_kind(v)
+    return registered(decode_row(dtype, k.row_dim, *kinds, query_tiles, row_warps=row_warps, beside=beside))
 
 
 def combine_spec(dtype: str, row_dim: int, query_tiles: int, row_warps: int = 1) -> KernelSpec:
@@ -32,7 +33,7 @@ def combine_spec(dtype: str, row_dim: int, query_tiles: int, row_warps: int = 1)
 
 def append_spec(dtype: str, k: KVFormat, v: KVFormat) -> KernelSpec:
     """The kernel that appends tokens of ``dtype`` to a cache of these formats."""
-    return registered(append_row(dtype, k.row_dim, _kv(k), _kv(v)))
+    return registered(append_row(dtype, k.row_dim, row_kind(k), row_kind(v)))
 
 
 def _formats(k: KVFormat, v: KVFormat) -> str:
@@ -94,6 +95,15 @@ def select_append(problem: AppendProblem, target: Target, force: str | None = No
     k, v = problem.cache.k_format, problem.cache.v_format
     what = f"{problem.dtype} tokens, {_formats(k, v)}, rows of {k.row_dim} channels"
     return the_one(append_spec(problem.dtype, k, v), what, target, force)
+
+
+def select_dequantize(problem: DequantizeProblem, target: Target, force: str | None = None) -> tuple[Selection, ...]:
+    """The kernels that make keys and values of any format 16 bits wide: which, and in which places; their elements."""
+    width = problem.cache.k_format.row_dim
+    rounds = the_one(only("dequantize_rounds"), "places of keys in 16 bits", target, force)
+    spec = only("dequantize", lambda spec: (spec.dtype, spec.head_dim) == (problem.dtype, width))
+    what = f"{problem.dtype} of {_formats(problem.cache.k_format, problem.cache.v_format)}, rows of {width} channels"
+    return rounds, the_one(spec, what, target, force)
 
 
 def select_copy(target: Target, force: str | None = None) -> Selection:

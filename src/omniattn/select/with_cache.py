@@ -38,6 +38,11 @@ def one_way(problem: AttentionProblem, target: Target) -> Candidate | None:
     )
 
 
+def whole_way(problem: AttentionProblem, target: Target) -> Candidate | None:
+    """The best way in which all keys of a row are in one CTA."""
+    return next((way for _, way in ranked(problem, target) if isinstance(way.schedule, Whole)), None)
+
+
 def way_of_others(problem: AttentionProblem, target: Target) -> Candidate | None:
     """How attention over pages runs the sequences of many queries; None if only with their keys split.
 
@@ -46,8 +51,7 @@ def way_of_others(problem: AttentionProblem, target: Target) -> Candidate | None
     p = problem
     long = max(1, -(-p.seqlen_q // p.max_seqlen_q))
     typical = replace(p, batch=long, seqlen_k=-(-p.seqlen_k // p.batch) * long)
-    ways = (way for _, way in ranked(typical, target) if isinstance(way.schedule, Whole))
-    way = one_way(p, target) if p.deterministic else next(ways, None)
+    way = one_way(p, target) if p.deterministic else whole_way(typical, target)
     if way is None or not way.row.arch_specific:
         return way
     order = usual_order(way.row, way.told(p), target)
