@@ -37,7 +37,11 @@ def test_each_row_of_caches_passes_on_the_reference(spec: KernelSpec) -> None:
     assert result.worst <= 0.5
 
 
-@pytest.mark.parametrize("spec", [s for s in REGISTRY if s.op in CACHE_OPS], ids=lambda spec: spec.name)
+@pytest.mark.parametrize(
+    "spec",
+    [s for s in REGISTRY if s.op in CACHE_OPS and not s.op.startswith("dequantize")],
+    ids=lambda spec: spec.name,
+)
 def test_each_row_of_caches_is_what_its_cases_choose(spec: KernelSpec) -> None:
     dtype = "bfloat16" if spec.dtype == "uint8" else spec.dtype
     formats = formats_of(spec)

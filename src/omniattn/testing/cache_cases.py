@@ -16,7 +16,7 @@ from omniattn.testing.frameworks import Framework
 from omniattn.testing.inputs import make_qkv
 
 #: Operations of the registry that have these cases: rows of attention over pages in 8 bits have them too (`of_caches`).
-CACHE_OPS: tuple[str, ...] = ("decode", "decode_combine", "append", "copy_blocks")
+CACHE_OPS: tuple[str, ...] = ("decode", "decode_combine", "append", "dequantize", "dequantize_rounds", "copy_blocks")
 #: New tokens of a sequence, where attention over pages is called.
 _PROMPT = 40
 #: Largest error of O as a part of its largest value: rounding of O, of P, and of Q where codes are multiplied.
@@ -328,14 +328,21 @@ def _as_float32(data: Values, dtype: str) -> Values:
     return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
 
 
+def _io_dtype(spec: KernelSpec) -> str:
+    """Element type of the tokens of a row's cases."""
+    return spec.dtype if spec.dtype in O_TOLERANCE else "bfloat16"
+
+
 def cache_cases(spec: KernelSpec) -> tuple[CacheCase, ...]:
     """The cases of a row (`of_caches`); a contiguous cache has no blocks to copy."""
     if spec.codes:
         kept = [Formats(dtype, dtype, None, IN_ORDER) for dtype in ("fp8", "int8", "fp8")]
         return tuple(CacheCase(spec.dtype, spec.head_dim, x, _PROMPT, i, False, True) for i, x in enumerate(kept))
+    if spec.op in ("dequantize", "dequantize_rounds"):
+        dtype, kept = _io_dtype(spec), [Formats(name, name, None, "fragment") for name in ("int8", "fp8", "int4")]
+        return tuple(CacheCase(dtype, spec.head_dim, x, _PROMPT, i, False, True) for i, x in enumerate(kept))
     decodes, copies = spec.op in ("decode", "decode_combine"), spec.op == "copy_blocks"
     q_len = spec.block_m // 8 if decodes else 1
-    dtype = "bfloat16" if spec.dtype == "uint8" else spec.dtype
     formats = formats_of(spec)
-    found = (CacheCase(dtype, spec.head_dim, formats, q_len, index, copies, decodes) for index in range(3))
+    found = (CacheCase(_io_dtype(spec), spec.head_dim, formats, q_len, index, copies, decodes) for index in range(3))
     return tuple(case for case in found if case.shape.block_size or not copies)
