@@ -167,9 +167,16 @@ def compare(
     expected: tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]],
     case: Case,
     label: str = "",
+    *,
+    rounded: bool = False,
 ) -> tuple[float, float]:
-    """Check O and LSE; return their errors as parts of the tolerance."""
+    """Check O and LSE; return their errors as parts of the tolerance.
+
+    ``rounded``: the elements of a quantized cache are multiplied in 16 bits, of which the reference knows nothing.
+    """
     o, lse = got[0].float().cpu().numpy(), got[1].cpu().numpy()
     shares = decode_errors(o, lse, *expected, case.dtype, "io" if case.k_dtype == "io" else "codes")
-    assert max(shares) <= 1.0, f"{label}: O is off by {shares[0]:.2f} tolerances, LSE by {shares[1]:.2f}"
+    assert max(shares) <= (2.5 if rounded else 1.0), (
+        f"{label}: O is off by {shares[0]:.2f} tolerances, LSE by {shares[1]:.2f}"
+    )
     return shares

@@ -51,7 +51,13 @@ def test_every_format(formats: dict[str, Any], dim: int) -> None:
         filled = filled_by(formats, head_dim=dim, block_size=block_size, heads_kv=heads, dtype=dtype)
         for options in ({}, {"window": (100, 0)}, {"deterministic": True}):
             got = run(filled, **options)
-            compare(got, filled.reference(window=options.get("window")), filled.case, f"{block_size} {options}")
+            compare(
+                got,
+                filled.reference(window=options.get("window")),
+                filled.case,
+                f"{block_size} {options}",
+                rounded=True,
+            )
 
 
 def test_what_append_did_to_keys_is_undone() -> None:
@@ -70,7 +76,7 @@ def test_what_append_did_to_keys_is_undone() -> None:
                 {"k_dtype": "int8", "v_dtype": "int4", "cache_options": options}, block_size=block_size, heads_kv=2,
                 kind="biased",
             )  # fmt: skip
-            compare(run(filled), filled.reference(), filled.case, f"{window} {block_size}")
+            compare(run(filled), filled.reference(), filled.case, f"{window} {block_size}", rounded=True)
 
 
 def test_many_tokens_on_a_long_cache() -> None:

@@ -50,6 +50,7 @@ class WithCacheOptions(NamedTuple):
     return_lse: Any
     deterministic: Any
     shared_prefix: Any
+    num_splits: Any
 
 
 class Queries(NamedTuple):
@@ -88,6 +89,7 @@ class _Facts(NamedTuple):
     capacity: int
     has_index: bool
     shared: int
+    num_splits: int
 
 
 def check_with_cache(call: Call, tensors: dict[str, Tensor]) -> WithCacheProblem:
@@ -97,6 +99,12 @@ def check_with_cache(call: Call, tensors: dict[str, Tensor]) -> WithCacheProblem
     causal = arguments.check_bool(options.causal, "causal", _NAME)
     return_lse = arguments.check_bool(options.return_lse, "return_lse", _NAME)
     deterministic = arguments.check_bool(options.deterministic, "deterministic", _NAME)
+    num_splits = 0
+    if options.num_splits is not None:
+        num_splits = arguments.check_int(options.num_splits, "num_splits", _NAME, least=1, most=arguments.MAX_ROWS)
+        if deterministic:
+            expected = "None with deterministic=True, whose parts of a sequence's keys are fixed"
+            raise ArgumentError("num_splits", expected, repr(num_splits), function=_NAME)
     left, right = values.check_window(options.window, causal, _NAME)
     softcap = values.check_softcap(options.softcap, _NAME)
     arrays.require_same_device([q, *(t for name, t in tensors.items() if name != "q"), *cache.tensors])
@@ -111,8 +119,9 @@ def check_with_cache(call: Call, tensors: dict[str, Tensor]) -> WithCacheProblem
     if shared and queries.packed:
         raise UnsupportedError(f"{_NAME}(): shared_prefix with packed queries", instead="shared_prefix=0, or a batch")
     facts = _Facts(
-        left, right, scale, softcap, sinks, return_lse, deterministic, capacity, "batch_index" in tensors, shared
-    )
+        left, right, scale, softcap, sinks, return_lse, deterministic, capacity, "batch_index" in tensors, shared,
+        num_splits,
+    )  # fmt: skip
     texts = call.facts
     few = few_queries(q.shape[-2] // cache.num_kv_heads, rows=_fixed_rows(cache) if deterministic else 8)
     against = _reason_against_decode(queries, right, texts is not None, few if deterministic else MAX_Q_LEN)
@@ -259,6 +268,7 @@ def _decode(
         q.dtype, layout, queries.batch, queries.longest, q.shape[-2], cache.num_kv_heads, cache.head_dim, f.capacity,
         cache.block_size, cache.num_blocks, columns, f.left, f.scale, f.softcap, f.sinks, f.deterministic, f.shared,
         f.return_lse, _with_batch(q.strides), _with_batch(o_strides), queries.rows if queries.packed else -1,
+        num_splits=f.num_splits,
     )  # fmt: skip
 
 
@@ -294,7 +304,7 @@ def _over_pages(
         q.dtype, queries.batch, rows, keys, q.shape[-2], cache.num_kv_heads, cache.head_dim, *window, f.scale,
         f.softcap, "none", f.sinks, True, deterministic=f.deterministic, tensor_maps=maps, lse=f.return_lse,
         max_seqlen_q=queries.longest, strides=strides, used=(False, True), pages=pages,
-        queries_per_sequence=0 if queries.packed else queries.q_len,
+        queries_per_sequence=0 if queries.packed else queries.q_len, num_splits=f.num_splits,
     )  # fmt: skip
 
 

@@ -152,7 +152,7 @@ class _PassPlan:
                 instead="a smaller batch",
             )
         self.num_workers = kernels.split.workers
-        values = (chunks if p.deterministic else 2 * self.num_workers) * self.rows
+        values = (chunks if p.has_fixed_splits else 2 * self.num_workers) * self.rows
         self.ml_offset = -(-4 * values * spec.head_dim // WORKSPACE_ALIGNMENT) * WORKSPACE_ALIGNMENT
         self.workspace_bytes = max(self.ml_offset + 8 * values, 1)
 
@@ -201,7 +201,7 @@ class _PassPlan:
             "sinks_kind": SINKS_KINDS[sinks],
             "hadamard": int(one.hadamard),
             "chunk_log2": one.chunk.bit_length() - 1,
-            "fixed_splits": int(p.deterministic),
+            "fixed_splits": int(p.has_fixed_splits),
             "num_workers": self.num_workers,
             "recent_window": cache.recent_window if one.side else 0,
             "recent_ring": cache.recent_ring if one.side else 0,

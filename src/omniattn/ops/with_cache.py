@@ -56,6 +56,7 @@ def attention_with_kvcache(
     stream: Any = None,
     deterministic: bool = False,
     shared_prefix: int = 0,
+    num_splits: int | None = None,
 ) -> Any:
     """Attention of the newest tokens of each sequence, prompts and single ones, over all tokens that its cache holds.
 
@@ -73,9 +74,8 @@ def attention_with_kvcache(
         reads kv head h // (num_q_heads // num_kv_heads). On a GPU a 16-bit cache and a recent window have to have q's
         own type.
     cache : KVCache or PagedKVCache
-        With these tokens appended already: of 16 bits, or arrays of 8 bits (`PagedKVCache.from_arrays`). One that
-        `append` quantizes takes what `decode` takes: 1 to 16 new tokens a sequence (of packed queries: max_seqlen_q),
-        causal, without score_mod.
+        With these tokens appended already. Of one that `append` quantizes, keys and values of prompts are made in 16
+        bits first, in scratch memory: see Notes.
     seq_lens : array, (batch,), int32, on q's device
         Tokens of each sequence, the new ones included: query i of n sees the keys j <= seq_lens[b] - n + i. Checked on
         the CPU; on a GPU that would need a synchronization, and lengths beyond the cache are taken as its end.
@@ -114,9 +114,12 @@ def attention_with_kvcache(
         As in `attention`.
     deterministic : bool
         The bits of a sequence do not depend on the rest of the batch, nor on max_seqlen_q. Repeated calls give the same
-        bits in any case. Over a quantized cache for packed queries up to as many a sequence as run beside prompts.
+        bits in any case. Not for packed prompts over a cache with a recent_window.
     shared_prefix : int
         As in `decode`, likewise.
+    num_splits : int, optional
+        Parts at most into which the keys of a sequence are divided among CTAs; for few queries a part has 128, 256, 512
+        ... keys. Unless given, selection finds how many are fastest. Not with deterministic, whose parts have 512 keys.
 
     Returns
     -------
@@ -135,12 +138,16 @@ def attention_with_kvcache(
     -----
     A few new tokens a sequence run the kernels of `decode`, prompts and score_mod attention over pages; where packed
     queries are few beside batch times max_seqlen_q, both run at the same time: `explain` says which. The shape of the
-    call alone decides. GPUs: compute capability 8.0 and newer; arrays on the CPU run the NumPy reference. Nothing is
-    synchronized: a call captured in a CUDA graph may be replayed with other lengths, starts and tables in the same
-    arrays. PagedAttention (Kwon et al. 2023).
+    call alone decides. Scratch memory of prompts over quantized caches: up to 512 MiB, one sequence's keys and values
+    at least (those of a window, where there is one), or a 64th of those of the whole batch; sequences that do not fit
+    together go through it one after the other.
+
+    GPUs: compute capability 8.0 and newer; arrays on the CPU run the NumPy reference. Nothing is synchronized: a call
+    captured in a CUDA graph may be replayed with other lengths, starts and tables in the same arrays. PagedAttention
+    (Kwon et al. 2023).
     """
     check_cache(cache, _NAME)
-    said = (max_seqlen_q, causal, window, softmax_scale, softcap, return_lse, deterministic, shared_prefix)
+    said = (max_seqlen_q, causal, window, softmax_scale, softcap, return_lse, deterministic, shared_prefix, num_splits)
     objects = (q, seq_lens, block_table, cu_seqlens_q, sinks, recent_slots, batch_index, out)
     if compiling():
         results = run_traced(Call(_WITH_CACHE, objects, WithCacheOptions(*said), stream, cache, None, score_mod))

@@ -14,7 +14,7 @@ from ..problems.with_cache import decode_of_pages
 from ..runtime.record import LaunchRecord, Pointer, TensorMap
 from ..select import Selection, row_kind, select_dequantize
 from ..select.decode_ways import way_in_company
-from ..select.with_cache import is_divided, one_way, way_of_others, whole_way
+from ..select.with_cache import is_divided, one_way, split_way, way_of_others
 from .attention import plan_attention
 from .binaries import without_binary
 from .engine import Launches
@@ -85,15 +85,19 @@ def _alone(
     own: AttentionProblem, target: Target, force: str | None, codes: DequantizeProblem | None, has_index: bool
 ) -> Launches:
     """Attention over pages of all sequences."""
-    if own.pages is not None and own.pages.in_rounds:
-        way = one_way(own, target) if own.deterministic else whole_way(own, target)
-    else:
-        way = one_way(own, target) if own.deterministic and not force else None
+    in_rounds = own.pages is not None and own.pages.in_rounds
+    way = None
+    if own.deterministic and (in_rounds or not force):
+        way = one_way(own, target)
+    elif in_rounds or own.num_splits:
+        way = split_way(own, target, 1 if in_rounds else own.num_splits)
     if way is None:
         launches = plan_attention(own, target, force)
     else:
-        why = ("deterministic: the same kernel, whatever the batch is",) if own.deterministic else ()
-        launches = launches_of(way, own, target, force, why)
+        why = "deterministic: the same kernel, whatever the batch is"
+        if not own.deterministic:
+            why = "keys in rounds, none of them split" if in_rounds else f"num_splits={own.num_splits}"
+        launches = launches_of(way, own, target, force, (why,))
     if codes is None:
         return replace(launches, records=_renamed(launches.records, _OF_PAGES))
     keys = _keys_in_rounds(codes, target, force, aligned(launches.workspace_bytes), has_index)

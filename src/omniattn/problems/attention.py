@@ -153,6 +153,8 @@ class AttentionProblem:
         Of packed sequences over pages that all have so many, without cu_seqlens; else 0.
     passed_over : int
         Packed sequences over pages of up to so many queries are another launch's; 0: none.
+    num_splits : int
+        Parts of a sequence's keys at most; 0: as many as are fastest.
     pages : Pages, optional
         Where K and V lie in pages. ``seqlen_k`` is a bound of all sequences' keys then, and strides of k and v are
         those of (page, key, head).
@@ -195,6 +197,7 @@ class AttentionProblem:
     pages: Pages | None = None
     queries_per_sequence: int = 0
     passed_over: int = 0
+    num_splits: int = 0
 
     @property
     def input_dtype(self) -> str:

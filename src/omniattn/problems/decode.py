@@ -13,7 +13,7 @@ from .outputs import Output
 OLDER, NEWEST = 1, 2
 #: `kSharedPrefix` of device code.
 SHARED_PREFIX = -1
-#: Keys of the smallest chunk of a sequence that work is divided into; and with ``deterministic`` of every split.
+#: Keys of the smallest chunk of a sequence that work is divided into; and of every split with ``deterministic``.
 CHUNK, FIXED_SPLIT = 128, 512
 #: New tokens of a sequence at most; longer ones are prompts.
 MAX_Q_LEN = 16
@@ -51,6 +51,8 @@ class DecodeProblem:
         Of packed queries, of which a sequence has up to q_len; -1: each has q_len.
     has_company : bool
         Sequences with more queries than q_len are another launch's, and so are rows that no sequence owns.
+    num_splits : int
+        Parts of a sequence's keys at most; 0: as many as are fastest.
     """
 
     dtype: str
@@ -75,6 +77,12 @@ class DecodeProblem:
     o_strides: tuple[int, ...] = ()
     total_queries: int = -1
     has_company: bool = False
+    num_splits: int = 0
+
+    @property
+    def has_fixed_splits(self) -> bool:
+        """Whether places in the sequence divide its keys, whatever else is in the batch."""
+        return self.deterministic or self.num_splits > 0
 
     @property
     def group(self) -> int:
@@ -160,7 +168,10 @@ class KeyPass:
     @property
     def chunk(self) -> int:
         """Keys of a chunk."""
-        return FIXED_SPLIT if self.problem.deterministic else CHUNK
+        p = self.problem
+        if p.num_splits:
+            return max(CHUNK, 1 << max(-(-self.keys // p.num_splits) - 1, 0).bit_length())
+        return FIXED_SPLIT if p.deterministic else CHUNK
 
     def segments(self, tile_rows: int) -> int:
         """Keys of a sequence and kv head, for each block of so many query rows."""

@@ -270,9 +270,9 @@ def _work(one: KeyPass, way: PassWay, target: Target, joined: float) -> DecodeWo
     workers = min(way.split.workers, chunks)
     own = -(-chunks // workers)
     is_aligned = own % of_segment == 0 or of_segment % own == 0
-    splits = own if p.deterministic else -(-own // of_segment) + (0 if is_aligned else 1)
+    splits = own if p.has_fixed_splits else -(-own // of_segment) + (0 if is_aligned else 1)
     results = 0
-    if p.deterministic:
+    if p.has_fixed_splits:
         results = chunks
     elif own % of_segment:
         results = min(2 * workers, workers + (0 if is_aligned else segments))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ..problems import AttentionProblem, Target
-from ..problems.split import Whole
+from ..problems.split import SplitKV, Whole
 from .candidate import Candidate
 from .choose import ranked
 from .orders import usual_order
@@ -40,7 +40,17 @@ def one_way(problem: AttentionProblem, target: Target) -> Candidate | None:
 
 def whole_way(problem: AttentionProblem, target: Target) -> Candidate | None:
     """The best way in which all keys of a row are in one CTA."""
-    return next((way for _, way in ranked(problem, target) if isinstance(way.schedule, Whole)), None)
+    return split_way(problem, target, 1)
+
+
+def split_way(problem: AttentionProblem, target: Target, most: int) -> Candidate | None:
+    """The best way in which keys of a row are in up to ``most`` CTAs."""
+
+    def fits(way: Candidate) -> bool:
+        schedule = way.schedule
+        return isinstance(schedule, Whole) or (isinstance(schedule, SplitKV) and schedule.splits <= most)
+
+    return next((way for _, way in ranked(problem, target) if fits(way)), None)
 
 
 def way_of_others(problem: AttentionProblem, target: Target) -> Candidate | None:

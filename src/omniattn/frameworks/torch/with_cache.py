@@ -17,7 +17,8 @@ LIBRARY.define(
     f"{_NAME}(Tensor[] planes, Tensor[] key_arrays, int cache, Tensor q, Tensor? cu_seqlens_q, Tensor seq_lens, "
     "Tensor? block_table, Tensor? recent_slots, Tensor? batch_index, Tensor? sinks, Tensor[] arrays, "
     "SymInt? max_seqlen_q, bool causal, SymInt[]? window, float? softmax_scale, float softcap, str? score_mod, "
-    "bool return_lse, bool deterministic, SymInt shared_prefix) -> (Tensor, Tensor)",
+    "bool return_lse, bool deterministic, SymInt shared_prefix, SymInt? num_splits) "
+    "-> (Tensor, Tensor)",
     tags=TAGS,
 )
 
@@ -25,14 +26,14 @@ LIBRARY.define(
 def _kernel(
     planes: Any, key_arrays: Any, number: int, q: Any, starts: Any, seq_lens: Any, block_table: Any, recent_slots: Any,
     batch_index: Any, sinks: Any, arrays: Any, max_seqlen_q: Any, causal: bool, window: Any, softmax_scale: Any,
-    softcap: float, score_mod: Any, return_lse: bool, deterministic: bool, shared_prefix: int,
+    softcap: float, score_mod: Any, return_lse: bool, deterministic: bool, shared_prefix: int, num_splits: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     results = FUNCTIONS[_NAME](
         q, cache_of(number, planes, key_arrays, _NAME), cu_seqlens_q=starts, seq_lens=seq_lens,
         block_table=block_table, recent_slots=recent_slots, batch_index=batch_index, sinks=sinks,
         max_seqlen_q=max_seqlen_q, causal=causal, window=None if window is None else tuple(window),
         softmax_scale=softmax_scale, softcap=softcap, score_mod=score_mod_of(score_mod, arrays), return_lse=return_lse,
-        deterministic=deterministic, shared_prefix=shared_prefix,
+        deterministic=deterministic, shared_prefix=shared_prefix, num_splits=num_splits,
     )  # fmt: skip
     # As `_shapes` says: the function's own LSE may be a view.
     return (results[0], results[1].contiguous()) if return_lse else (results, q.new_empty((0,), dtype=torch.float32))
@@ -41,7 +42,7 @@ def _kernel(
 def _shapes(
     planes: Any, key_arrays: Any, number: int, q: Any, starts: Any, *more: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    *_, return_lse, _, _ = more
+    *_, return_lse, _, _, _ = more
     rows, heads = q.shape[-3], q.shape[-2]
     shape = (heads, rows) if starts is not None else (q.shape[0], heads, rows)
     return q.new_empty(tuple(q.shape)), q.new_empty(shape if return_lse else (0,), dtype=torch.float32)
@@ -68,6 +69,6 @@ def run(call: Call) -> list[Any]:
     o, lse = torch.ops.omniattn.attention_with_kvcache.default(
         list(planes), list(key_arrays), cache.key, given["q"], *(given[name] for name in names), list(arrays),
         x.max_seqlen_q, x.causal, None if x.window is None else list(x.window), x.softmax_scale, float(x.softcap),
-        text, x.return_lse, x.deterministic, x.shared_prefix,
+        text, x.return_lse, x.deterministic, x.shared_prefix, x.num_splits,
     )  # fmt: skip
     return [o, lse] if x.return_lse else [o]
