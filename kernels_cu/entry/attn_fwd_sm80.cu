@@ -7,8 +7,7 @@
 // dimension contiguous; with cu_seqlens: packed [rows, heads, head_dim]. lse: [batch, num_q_heads, seqlen_q] or [heads,
 // rows]. OWN_HEAD_DIM_V: v and o have a head_dim of their own, in tiles of the same width. SPLIT_KEYS: a CTA takes a
 // part of a tile's keys, and leaves partial results that attn_combine_sm80 merges (Flash-Decoding, Dao et al. 2023);
-// query heads of a kv head share the rows of a tile, row r is query r / pack of head r % pack. KV_CODES:
-// decode/code_copy.cuh.
+// query heads of a kv head share the rows of a tile, row r is query r / pack of head r % pack.
 //
 // One CTA computes BLOCK_M query rows of one head; warp w owns rows [w * BLOCK_M / NUM_WARPS, ...) from the loads of Q
 // to the stores of O, so that scores, P and O never leave its registers. Keys are walked from the last visible tile to
@@ -23,7 +22,6 @@
 //
 // Shared memory, bytes: Q, later O [BLOCK_M * HEAD_DIM * 2] | K [NUM_STAGES][BLOCK_N * HEAD_DIM * 2] | V [same].
 #include "attention/fwd_modes.cuh"
-#include "attention/fwd_params_sm80.cuh"
 #include "attention/mask.cuh"
 #include "attention/partial_epilogue.cuh"
 #include "attention/score_mods_mma.cuh"
@@ -31,7 +29,6 @@
 #include "attention/softmax.cuh"
 #include "attention/split_keys.cuh"
 #include "attention/warp_softmax.cuh"
-#include "decode/code_copy.cuh"
 #include "params/attn_fwd.cuh"
 #include "pipeline/tile_copy.cuh"
 #include "ptx/cp_async.cuh"
@@ -59,14 +56,24 @@ struct Config {
     static constexpr bool kQInRegisters = Q_IN_REGISTERS;
     static constexpr bool kSplitKeys = SPLIT_KEYS;
     static constexpr bool kPaged = PAGED;  // packed sequences whose K and V lie in pages
-    static constexpr bool kCodes = KV_CODES;  // which are codes of 8 bits
     static constexpr bool kSearch = kBlockM < 32 && !kScoreMods;  // of the packed sequence; with scores it is walked to
     static_assert(kBlockM == kMTiles * kWarps * 16 && kBlockN % 16 == 0 && kHeadDim % 32 == 0, "whole MMA tiles");
     static_assert(kStages == 1 || kStages == 2, "single or double buffer");
-    static_assert(!kCodes || (kPaged && !kOwnHeadDimV && !kSplitKeys), "pages of the caller");
 };
 
-using Params = Sm80Params<Config>::Type;
+using ModsParams = Select<kHasScoreMod, AttnFwdUserModSm80Params, AttnFwdModsSm80Params>::Type;
+using CallParams = Select<Config::kScoreMods, ModsParams, AttnFwdParams>::Type;
+using SplitModsParams = Select<kHasScoreMod, AttnFwdSplitUserModSm80Params, AttnFwdSplitModsSm80Params>::Type;
+using SplitParams = Select<Config::kScoreMods, SplitModsParams, AttnFwdSplitSm80Params>::Type;
+using Params = Select<Config::kSplitKeys, SplitParams, CallParams>::Type;
+template <typename P>
+OA_DEVICE const auto& without_partial(const P& params) {
+    if constexpr (Config::kSplitKeys)
+        return params.call;
+    else
+        return params;
+}
+
 using Tile = SyncTileOf<Config>;
 template <typename T, typename P>
 OA_DEVICE T with_pack(const FwdTile& t, const P& params) {
@@ -78,7 +85,8 @@ OA_DEVICE T with_pack(const FwdTile& t, const P& params) {
 
 using Keys = KeyTiles<Config::kBlockM, Config::kBlockN>;
 struct Nothing {};
-struct SharedStorage : Select<Config::kScoreMods, MaskSlots<Config>::Storage, Nothing>::Type, CodeScales<Config> {
+
+struct SharedStorage : Select<Config::kScoreMods, MaskSlots<Config>::Storage, Nothing>::Type {
     alignas(1024) uint8 q[Config::kBlockM * Config::kHeadDim * 2];  // O on the way out
     alignas(1024) uint8 k[Config::kStages][Config::kBlockN * Config::kHeadDim * 2];
     alignas(1024) uint8 v[Config::kStages][Config::kBlockN * Config::kHeadDim * 2];
@@ -93,7 +101,6 @@ using QCopy = TileCopy<Config::kBlockM, Config::kHeadDim, Config::kThreads>;
 using KeyOrder = Select<Config::kScoreMods, FourKeys, RowsAsTheyAre>::Type;  // of rows of K and V in shared memory
 using KeyColumns = Select<Config::kScoreMods, FourKeys, TwoKeys>::Type;
 using KvCopy = TileCopy<Config::kBlockN, Config::kHeadDim, Config::kThreads, KeyOrder>;
-using Codes = CodeTiles<Config, KeyOrder, Params, Tile, SharedStorage>;
 using Scores = float[Config::kMTiles][Config::kNTiles * 4];
 using Output = float[Config::kMTiles][Config::kDTiles * 4];
 using QFragments = uint32[Config::kQInRegisters ? Config::kHeadDim / 16 : 1][Config::kMTiles][4];
@@ -356,7 +363,7 @@ using ScoreChanges = Select<Config::kScoreMods, Mods, NoMods>::Type;
 
 extern "C" __global__ void __launch_bounds__(Config::kThreads, MIN_CTAS) attn_fwd_sm80(
     const __grid_constant__ Params params) {
-    const auto& call = call_of(call_without<Config>(params));
+    const auto& call = call_of(without_partial(params));
     const AttnFwdParams& p = forward_of(call);
     extern __shared__ __align__(1024) uint8 smem_raw[];
     SharedStorage& smem = *reinterpret_cast<SharedStorage*>(smem_raw);
@@ -388,17 +395,12 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, MIN_CTAS) attn_fw
             columns.issue(to, from + row * stride_s, stride_s, count, tid);
         }
     };
-    const Codes codes(params, p, t, smem, kv_head, tid);
     auto copy_k = [&](int32 n, int stage) {
-        const uint32 to = smem_k + stage * KvTile::kBytes;
-        if (Config::kCodes) return codes.copy(false, to, n, stage);
         const KvCopy& columns = Config::kOwnHeadDimV ? KvCopy(p.head_dim_qk, tid) : kv_copy;
-        copy_keys(columns, to, gk, p.k_stride_b, p.k_stride_s, n);
+        copy_keys(columns, smem_k + stage * KvTile::kBytes, gk, p.k_stride_b, p.k_stride_s, n);
     };
     auto copy_v = [&](int32 n, int stage) {
-        const uint32 to = smem_v + stage * KvTile::kBytes;
-        if (Config::kCodes) return codes.copy(true, to, n, stage);
-        copy_keys(kv_copy, to, gv, p.v_stride_b, p.v_stride_s, n);
+        copy_keys(kv_copy, smem_v + stage * KvTile::kBytes, gv, p.v_stride_b, p.v_stride_s, n);
     };
 
     Output o;
@@ -430,7 +432,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, MIN_CTAS) attn_fw
         int32 warp_row = t.m0 + warp_idx * kWarpRows;
         // Few queries leave warps without rows: these copy, and keep step.
         const bool has_rows = !Config::kSplitKeys || warp_row < t.seqlen_q;
-        ScoreChanges changes(call, arrays_of(call_without<Config>(params)), t, smem, warp_row, warp_idx, lane);
+        ScoreChanges changes(call, arrays_of(without_partial(params)), t, smem, warp_row, warp_idx, lane);
         changes.begin(steps);
         // ldmatrix lanes: Q (A fragments) and V (B, transposed) walk 16 rows by 2 chunks; K (B) 2 x 8 rows by 2 chunks.
         QLane q_lane(lane & 15, lane >> 4);
@@ -453,8 +455,6 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, MIN_CTAS) attn_fw
         for (; !steps.done(); steps.advance()) {
             steps.find_next();
             cp_async_wait<ScoreChanges::kGroups>();
-            codes.convert(false, smem_k + stage * KvTile::kBytes, stage);
-            if (Config::kStages == 2) codes.convert(true, smem_v + stage * KvTile::kBytes, stage);
             __syncthreads();  // this tile has landed; every warp has left the tile before
             if (Config::kStages == 2) {
                 if (steps.has_next()) {
@@ -471,7 +471,6 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, MIN_CTAS) attn_fw
 
             if (Config::kStages == 1) {
                 cp_async_wait<0>();
-                codes.convert(true, smem_v, 0);
                 __syncthreads();
                 if (steps.has_next()) copy_k(steps.next(), 0);
                 cp_async_commit();

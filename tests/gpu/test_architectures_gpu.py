@@ -18,7 +18,7 @@ from omniattn.registry import REGISTRY, KernelSpec, by_name  # noqa: E402
 from omniattn.registry.spec import IO_TYPES  # noqa: E402
 from omniattn.runtime import LoadedKernel  # noqa: E402
 from omniattn.runtime.arch import Arch  # noqa: E402
-from omniattn.testing.cache_cases import of_caches  # noqa: E402
+from omniattn.testing.cache_cases import CACHE_OPS  # noqa: E402
 from omniattn.testing.cases import operation_of  # noqa: E402
 from omniattn.testing.frameworks import TorchFramework  # noqa: E402
 from omniattn.testing.gradient_cases import BACKWARD_OPS  # noqa: E402
@@ -37,7 +37,7 @@ TARGETS = ("compute_80", "compute_89")
 SPECS = [
     spec
     for spec in REGISTRY
-    if not (of_caches(spec) or spec.op in BACKWARD_OPS)
+    if spec.op not in (*CACHE_OPS, *BACKWARD_OPS)
     and not (spec.quantized and spec.dtype == "float16" and spec.head_dim > 64)
 ]
 ROWS = [

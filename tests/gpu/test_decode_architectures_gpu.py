@@ -14,13 +14,13 @@ from omniattn.plan.engine import PLANS  # noqa: E402
 from omniattn.registry import REGISTRY, KernelSpec  # noqa: E402
 from omniattn.runtime import LoadedKernel  # noqa: E402
 from omniattn.runtime.compile import compile_spec  # noqa: E402
-from omniattn.testing.cache_cases import of_caches  # noqa: E402
+from omniattn.testing.cache_cases import CACHE_OPS  # noqa: E402
 from omniattn.testing.frameworks import TorchFramework  # noqa: E402
 from omniattn.testing.rows import run_row  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
-ROWS = [spec for spec in REGISTRY if of_caches(spec)]
+ROWS = [spec for spec in REGISTRY if spec.op in CACHE_OPS]
 #: Everything prebuilt for bfloat16: the element types, widths and numbers of rows that the sources know.
 TRANSLATED = [spec for spec in ROWS if spec.prebuild and spec.dtype in ("bfloat16", "uint8")]
 
@@ -41,7 +41,7 @@ def test_code_of_other_gpus(target: str, monkeypatch: pytest.MonkeyPatch) -> Non
         assert made.ptx
         return runtime.load_image(spec, 0, made.cubin, origin=f"{target} PTX")
 
-    chosen = TRANSLATED if target == "compute_80" else [s for s in TRANSLATED if "fp8" in s.cache or s.codes]
+    chosen = TRANSLATED if target == "compute_80" else [s for s in TRANSLATED if "fp8" in s.cache]
     helpers = [s for s in TRANSLATED if s.op in ("decode_combine", "copy_blocks", "append")]
     wanted = list({spec.name: spec for spec in (*chosen, *helpers)}.values())
     with ThreadPoolExecutor(8) as pool:

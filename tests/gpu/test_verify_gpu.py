@@ -12,7 +12,7 @@ from omniattn import runtime  # noqa: E402
 from omniattn.cli.verify import NOT_HERE, PASSED, verify_kernels, verify_row  # noqa: E402
 from omniattn.registry import REGISTRY, KernelSpec  # noqa: E402
 from omniattn.testing.ahead import Ahead, default_jobs, in_order  # noqa: E402
-from omniattn.testing.cache_cases import CACHE_OPS, cache_cases, of_caches  # noqa: E402
+from omniattn.testing.cache_cases import CACHE_OPS, cache_cases  # noqa: E402
 from omniattn.testing.frameworks import TorchFramework  # noqa: E402
 from omniattn.testing.gradient_cases import BACKWARD_OPS  # noqa: E402
 from omniattn.testing.mask_cases import MASK_OPS  # noqa: E402
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.gpu
 
 # Exact attention and merging have test_architectures_gpu and the numerics tests.
 OPS = ("quantize", "quantize_delta", *VALUES_OPS, *CACHE_OPS, *MASK_OPS, *BACKWARD_OPS)
-ROWS = in_order(spec for spec in REGISTRY if spec.quantized or spec.codes or spec.op in OPS)
+ROWS = in_order(spec for spec in REGISTRY if spec.quantized or spec.op in OPS)
 #: Other processes of the suite want cores too.
 MOST_JOBS = 4
 
@@ -49,5 +49,5 @@ def test_row(spec: KernelSpec, ahead: Ahead) -> None:
     outcome = verify_row(framework, spec, ahead)
     assert outcome.status == PASSED, "\n".join(outcome.notes)
     assert outcome.cases >= 1
-    assert not of_caches(spec) or outcome.cases == len(cache_cases(spec))
+    assert spec.op not in CACHE_OPS or outcome.cases == len(cache_cases(spec))
     assert outcome.worst <= 1.0

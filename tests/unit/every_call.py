@@ -20,6 +20,7 @@ from omniattn.problems import (
     AttentionStrides,
     CopyProblem,
     DecodeProblem,
+    DequantizeProblem,
     Descale,
     Descales,
     Fp8,
@@ -29,6 +30,7 @@ from omniattn.problems import (
     Pages,
     QuantizeCall,
     QuantizeProblem,
+    WithCacheProblem,
 )
 from omniattn.problems.backward import BackwardProblem, BackwardStrides
 from omniattn.problems.precision import FP8_ARRAYS
@@ -97,8 +99,7 @@ def exact_calls(of_hopper: bool) -> Iterator[AttentionProblem]:
     yield call(MIDDLE, (64, 0), block_mask=BLOCKS)
     yield call(MIDDLE, (64, 0), varlen=True, used=(True, True))
     for width, option, shape in itertools.product(WIDTHS, options[:3], shapes):
-        for codes in ("", "e4m3"):
-            yield call(shape, width, varlen=True, pages=Pages(16, 1000, 100, 100, codes=codes), **option)
+        yield call(shape, width, varlen=True, pages=Pages(16, 1000, 100, 100), **option)
     if of_hopper:
         yield from (call(TAIL, (64, 0)), call(WIDE, (128, 0), varlen=True))
         for width, option, shape in itertools.product(widths, options[:2], (MIDDLE, FEW)):
@@ -215,6 +216,21 @@ def cache_calls() -> Iterator[DecodeProblem | AppendProblem | CopyProblem]:
             DTYPE, cache.facts, 32, 32, 1, head_dim, 1, 8192, 8192, 32, 0, "none", 0, 0, strides, strides
         )
     yield CopyProblem(cache.facts, False, ((0, 1),))
+
+
+def prompt_calls() -> Iterator[WithCacheProblem]:
+    """``attention_with_kvcache`` of prompts over quantized caches."""
+    for cache in caches():
+        if cache.facts.k_format.quantized:
+            dim = cache.facts.head_dim
+            keys = DequantizeProblem(DTYPE, cache.facts, 32, 32 * 40, 40, 8192, 0, 8192, 32, -1)
+            heads = (0, dim, dim)
+            strides = AttentionStrides(heads, heads, heads, heads, (0, 1280), (0, 0, 0, 0))
+            own = AttentionProblem(
+                DTYPE, 32, 1280, 32 * 8192, 1, 1, dim, -1, 0, 0.125, 0.0, "none", "none", True, max_seqlen_q=40,
+                strides=strides, queries_per_sequence=40,
+            )  # fmt: skip
+            yield WithCacheProblem(keys.attention(own), (32, 40, 1, dim), 8192, (-1, 0), "", dequantize=keys)
 
 
 def other_calls() -> Iterator[MergeProblem]:

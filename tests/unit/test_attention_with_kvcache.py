@@ -206,8 +206,6 @@ def test_quantized_caches_take_what_decode_takes(dtype: str, page: int) -> None:
         for options in ({}, {"softcap": 2.0, "window": (4, 0)}, {"deterministic": True}):
             a, b = (f(q, call.cache, **call.places, **options) for f in (oa.attention_with_kvcache, oa.decode))
             np.testing.assert_array_equal(a, b)
-    with pytest.raises(UnsupportedError, match=rf"17 queries a sequence, over a cache with K {dtype} and V {dtype}"):
-        oa.attention_with_kvcache(call.batch(17), call.cache, **call.places)
 
 
 def test_recent_windows_and_shared_prefixes() -> None:
@@ -285,20 +283,47 @@ def test_errors(q: Any, changes: dict[str, Any], error: type[Exception], text: s
         oa.attention_with_kvcache(q, MIXED.cache, **places)
 
 
-@pytest.mark.parametrize(("q_len", "options", "text"), [
-    (3, {"causal": False}, "queries that see keys behind their own"),
-    (3, {"score_mod": oa.ScoreMod("score", reference=lambda score, b, h, q, k: score)}, "score_mod"),
-    (40, {}, "40 queries a sequence"),
-    (0, {}, "0 queries a sequence"),
-    (1, {"cu_seqlens_q": ints(0, 1, 2), "max_seqlen_q": 17}, "up to 17 queries a sequence"),
-    (1, {"cu_seqlens_q": ints(0, 1, 2), "max_seqlen_q": 0}, "up to 0 queries a sequence"),
-    (1, {"cu_seqlens_q": ints(0, 1, 2), "max_seqlen_q": 9, "deterministic": True}, "up to 9 queries a sequence"),
-])  # fmt: skip
-def test_what_quantized_caches_do_not_take(q_len: int, options: dict[str, Any], text: str) -> None:
-    call = Served([(1, 9), (1, 13)], 0, "int8", v_dtype="fp16")
-    q = call.packed()[0] if "cu_seqlens_q" in options else call.batch(q_len)
-    with pytest.raises(UnsupportedError, match=rf"{text}, over a cache with K int8\..*k_dtype 'bf16' or 'fp16'"):
-        oa.attention_with_kvcache(q, call.cache, **call.places, **options)
+@pytest.mark.parametrize("dtype", ["fp8", "int8", "int4"])
+def test_prompts_over_quantized_caches(dtype: str) -> None:
+    """The last rows are those that `decode` gives; rows that see later keys are those of a score modification."""
+    call = Served([(1, 49), (1, 63)], 4, dtype)
+    q = call.batch(40)
+    o, lse = oa.attention_with_kvcache(q, call.cache, **call.places, return_lse=True)
+    of_o, of_lse = oa.decode(q[:, -16:], call.cache, **call.places, return_lse=True)
+    np.testing.assert_allclose(o[:, -16:], of_o, rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(lse[..., -16:], of_lse, rtol=1e-6, atol=1e-6)
+    mod = oa.ScoreMod("score", reference=lambda score, b, h, q, k: score)
+    every = [
+        oa.attention_with_kvcache(q, call.cache, **call.places, causal=False, **x) for x in ({}, {"score_mod": mod})
+    ]
+    np.testing.assert_allclose(*every, rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(every[0][:, -1], o[:, -1], rtol=1e-6, atol=1e-6)
+    assert oa.attention_with_kvcache(call.batch(0), call.cache, **call.places).shape == (2, 0, HEADS, DIM)
+
+
+def test_what_quantized_caches_do_not_take() -> None:
+    cache = oa.KVCache(2, 20, HEADS_KV, DIM, like=LIKE, k_dtype="int8", recent_window=4)
+    q, places = normal((40, HEADS, DIM), 3, "float32"), {"cu_seqlens_q": ints(0, 20, 40), "seq_lens": ints(0, 0)}
+    with pytest.raises(UnsupportedError, match="deterministic with up to 20 queries a sequence, packed"):
+        oa.attention_with_kvcache(q, cache, **places, max_seqlen_q=20, deterministic=True)
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        (0, "expected an integer from 1 to .*, received 0"),
+        (1.5, "expected an integer"),
+        (-2, "expected an integer from 1 to .*, received -2"),
+    ],
+)
+def test_num_splits(given: Any, text: str) -> None:
+    q, places = MIXED.packed()
+    plain = oa.attention_with_kvcache(q, MIXED.cache, **places)
+    np.testing.assert_array_equal(oa.attention_with_kvcache(q, MIXED.cache, **places, num_splits=3), plain)
+    with pytest.raises(ArgumentError, match=f"'num_splits': {text}"):
+        oa.attention_with_kvcache(q, MIXED.cache, **places, num_splits=given)
+    with pytest.raises(ArgumentError, match="'num_splits': expected None with deterministic=True"):
+        oa.attention_with_kvcache(q, MIXED.cache, **places, num_splits=1, deterministic=True)
 
 
 def test_indices_of_contiguous_caches() -> None:

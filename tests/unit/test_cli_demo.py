@@ -21,7 +21,7 @@ from omniattn.reference import low_precision
 from omniattn.reference.e4m3 import decode_e4m3, encode_e4m3
 from omniattn.registry import REGISTRY
 from omniattn.select import choices
-from omniattn.testing.cache_cases import of_caches
+from omniattn.testing.cache_cases import CACHE_OPS
 from omniattn.testing.cases import Case, call, cases_for, operation_of, own_head_dim_v, problem
 from omniattn.testing.expected import outputs_of
 from omniattn.testing.frameworks import NumpyFramework
@@ -204,7 +204,7 @@ def test_every_kernel_has_a_problem_that_it_takes() -> None:
     """Each row of attention, forced, against selection itself: none is verified with nothing."""
     target = Target((9, 0), 227 << 10)
     for spec in REGISTRY:
-        if of_caches(spec) or spec.op in (*MASK_OPS, *BACKWARD_OPS, *VALUES_OPS, "layout_fp8", "clear_unused"):
+        if spec.op in (*CACHE_OPS, *MASK_OPS, *BACKWARD_OPS, *VALUES_OPS, "layout_fp8", "clear_unused"):
             continue  # tests of their own
         cases = cases_for(operation_of(spec))
         assert cases

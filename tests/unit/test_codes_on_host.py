@@ -1,4 +1,4 @@
-"""The sm_80 kernel over pages in 8 bits, run on the CPU (tests/host_kernels.py), against the NumPy reference.
+"""Prompts over pages of a caller in 8 bits, by kernels run on the CPU (tests/host_kernels.py), against NumPy's.
 
 A code times its scale is rounded to fp16, of which the reference knows nothing: twice the error of elements in fp16.
 """
@@ -18,6 +18,7 @@ import omniattn as oa
 from tests.host_kernels import HostKernels
 
 from .test_pages_on_host import BOTH, LENGTHS, QUERIES, STARTS, check, normal
+from .test_quantized_prompts_on_host import MADE
 
 SCALES = ("none", "one", "heads", "sequences", "rows", "rows apart")
 DTYPES: dict[str, Any] = {"e4m3": ml_dtypes.float8_e4m3fn, "int8": np.int8}
@@ -71,7 +72,8 @@ def test_prompts(kernels: HostKernels, dtype: str, kind: str) -> None:
     """As many queries of every sequence, over pages whose size divides no tile."""
     q = normal(len(LENGTHS), 20, 8, 64, seed=5) * (0.2 if kind == "none" and dtype == "int8" else 1)
     pool = Codes(64, dtype, kind, 3)
-    check(kernels, oa.attention_with_kvcache, ["attention"], q, pool.cache, **pool.places, return_lse=True, times=2)
+    said = {**pool.places, "return_lse": True, "num_splits": 1}
+    check(kernels, oa.attention_with_kvcache, [*MADE, "attention"], q, pool.cache, **said, times=2)
 
 
 @pytest.mark.parametrize("order", ["NHD", "HND"])
@@ -82,7 +84,7 @@ def test_divided(kernels: HostKernels, dim: int, size: int | None, order: str) -
     q = normal(int(STARTS[-1]) + 2, 8, dim, seed=5)
     pool = Codes(dim, "e4m3", "rows" if size else "heads", size, order)
     said = {**pool.places, "cu_seqlens_q": STARTS, "max_seqlen_q": max(QUERIES), "return_lse": True}
-    check(kernels, oa.attention_with_kvcache, BOTH, q, pool.cache, **said, times=2)
+    check(kernels, oa.attention_with_kvcache, [*MADE, *BOTH], q, pool.cache, **said, times=2)
 
 
 @pytest.mark.parametrize("options", [{"window": (9, 0)}, {"causal": False}, {"deterministic": True}])
@@ -90,5 +92,5 @@ def test_divided(kernels: HostKernels, dim: int, size: int | None, order: str) -
 def test_options(kernels: HostKernels, options: dict[str, Any], kind: str) -> None:
     q = normal(len(LENGTHS), 20, 8, 128, seed=5)
     pool = Codes(128, "int8", kind, 16)
-    said = {**pool.places, "return_lse": True, **options}
-    check(kernels, oa.attention_with_kvcache, ["attention"], q, pool.cache, **said, times=2)
+    said = {**pool.places, "return_lse": True, **options, **({} if "deterministic" in options else {"num_splits": 1})}
+    check(kernels, oa.attention_with_kvcache, [*MADE, "attention"], q, pool.cache, **said, times=2)

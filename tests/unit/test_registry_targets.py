@@ -15,7 +15,8 @@ from omniattn.errors import UnsupportedError
 from omniattn.plan.attention import plan_attention
 from omniattn.plan.backward import plan_backward
 from omniattn.plan.others import plan_append, plan_copy, plan_decode, plan_merge, plan_quantize
-from omniattn.problems import AppendProblem, CopyProblem, DecodeProblem, MergeProblem, Target
+from omniattn.plan.with_cache import plan_with_cache
+from omniattn.problems import AppendProblem, CopyProblem, DecodeProblem, MergeProblem, Target, WithCacheProblem
 from omniattn.problems.decode import passes
 from omniattn.registry import GPUS, REGISTRY, KernelSpec
 from omniattn.runtime.arch import Arch
@@ -31,6 +32,7 @@ SMS = {
 }  # fmt: skip
 _PLANS = {
     DecodeProblem: plan_decode, AppendProblem: plan_append, CopyProblem: plan_copy, MergeProblem: plan_merge,
+    WithCacheProblem: plan_with_cache,
 }  # fmt: skip
 ROWS = {spec.name: spec for spec in REGISTRY}
 KERNELS = Path(__file__).parents[2] / "kernels_cu"
@@ -48,6 +50,7 @@ def _plans(target: Target) -> Iterator[Any]:
         (plan_backward, every_call.backward_calls()),
         (plan_quantize, every_call.quantizer_calls()),
         (None, every_call.cache_calls()),
+        (None, every_call.prompt_calls()),
         (None, every_call.other_calls()),
     ):
         for call in calls:
@@ -124,6 +127,5 @@ def test_what_sm_89_loads_of_sm_80_has_the_same_code_there() -> None:
         texts = [text for name, text in sources.closure(spec.source).items() if name != "ptx/cvt_quant.cuh"]
         if not any(word in text for word in conversions for text in texts):
             assert "89" not in spec.prebuild, spec.name
-        # Others have constants that leave them out.
-        elif spec.codes or spec.op not in ("quantize", "decode", "append", "attention", "attention_split"):
+        elif spec.op not in ("quantize", "decode", "append"):  # which have constants that leave them out
             assert "89" in spec.prebuild, spec.name

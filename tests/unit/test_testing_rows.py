@@ -14,12 +14,12 @@ from omniattn.kv.formats import IN_ORDER
 from omniattn.registry import REGISTRY, KernelSpec, by_name
 from omniattn.registry.decode import SHARED_TILES
 from omniattn.select.cache import append_spec, combine_spec, decode_spec
-from omniattn.testing.cache_cases import CACHE_OPS, Formats, cache_cases, decode_errors, formats_of, of_caches
+from omniattn.testing.cache_cases import CACHE_OPS, Formats, cache_cases, decode_errors, formats_of
 from omniattn.testing.frameworks import E4m3Array, NumpyFramework
 from omniattn.testing.gradient_cases import BACKWARD_OPS
 from omniattn.testing.rows import cases_of, run_row
 
-ROWS = [s for s in REGISTRY if of_caches(s) and s.dtype == "float16"]
+ROWS = [s for s in REGISTRY if s.op in CACHE_OPS and s.dtype == "float16"]
 
 
 def _cache(formats: Formats, dim: int) -> omniattn.KVCache:

@@ -10,7 +10,6 @@ from .. import arguments, arrays, runtime
 from ..arrays import Tensor
 from ..errors import ArgumentError, ShapeError, StrideError, UnsupportedError
 from ..kv.cache import KVCache
-from ..kv.formats import IN_ORDER
 from ..kv.places import by_position
 from ..plan.engine import Call
 from ..problems import (
@@ -31,8 +30,6 @@ from .decode import check_prefix, check_queries, check_scale_sinks_out
 from .extras import check_score_mod
 
 _NAME = "attention_with_kvcache"
-#: What codes of a caller's arrays are, by the element type of the cache.
-_CODES = {"fp8": "e4m3", "int8": "int8"}
 #: The caller's arrays, in the order of a call.
 ARRAYS = ("q", "seq_lens", "block_table", "cu_seqlens_q", "sinks", "recent_slots", "batch_index", "out")
 #: Those that kernels access 16 bytes at a time.
@@ -125,7 +122,7 @@ def check_with_cache(call: Call, tensors: dict[str, Tensor]) -> WithCacheProblem
     texts = call.facts
     few = few_queries(q.shape[-2] // cache.num_kv_heads, rows=_fixed_rows(cache) if deterministic else 8)
     against = _reason_against_decode(queries, right, texts is not None, few if deterministic else MAX_Q_LEN)
-    if deterministic and queries.packed and right != 0 and against is None and _is_read_in_pages(cache):
+    if deterministic and queries.packed and right != 0 and against is None:
         against = "queries that may see keys behind their own"  # of one query too: whatever max_seqlen_q says
     kernels: AttentionProblem | DecodeProblem
     beside: DecodeProblem | None = None
@@ -139,13 +136,13 @@ def check_with_cache(call: Call, tensors: dict[str, Tensor]) -> WithCacheProblem
             few_of = f"1 to {MAX_Q_LEN} new tokens a sequence (of packed ones: max_seqlen_q), causal, no score_mod"
             raise UnsupportedError(f"{_NAME}(): shared_prefix with {against}", instead=f"shared_prefix=0, or {few_of}")
         kernels, why = _over_pages(q, cache, queries, facts, tensors, o_strides), f"attention over pages: {against}"
-        if not _is_read_in_pages(cache):
+        if _is_quantized(cache):
             if deterministic and queries.packed and cache.recent_window:
                 raise UnsupportedError(
                     f"{_NAME}(): deterministic with {against}, packed, over a cache with a recent_window",
                     instead=f"a batch, a cache without recent_window, or max_seqlen_q up to {few}",
                 )
-            dequantize = _dequantize(q, cache, queries, facts, tensors)
+            dequantize = _dequantize(q, cache, queries, facts, tensors, texts is not None)
             kernels = dequantize.attention(kernels)
         if texts is not None:
             kernels = replace(kernels, score_mod=check_score_mod(kernels, call, tensors, texts))
@@ -238,21 +235,20 @@ def _reason_against_decode(queries: Queries, right: int, has_mod: bool, most_pac
     return None
 
 
-def _is_read_in_pages(cache: KVCache) -> bool:
-    """Whether attention over pages reads the cache: 16 bits, or arrays of the caller in 8."""
-    formats = (cache.k_format, cache.v_format)
-    return all(not f.quantized or f.layout == IN_ORDER for f in formats)
+def _is_quantized(cache: KVCache) -> bool:
+    """Whether attention over pages reads keys and values made in 16 bits."""
+    return cache.k_format.quantized or cache.v_format.quantized
 
 
 def _dequantize(
-    q: Tensor, cache: KVCache, queries: Queries, f: _Facts, tensors: dict[str, Tensor]
+    q: Tensor, cache: KVCache, queries: Queries, f: _Facts, tensors: dict[str, Tensor], has_mod: bool
 ) -> DequantizeProblem:
-    """What attention over pages reads of a cache that `append` quantizes."""
+    """What attention reads of a quantized cache. A score modification knows the places of keys: all are there."""
     table = tensors.get("block_table")
     columns = int(f.has_index) if table is None else table.shape[1]
     return DequantizeProblem(
         q.dtype, cache.facts, queries.batch, queries.rows, queries.q_len, f.capacity, columns, cache.block_size,
-        cache.num_blocks, f.left,
+        cache.num_blocks, -1 if has_mod else f.left,
     )  # fmt: skip
 
 
@@ -291,12 +287,10 @@ def _over_pages(
     pages = Pages(
         cache.block_size, cache.num_blocks, columns, columns if table is not None and queries.batch > 1 else 0,
         has_table=table is not None, has_index=f.has_index and queries.batch > 0,
-        codes=_CODES[cache.k_format.dtype] if _is_read_in_pages(cache) and cache.k_format.quantized else "",
-        scales=cache.facts.scales,
     )  # fmt: skip
     rows, keys = queries.rows, queries.batch * f.capacity
-    read = (q, k, v) if _is_read_in_pages(cache) else (q,)  # others are made in 16 bits, in a workspace
-    maps = on_gpu and not pages.codes and all(map(describable, read)) and runtime.has_tensor_maps()
+    read = (q,) if _is_quantized(cache) else (q, k, v)  # others are made in 16 bits, in a workspace
+    maps = on_gpu and all(map(describable, read)) and runtime.has_tensor_maps()
     of_q, of_o = _merged_rows(q, q.strides, queries), _merged_rows(tensors.get("out", q), o_strides, queries)
     window = values.hiding_window((f.left, f.right), rows if queries.packed else queries.q_len, f.capacity)
     strides = AttentionStrides(of_q, _of_plane(k, cache), _of_plane(v, cache), of_o, (0, rows), (0, 0, 0, 0))

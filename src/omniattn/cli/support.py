@@ -116,6 +116,8 @@ LINES: dict[str, tuple[str, str]] = {
     "decode": ("`decode`", ""),
     "decode_combine": ("`decode`", "behind decode"),
     "append": ("`append`", ""),
+    "dequantize": ("`decode`", "prompts over quantized caches"),
+    "dequantize_rounds": ("`decode`", "prompts over quantized caches"),
     "copy_blocks": ("`copy_blocks`", ""),
     "merge_states": ("`merge_states`", ""),
 }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from ..kv.layout import ScalePlaces
 from ..problems import AttentionProblem, Pages
 from ..problems.tile_order import num_m_blocks
 from ..registry import KernelSpec
@@ -12,44 +11,11 @@ from .masks import MASK_KINDS, MaskPlaces, memory_of
 from .numbers import MAX_GRID_X
 from .score_mod import array_values
 from .score_mods import score_mod_values
-from .structs import (
-    ATTN_FWD,
-    ATTN_FWD_CODES_SM80,
-    ATTN_FWD_MODS_CODES_SM80,
-    ATTN_FWD_MODS_SM80,
-    ATTN_FWD_USER_MOD_CODES_SM80,
-    ATTN_FWD_USER_MOD_SM80,
-)
+from .structs import ATTN_FWD, ATTN_FWD_MODS_SM80, ATTN_FWD_USER_MOD_SM80
 from .used_rows import used_rows
 
 #: Numbers of the kinds in device code (``kernels_cu/params/attn_fwd.cuh``).
 SINKS_KINDS = {"none": 0, "float32": 1, "io": 2}
-
-
-#: The arguments of a call over codes, by those of the call.
-_WITH_CODES = {
-    ATTN_FWD: ATTN_FWD_CODES_SM80,
-    ATTN_FWD_MODS_SM80: ATTN_FWD_MODS_CODES_SM80,
-    ATTN_FWD_USER_MOD_SM80: ATTN_FWD_USER_MOD_CODES_SM80,
-}
-
-
-def _code_values(pages: Pages) -> dict[str, object]:
-    """The fields of KvCodes."""
-    at = [None if pages.scales is None else At(f"{name}_scale") for name in "kv"]
-    codes = {"e4m3": int(pages.codes == "e4m3"), "reserved": 0}
-    return {"k_scale": at[0], "v_scale": at[1], **codes, **scale_values(pages.scales)}
-
-
-def scale_values(scales: ScalePlaces | None) -> dict[str, object]:
-    """The arguments that say where scales of a caller's arrays are."""
-    scales = scales or ScalePlaces(0, 0, 0, False, 0)
-    return {
-        "scale_outer": scales.outer,
-        "scale_head": scales.head,
-        "scale_token": scales.token,
-        "row_scales": int(scales.each_row),
-    }
 
 
 def page_rows(pages: Pages, block_n: int) -> int:
@@ -140,9 +106,6 @@ def build(spec: KernelSpec, problem: AttentionProblem, masks: MaskPlaces | None 
         if problem.score_mod is not None:
             layout = ATTN_FWD_USER_MOD_SM80
             values = member("call", values) | member("arrays", array_values(problem.score_mod))
-        if problem.pages is not None and problem.pages.codes:
-            layout = _WITH_CODES[layout]
-            values = member("call", values) | member("codes", _code_values(problem.pages))
         arguments = layout.pack(values)
         records.append(LaunchRecord(spec, (count, 1, 1), 32 * spec.num_warps, *arguments))
     return tuple(records)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..errors import UnsupportedError
-from ..kv.layout import CacheLayout
+from ..kv.layout import CacheLayout, ScalePlaces
 from ..kv.places import RowPlaces, own_strides, places_of, row_places
 from ..problems import DecodeProblem, MergeProblem, Target
 from ..problems.decode import NEWEST, DecodeSplit, KeyPass, passes
@@ -13,7 +13,7 @@ from ..problems.memory import WORKSPACE_ALIGNMENT
 from ..registry import KernelSpec
 from ..runtime.record import LaunchRecord
 from . import merge_states
-from .attn_fwd import SINKS_KINDS, scale_values
+from .attn_fwd import SINKS_KINDS
 from .host_struct import At, strides
 from .numbers import MAX_GRID_X, quotient_factors
 from .structs import DECODE
@@ -64,6 +64,17 @@ def params_of(cache: CacheLayout) -> dict[str, At | None]:
         scale = At(f"cache.{name}_scale") if cache.scales is not None else None
         found[f"{name}_params"] = At(f"cache.{name}_params") if fmt.plane_words else scale
     return found
+
+
+def scale_values(cache: CacheLayout) -> dict[str, object]:
+    """The arguments that say where scales of a caller's arrays are."""
+    scales = cache.scales or ScalePlaces(0, 0, 0, False, 0)
+    return {
+        "scale_outer": scales.outer,
+        "scale_head": scales.head,
+        "scale_token": scales.token,
+        "row_scales": int(scales.each_row),
+    }
 
 
 def row_places_of(one: KeyPass) -> RowPlaces | None:
@@ -219,7 +230,7 @@ class _PassPlan:
             "prefix_sequences": one.prefix_sequences,
             "least_seq_len": p.capacity if one.prefix_sequences else 0,
             **_row_values(one),
-            **scale_values(cache.scales),
+            **scale_values(cache),
         }
         arguments = DECODE.pack(values)
         # The CTAs of one sequence more clear the rows that no sequence owns.

@@ -8,8 +8,7 @@ from ..kv.places import RowPlaces, places_of
 from ..problems import AppendProblem, CopyProblem, Target
 from ..registry import KernelSpec
 from ..runtime.record import LaunchRecord
-from .attn_fwd import scale_values
-from .decode import params_of
+from .decode import params_of, scale_values
 from .host_struct import At, strides
 from .numbers import MAX_GRID_X, quotient_factors
 from .structs import KV_APPEND, KV_COPY, MAX_PAIRS
@@ -54,7 +53,7 @@ def build(spec: KernelSpec, problem: AppendProblem, target: Target) -> tuple[Lau
         "k_data": At("cache.k"),
         "v_data": At("cache.v"),
         **params_of(cache),
-        **scale_values(cache.scales),
+        **scale_values(cache),
         **{name: At(f"cache.{name}") if name in cache.key_arrays else None for name in ("k_mean", "k_channel_scale")},
         "recent_slots": At("recent_slots") if recent and cache.paged else None,
         **{name: At(f"cache.{name}") if recent else None for name in ("recent_k", "recent_v", "recent_state")},

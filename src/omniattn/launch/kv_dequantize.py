@@ -6,13 +6,12 @@ from ..kv.places import places_of
 from ..problems import DequantizeProblem, Target
 from ..registry import KernelSpec
 from ..runtime.record import LaunchRecord
-from .attn_fwd import scale_values
-from .decode import params_of
+from .decode import params_of, scale_values
 from .host_struct import At
 from .numbers import quotient_factors
 from .structs import KV_DEQUANTIZE
 
-_PLACES = ("block_places", "head_places", "token_places", "place_bytes", "row_chunks")
+_PLACES = ("block_places", "head_places", "token_places", "place_bytes")
 
 
 def build(
@@ -41,9 +40,9 @@ def build(
     p, cache = problem, problem.cache
     offsets, _ = p.places()
     at = {name: At("workspace", begin + offset) for name, offset in offsets.items()}
-    several, packed, recent = p.rounds > 1, not p.q_len, bool(cache.recent_window)
-    rows = None if cache.strides is None else places_of(cache, "attention_with_kvcache")
-    places = (0, 0, 0, 0, 0) if rows is None else (rows.block, rows.head, rows.token, rows.unit_bytes, rows.chunks)
+    packed, recent = not p.q_len, bool(cache.recent_window)
+    rows = places_of(cache, "attention_with_kvcache")
+    places = (0, 0, 0, 0) if rows is None else (rows.block, rows.head, rows.token, rows.unit_bytes)
     (k_kind, k_groups), (v_kind, v_groups) = kinds
     values: dict[str, object] = {
         "k_data": At("cache.k"),
@@ -56,8 +55,8 @@ def build(
         "recent_slots": At("recent_slots") if recent and cache.paged else None,
         **{name: At(f"cache.{name}") if recent else None for name in ("recent_k", "recent_v", "recent_state")},
         **at,
-        "used": at["used"] if several else None,
-        "cu": at["cu"] if several and not packed else None,
+        "used_q": at["used_q"] if p.is_part else None,
+        "cu_q": None if packed else at["cu_q"],
         "batch": p.batch,
         "q_len": p.q_len,
         "total_queries": p.rows,
@@ -70,7 +69,6 @@ def build(
         "table_columns": p.table_columns,
         "window_left": p.window_left,
         "pages": p.pages,
-        "columns": p.columns,
         "rounds": p.rounds,
         "k_kind": k_kind,
         "v_kind": v_kind,
@@ -81,7 +79,7 @@ def build(
         "recent_ring": cache.recent_ring,
         "recent_num_slots": cache.recent_slots,
         **dict(zip(_PLACES, places, strict=True)),
-        **scale_values(cache.scales),
+        **scale_values(cache),
     }
     for name, n in (("heads", cache.num_kv_heads), ("block", p.block_size)):
         values[f"{name}_multiplier"], values[f"{name}_shift"] = quotient_factors(max(n, 1))

@@ -7,9 +7,9 @@ from __future__ import annotations
 from .host_struct import HostStruct
 
 MAX_CLEARED = 3
+MAX_PAIRS = 112
 MAX_MOD_ARRAYS = 8
 MAX_MOD_DIMS = 4
-MAX_PAIRS = 112
 
 # params/attn_fwd.cuh
 
@@ -238,53 +238,6 @@ KV_APPEND = HostStruct(
     ("I", "scale_outer scale_head scale_token"), ("i", "row_scales"),
 )
 
-# params/score_mod.cuh
-
-SCORE_MOD_ARRAYS = HostStruct(
-    "ScoreModArrays", ("8P", "data"), ("32q", "strides"), ("32i", "extents"),
-)
-
-ATTN_FWD_USER_MOD_SM80 = HostStruct(
-    "AttnFwdUserModSm80Params", (ATTN_FWD_MODS_SM80, "call"), (SCORE_MOD_ARRAYS, "arrays"),
-)
-
-ATTN_FWD_SPLIT_USER_MOD_SM80 = HostStruct(
-    "AttnFwdSplitUserModSm80Params", (ATTN_FWD_USER_MOD_SM80, "call"), ("P", "partial_o partial_ml"),
-    ("i", "pack_log2 pack_heads"),
-)
-
-ATTN_FWD_USER_MOD_SM90 = HostStruct(
-    "AttnFwdUserModSm90Params", ("M", "map_q map_k map_v map_bias"), (ATTN_FWD, "fwd"), (TILE_LIST, "tiles"),
-    (SCORE_MOD, "mods"), (SCORE_MOD_ARRAYS, "arrays"),
-)
-
-ATTN_FWD_SPLIT_USER_MOD_SM90 = HostStruct(
-    "AttnFwdSplitUserModSm90Params", ("M", "map_q map_k map_v map_bias"), (ATTN_FWD, "fwd"), (SPLIT_TILE_LIST, "tiles"),
-    (SCORE_MOD, "mods"), (SCORE_MOD_ARRAYS, "arrays"), ("P", "partial_o partial_ml"),
-)
-
-ATTN_BWD_USER_MOD = HostStruct(
-    "AttnBwdUserModParams", (ATTN_BWD, "call"), (SCORE_MOD_ARRAYS, "arrays"),
-)
-
-# params/kv_codes.cuh
-
-KV_CODES = HostStruct(
-    "KvCodes", ("P", "k_scale v_scale"), ("I", "scale_outer scale_head scale_token"), ("i", "row_scales e4m3 reserved"),
-)
-
-ATTN_FWD_CODES_SM80 = HostStruct(
-    "AttnFwdCodesSm80Params", (ATTN_FWD, "call"), (KV_CODES, "codes"),
-)
-
-ATTN_FWD_MODS_CODES_SM80 = HostStruct(
-    "AttnFwdModsCodesSm80Params", (ATTN_FWD_MODS_SM80, "call"), (KV_CODES, "codes"),
-)
-
-ATTN_FWD_USER_MOD_CODES_SM80 = HostStruct(
-    "AttnFwdUserModCodesSm80Params", (ATTN_FWD_USER_MOD_SM80, "call"), (KV_CODES, "codes"),
-)
-
 # params/kv_copy.cuh
 
 KV_COPY = HostStruct(
@@ -297,13 +250,12 @@ KV_COPY = HostStruct(
 KV_DEQUANTIZE = HostStruct(
     "KvDequantizeParams",
     ("P", "k_data v_data k_params v_params k_mean k_channel_scale seq_lens cu_seqlens_q block_table"
-     " recent_slots recent_state recent_k recent_v k v table lens starts ends used cu"),
+     " recent_slots recent_state recent_k recent_v k v cu_k lens used_q cu_q"),
     ("i", "batch q_len total_queries few num_kv_heads head_dim capacity block_size num_blocks table_columns"
-     " window_left pages columns rounds round k_kind v_kind k_groups v_groups hadamard recent_window"
-     " recent_ring recent_num_slots"),
+     " window_left pages rounds round k_kind v_kind k_groups v_groups hadamard recent_window recent_ring"
+     " recent_num_slots"),
     ("I", "block_multiplier"), ("i", "block_shift"), ("I", "heads_multiplier"), ("i", "heads_shift"),
-    ("I", "block_places head_places token_places place_bytes"), ("i", "row_chunks"),
-    ("I", "scale_outer scale_head scale_token"), ("i", "row_scales"),
+    ("I", "block_places head_places token_places place_bytes scale_outer scale_head scale_token"), ("i", "row_scales"),
 )
 
 # params/layout_fp8.cuh
@@ -387,6 +339,35 @@ QUANTIZE_FP8 = HostStruct(
 
 QUANTIZE_FP8_SUMS = HostStruct(
     "QuantizeFp8SumsParams", (QUANTIZE_FP8, "rows"), (QUANTIZE, "values"), ("i", "chunks reserved"),
+)
+
+# params/score_mod.cuh
+
+SCORE_MOD_ARRAYS = HostStruct(
+    "ScoreModArrays", ("8P", "data"), ("32q", "strides"), ("32i", "extents"),
+)
+
+ATTN_FWD_USER_MOD_SM80 = HostStruct(
+    "AttnFwdUserModSm80Params", (ATTN_FWD_MODS_SM80, "call"), (SCORE_MOD_ARRAYS, "arrays"),
+)
+
+ATTN_FWD_SPLIT_USER_MOD_SM80 = HostStruct(
+    "AttnFwdSplitUserModSm80Params", (ATTN_FWD_USER_MOD_SM80, "call"), ("P", "partial_o partial_ml"),
+    ("i", "pack_log2 pack_heads"),
+)
+
+ATTN_FWD_USER_MOD_SM90 = HostStruct(
+    "AttnFwdUserModSm90Params", ("M", "map_q map_k map_v map_bias"), (ATTN_FWD, "fwd"), (TILE_LIST, "tiles"),
+    (SCORE_MOD, "mods"), (SCORE_MOD_ARRAYS, "arrays"),
+)
+
+ATTN_FWD_SPLIT_USER_MOD_SM90 = HostStruct(
+    "AttnFwdSplitUserModSm90Params", ("M", "map_q map_k map_v map_bias"), (ATTN_FWD, "fwd"), (SPLIT_TILE_LIST, "tiles"),
+    (SCORE_MOD, "mods"), (SCORE_MOD_ARRAYS, "arrays"), ("P", "partial_o partial_ml"),
+)
+
+ATTN_BWD_USER_MOD = HostStruct(
+    "AttnBwdUserModParams", (ATTN_BWD, "call"), (SCORE_MOD_ARRAYS, "arrays"),
 )
 
 # params/tile_kinds.cuh

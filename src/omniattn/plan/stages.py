@@ -212,7 +212,7 @@ def _mask(candidate: Candidate, problem: AttentionProblem, target: Target, force
 def _clear(problem: AttentionProblem, target: Target, force: str | None) -> _Stage:
     """What clears the queries that are not used; last, because partial results of theirs are merged, too."""
     p = problem
-    if not p.used[0] or (p.pages is not None and p.pages.in_rounds):
+    if not p.used[0] or p.is_part:
         return _Stage(0)
     assert p.strides is not None
     selection = select_clear(target, force)

@@ -22,10 +22,7 @@ from .others import plan_decode
 from .stages import launches_of
 
 #: Where the arrays are that attention over pages reads.
-_OF_PAGES = {
-    "k": At("cache.k"), "v": At("cache.v"), "seqused_k": At("seq_lens"), "k_scale": At("cache.k_scale"),
-    "v_scale": At("cache.v_scale"),
-}  # fmt: skip
+_OF_PAGES = {"k": At("cache.k"), "v": At("cache.v"), "seqused_k": At("seq_lens")}
 #: Where those of ``attention_varlen`` are that the kernels of ``decode`` read.
 _OF_ARRAYS = {"cache.k": At("k"), "cache.v": At("v"), "seq_lens": At("seqused_k")}
 #: The table of ``decode`` where a contiguous cache is a pool with one block a sequence.
@@ -85,18 +82,17 @@ def _alone(
     own: AttentionProblem, target: Target, force: str | None, codes: DequantizeProblem | None, has_index: bool
 ) -> Launches:
     """Attention over pages of all sequences."""
-    in_rounds = own.pages is not None and own.pages.in_rounds
     way = None
-    if own.deterministic and (in_rounds or not force):
+    if own.deterministic and (own.is_part or not force):
         way = one_way(own, target)
-    elif in_rounds or own.num_splits:
-        way = split_way(own, target, 1 if in_rounds else own.num_splits)
+    elif own.is_part or own.num_splits:
+        way = split_way(own, target, 1 if own.is_part else own.num_splits)
     if way is None:
         launches = plan_attention(own, target, force)
     else:
         why = "deterministic: the same kernel, whatever the batch is"
         if not own.deterministic:
-            why = "keys in rounds, none of them split" if in_rounds else f"num_splits={own.num_splits}"
+            why = "keys in rounds, none of them split" if own.is_part else f"num_splits={own.num_splits}"
         launches = launches_of(way, own, target, force, (why,))
     if codes is None:
         return replace(launches, records=_renamed(launches.records, _OF_PAGES))
@@ -118,11 +114,22 @@ def _keys_in_rounds(
     first, *records = kv_dequantize.build(places_of.spec, makes.spec, kinds, codes, target, begin, table)
     offsets, end = codes.places()
     at = {name: At("workspace", begin + offset) for name, offset in offsets.items()}
-    found = {"k": at["k"], "v": at["v"], "block_table": at["table"], "seqused_k": at["lens"]}
-    if codes.rounds > 1 and codes.q_len:
-        found["cu_seqlens_q"] = at["cu"]
+    found = {"k": at["k"], "v": at["v"], "seqused_k": at["lens"]}
+    if codes.q_len:
+        found["cu_seqlens_q"] = at["cu_q"]
+
+    def of_round(name: str, i: int, extent: int) -> At:
+        return At("workspace", at[name].offset + 4 * extent * i)
+
     rounds = [
-        (record, {**found, "seqused_q": At("workspace", at["used"].offset + 4 * codes.batch * i)})
+        (
+            record,
+            {
+                **found,
+                "cu_seqlens_k": of_round("cu_k", i, codes.batch + 1),
+                "seqused_q": of_round("used_q", i, codes.batch),
+            },
+        )
         for i, record in enumerate(records)
     ]
     return _KeysInRounds(first, tuple(rounds), begin + end, (places_of, makes))
@@ -140,7 +147,8 @@ def _both(
 
     The kernel of ``decode`` begins, on a part of the SMs. Attention takes the others, and those of the first as it
     ends; it ends behind that one (other kernels than Hopper's begin when it has ended). Then partial results of
-    ``decode`` are merged. None where a kernel cannot be had.
+    ``decode`` are merged. Over a quantized cache ``decode`` has all SMs, because it converts as long as it reads, and
+    attention those that it leaves. None where a kernel cannot be had.
 
     Parameters
     ----------
@@ -156,13 +164,13 @@ def _both(
     rest = replace(own, passed_over=few.q_len)
     if codes is not None:
         codes = replace(codes, few=few.q_len)
-        rest = codes.attention(rest)
+        rest = codes.attention(own)
     way = way_of_others(rest, target)
     if way is None:
         return None
     why = (f"sequences of more than {few.q_len} queries; the others run at the same time on decode's kernels",)
     attend = launches_of(way, rest, target, None, why)
-    one = way_in_company(few, target, at_once=way.row.arch_specific).passes[0]
+    one = way_in_company(few, target, at_once=way.row.arch_specific and codes is None).passes[0]
     kernels = decode.Kernels(one.main.spec, one.combine.spec, one.split)
     end = aligned(attend.workspace_bytes)
     keys = None if codes is None else _keys_in_rounds(codes, target, None, end, "block_table" in of_decode)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ..kv.layout import ScalePlaces
 from .memory import ITEMSIZE
 from .outputs import Output
 from .precision import EXACT, Precision, value_levels
@@ -69,12 +68,6 @@ class Pages:
         False: a sequence has one page, of its number.
     has_index : bool
         Each sequence names its row of the table, or its page.
-    codes : str
-        ``"e4m3"`` or ``"int8"``: what K and V are codes of; empty: they are of q's type.
-    scales : ScalePlaces, optional
-        Where scales of codes are; None: all are 1.
-    in_rounds : bool
-        Queries that are not used are those of other launches, which write their results.
     """
 
     page_size: int
@@ -83,9 +76,6 @@ class Pages:
     table_stride: int
     has_table: bool = True
     has_index: bool = False
-    codes: str = ""
-    scales: ScalePlaces | None = None
-    in_rounds: bool = False
 
     @property
     def capacity(self) -> int:
@@ -155,6 +145,8 @@ class AttentionProblem:
         Packed sequences over pages of up to so many queries are another launch's; 0: none.
     num_splits : int
         Parts of a sequence's keys at most; 0: as many as are fastest.
+    is_part : bool
+        Queries that are not used are those of other launches, which write their results.
     pages : Pages, optional
         Where K and V lie in pages. ``seqlen_k`` is a bound of all sequences' keys then, and strides of k and v are
         those of (page, key, head).
@@ -198,6 +190,7 @@ class AttentionProblem:
     queries_per_sequence: int = 0
     passed_over: int = 0
     num_splits: int = 0
+    is_part: bool = False
 
     @property
     def input_dtype(self) -> str:

@@ -57,18 +57,6 @@ _FWD_SM80_PAGED_MODS_TILES = tuple(
     if tile.min_arch == (8, 0)
 )
 
-# In 8 bits, for rows as decode's kernels have them: with the scales two CTAs still share an SM of sm_80.
-_FWD_SM80_CODES_TILES: tuple[_FwdTile, ...] = (
-    _FwdTile(64, 128, 64, 4, 2, True, 2),
-    _FwdTile(128, 128, 32, 4, 2, False, 2),
-    _FwdTile(256, 64, 32, 4, 1, False, 2),
-)
-_FWD_SM80_CODES_MODS_TILES: tuple[_FwdTile, ...] = (
-    _FwdTile(64, 128, 32, 4, 2, True, 2),
-    _FwdTile(128, 64, 32, 4, 2, False, 2),
-    _FwdTile(256, 64, 32, 4, 1, False, 2),
-)
-
 # Of short sequences, several CTAs an SM (docs/performance/short.md).
 _FWD_SM80_SMALL_MODS_TILES: tuple[_FwdTile, ...] = tuple(
     _FwdTile(
@@ -100,25 +88,18 @@ def _attn_fwd_sm80(
     own_head_dim_v: bool = False,
     split: bool = False,
     paged: bool = False,
-    codes: bool = False,
 ) -> KernelSpec:
-    """own_head_dim_v: v has a head_dim of its own; split: keys are split over CTAs; paged: K and V lie in pages.
-
-    codes: `KernelSpec.codes`.
-    """
+    """own_head_dim_v: v has a head_dim of its own; split: keys are split over CTAs; paged: K and V lie in pages."""
     # Tiles of 16 rows search cu_seqlens_k for their sequence, and splits are of dense calls.
     assert not paged or (tile.block_m >= 32 and not split)
     short, tag = IO_TYPES[dtype]
     smem_bytes = 2 * tile.head_dim * (tile.block_m + 2 * tile.num_stages * tile.block_n)
     if score_mods:
         smem_bytes += 4 * tile.block_m * tile.block_n
-    if codes:  # a scale for each 16 channels
-        smem_bytes += 4 * tile.num_stages * 2 * tile.block_n * tile.head_dim // 16
     return KernelSpec(
         name=f"attn_fwd_sm80_{short}_d{tile.head_dim}{tile.suffix}"
         + "_v" * own_head_dim_v
         + "_paged" * paged
-        + "_codes" * codes
         + "_split" * split
         + "_mods" * score_mods,
         family="attn_fwd_sm80",
@@ -138,7 +119,6 @@ def _attn_fwd_sm80(
             ("OWN_HEAD_DIM_V", str(int(own_head_dim_v))),
             ("SPLIT_KEYS", str(int(split))),
             ("PAGED", str(int(paged))),
-            ("KV_CODES", str(int(codes))),
             ("SMEM_BYTES", str(smem_bytes)),
         ),
         dtype=dtype,
@@ -151,7 +131,6 @@ def _attn_fwd_sm80(
         min_arch=tile.min_arch,
         sequences="packed" if paged else "any",
         paged=paged,
-        codes=codes,
         softcap="any" if score_mods else "never",
         masks="any" if score_mods else "none",
         score_mod=score_mods,
@@ -426,13 +405,8 @@ def attention_rows() -> Iterator[KernelSpec]:
 def paged_rows() -> Iterator[KernelSpec]:
     """Rows of exact attention over K and V in pages."""
     yield from (
-        _attn_fwd_sm80(tile, dtype, score_mods, paged=True, codes=codes)
-        for codes, score_mods, tiles in (
-            (False, False, _FWD_SM80_PAGED_TILES),
-            (False, True, _FWD_SM80_PAGED_MODS_TILES),
-            (True, False, _FWD_SM80_CODES_TILES),
-            (True, True, _FWD_SM80_CODES_MODS_TILES),
-        )
+        _attn_fwd_sm80(tile, dtype, score_mods, paged=True)
+        for score_mods, tiles in ((False, _FWD_SM80_PAGED_TILES), (True, _FWD_SM80_PAGED_MODS_TILES))
         for tile in tiles
         for dtype in ("float16", "bfloat16")
     )

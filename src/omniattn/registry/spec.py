@@ -61,8 +61,6 @@ class KernelSpec:
         ``"dense"`` (batches), ``"packed"``, or ``"any"``.
     paged : bool
         It takes K and V in pages of a pool, and no others.
-    codes : bool
-        With pages: of K and V in 8 bits.
     tensor_maps : bool
         It reads its arrays by tensor maps, which describe no negative and no huge strides.
     softcap : str
@@ -134,7 +132,6 @@ class KernelSpec:
     prebuild: tuple[str, ...] = ()
     sequences: Sequences = "any"
     paged: bool = False
-    codes: bool = False
     tensor_maps: bool = False
     softcap: Use = "never"
     masks: Masks = "none"

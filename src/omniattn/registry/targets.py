@@ -45,11 +45,8 @@ def _has_code_of_ada(spec: KernelSpec) -> bool:
     """Whether sm_89 has instructions for what the row does on sm_80 in others: conversions of e4m3."""
     if spec.op == "quantize":
         return spec.specialization is None or spec.specialization[1] == "float8_e4m3"
-    return (
-        spec.op in ("quantize_fp8", "layout_fp8", "dequantize")
-        or spec.codes
-        or any(name.startswith("fp8") for name in spec.cache)
-    )
+    of_caches = any(name.startswith("fp8") for name in spec.cache)
+    return of_caches or spec.op in ("quantize_fp8", "layout_fp8", "dequantize")
 
 
 def _reach(spec: KernelSpec) -> tuple[object, ...]:
@@ -60,7 +57,7 @@ def _reach(spec: KernelSpec) -> tuple[object, ...]:
     kind = (spec.qk, spec.pv, spec.pv_accumulator, spec.specialization, spec.cache)
     backward = spec.op.startswith("attention_backward")
     tile = spec.name if spec.arch_specific else None if backward else spec.block_m
-    scores = (spec.softcap, spec.masks, spec.dmask, spec.paged, spec.codes)
+    scores = (spec.softcap, spec.masks, spec.dmask, spec.paged)
     values = (spec.other_head_dim_v, spec.value_factors, spec.smooth_q, spec.rotated, spec.fragments, spec.beside)
     return spec.op, spec.dtype, spec.head_dim, spec.head_dim_v, scores, values, kind, tile
 

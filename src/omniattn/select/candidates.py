@@ -171,16 +171,18 @@ def _split(p: AttentionProblem, target: Target, only: KernelSpec | None) -> Iter
             schedules: Iterable[Any] = ()
             if not (p.varlen and row.arch_specific):
                 schedules = _numbers(row, pack_gqa, typical, target, is_forced=only is not None)
-            elif only is not None or _shares_keys(row, pack_gqa, p):
+            elif only is not None or _shares_keys(row, pack_gqa, p, target):
                 schedules = (StreamK(target.sm_count * row.ctas_per_sm),)
             for mask in mask_inputs(row, p, pack_gqa):
                 yield from (Candidate(row, pack_gqa, schedule, mask) for schedule in schedules)
 
 
-def _shares_keys(row: KernelSpec, pack_gqa: PackGQA, p: AttentionProblem) -> bool:
-    """Whether a sequence has so few tiles of queries that they read its keys at the same time."""
+def _shares_keys(row: KernelSpec, pack_gqa: PackGQA, p: AttentionProblem, target: Target) -> bool:
+    """Whether tiles of a sequence's queries read its keys at the same time: they are few, or all run at once."""
     lengths = sequences(p)
-    return sum(-(-queries * pack_gqa.pack // row.block_m) for queries, _ in lengths) <= _MOST_TILES * len(lengths)
+    tiles = sum(-(-queries * pack_gqa.pack // row.block_m) for queries, _ in lengths) / len(lengths)
+    heads = p.batch * p.num_q_heads // pack_gqa.heads
+    return tiles <= _MOST_TILES or tiles * heads <= target.sm_count * row.ctas_per_sm
 
 
 def _packings(row: KernelSpec, p: AttentionProblem, typical: AttentionProblem) -> tuple[PackGQA, ...]:

@@ -134,7 +134,6 @@ class _Class(NamedTuple):
     lse: bool
     varlen: bool
     paged: bool
-    codes: bool
     tensor_maps: bool
     cc: tuple[int, int]
     max_smem: int
@@ -144,8 +143,7 @@ def _class_of(problem: AttentionProblem, target: Target) -> _Class:
     p = problem
     return _Class(
         p.dtype, p.precision.quantized, p.precision.name, p.head_dim, p.head_dim_v, bool(p.own_head_dim_v),
-        p.score_mods, p.lse, p.varlen, p.pages is not None, p.pages is not None and bool(p.pages.codes), p.tensor_maps,
-        target.cc, target.max_smem,
+        p.score_mods, p.lse, p.varlen, p.pages is not None, p.tensor_maps, target.cc, target.max_smem,
     )  # fmt: skip
 
 
@@ -166,8 +164,6 @@ def _unfit_class(row: KernelSpec, of: _Class) -> str | None:
         return reason
     if row.paged != of.paged:
         return "it is for K and V in pages" if row.paged else "it takes no K and V in pages"
-    if row.codes != of.codes:
-        return "it is for K and V in 8 bits" if row.codes else "it takes no K and V in 8 bits"
     if row.tensor_maps and not of.tensor_maps:
         return "tensor maps cannot describe these strides, or the driver in use cannot make them"
     if row.quantized != of.quantized:

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from omniattn.errors import ArgumentError, OmniattnError
 from omniattn.registry import KernelSpec
 from omniattn.testing.align_cases import align_cases
-from omniattn.testing.cache_cases import cache_cases, of_caches
+from omniattn.testing.cache_cases import CACHE_OPS, cache_cases
 from omniattn.testing.cases import call_cases
 from omniattn.testing.clear_cases import clear_cases
 from omniattn.testing.factor_cases import factor_cases
@@ -48,7 +48,7 @@ class RowCase(Protocol):
 
 def cases_of(spec: KernelSpec) -> Sequence[RowCase]:
     """The cases of a row. It need not take all of them: rows of one operation differ in what they were compiled for."""
-    if of_caches(spec):
+    if spec.op in CACHE_OPS:
         return cache_cases(spec)
     if spec.op in PACK_OPS:
         return mask_cases(spec)

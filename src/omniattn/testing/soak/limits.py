@@ -90,8 +90,12 @@ def low(dtype: str, qk: str, pv: str, accumulator: str, *, cpu: bool) -> Limits:
                   0.06 if pv == "fp8" else 0.0)  # fmt: skip
 
 
-def decode(dtype: str, *, codes: bool, value_codes: bool, recent: bool, cpu: bool) -> Limits:
-    """Of decoding. codes, value_codes: whether K, and V, are quantized; recent: the newest tokens are not."""
+def decode(dtype: str, *, codes: bool, value_codes: bool, recent: bool, cpu: bool, rounded: bool = False) -> Limits:
+    """Of decoding.
+
+    codes, value_codes: whether K, and V, are quantized; recent: the newest tokens are not; rounded: quantized ones are
+    multiplied in 16 bits, where many queries read them.
+    """
     found = exact(dtype, cpu=cpu, sums=3 if recent else 2)
     if cpu:
         # Codes become fp32 numbers, whatever q is.
@@ -102,4 +106,6 @@ def decode(dtype: str, *, codes: bool, value_codes: bool, recent: bool, cpu: boo
     # With codes, q and the products of P with scales are fp16.
     qk = 4 * half if codes else found.qk
     p = max(found.p, 4 * half) if codes or value_codes else found.p
+    if rounded:
+        qk, p = qk + 2 * ROUNDING[dtype], p + 2 * ROUNDING[dtype]
     return Limits(qk, found.fp, found.function, p, 2.0**-24, found.out, found.least, 1e-4, found.lse_relative)

@@ -12,9 +12,8 @@ import numpy as np
 import omniattn
 from omniattn.testing.expected import Grade
 from omniattn.testing.soak import formulas, limits, mods
-from omniattn.testing.soak.cache_formats import BITS
 from omniattn.testing.soak.cache_runs import Run
-from omniattn.testing.soak.caches import draw_steps
+from omniattn.testing.soak.caches import draw_format, draw_steps
 from omniattn.testing.soak.draw import Draw
 from omniattn.testing.soak.formulas import Rules
 from omniattn.testing.soak.judge import grade, repeated, truth, unchanged
@@ -29,21 +28,23 @@ def draw(d: Draw) -> dict[str, Any]:
     facts: dict[str, Any] = {"dtype": d.dtype(), "heads": heads, "head_dims": (dim, dim), "packed": d.chance(0.7)}
     own = {"float16": "fp16", "bfloat16": "bf16"}.get(facts["dtype"], d.pick(("bf16", "fp16")))
     facts["cache"], facts["counted"] = {"k_dtype": own}, own
-    if d.chance(0.5):
+    if d.chance(0.4):
         draw_pool(d, facts, own)
-        dim = facts["head_dims"][0]
-    few = BITS[facts["cache"]["k_dtype"]] < 16  # served by the kernels of decode alone
+    elif d.chance(0.6):
+        draw_format(d, facts)
+    dim = facts["head_dims"][0]
+    recent = "recent_window" in facts["cache"]
     most = 150 if d.cpu else d.pick((300, 2000))
     lengths = [0 if d.chance(0.1) else max(d.length(most), 1) for _ in range(batch)]
     if d.chance(0.6):
         facts["block_size"] = d.pick((16, 64, 1, 3, 24, 128))
-    elif d.chance(0.5):
+    elif d.chance(0.5) and not recent:
         facts["index"] = True
     facts["lengths"], facts["spare"] = lengths, d.pick((0, 1, 40))
     draw_steps(d, facts, lengths, 0)
-    counts = {1: 3.0, 0: 1.0, 5: 1.0, 16: 1.0} if few else {1: 3.0, 0: 1.0, 5: 1.0, 40: 1.0, 150: 1.0}
+    counts = {1: 3.0, 0: 1.0, 5: 1.0, 16: 1.0, 40: 1.0, 150: 1.0}
     queries = [d.weighted(counts) for _ in range(batch)]
-    if not facts["packed"] or few:
+    if not facts["packed"]:
         queries[0] = max(queries[0], 1)
     if not facts["packed"]:
         queries = queries[:1] * batch
@@ -51,7 +52,7 @@ def draw(d: Draw) -> dict[str, Any]:
     shape = (sum(queries) + d.pick((0, 3)),) if facts["packed"] else (batch, queries[0])
     shape = (*shape, heads[0], dim)
     options: dict[str, Any] = {}
-    if d.chance(0.3) and not few:
+    if d.chance(0.3):
         options["causal"] = False
     if d.chance(0.3):
         options["window"] = (d.pick((-1, 0, 5, 20, 64)), d.pick((0, 3, -1)))
@@ -62,12 +63,16 @@ def draw(d: Draw) -> dict[str, Any]:
         options["softcap"] = d.pick((20.0, 1.0))
     if d.chance(0.7):
         options["return_lse"] = True
+    if d.chance(0.2):
+        options["num_splits"] = d.pick((1, 2, 3, 100))
+    elif d.chance(0.2) and not (recent and facts["packed"]):
+        options["deterministic"] = True
     view = d.view(shape, 8) if facts["packed"] else {}
     facts["arrays"] = {"q": {**d.numbers(shape, "io", loud=False), "view": view}}
     if d.chance(0.2):
         facts["arrays"]["sinks"] = {"shape": (heads[0],), "dtype": "float32", "kind": "normal", "scale": 2.0}
     facts["options"] = options
-    if d.chance(0.15) and not few:
+    if d.chance(0.15):
         facts["score_mod"] = d.pick(mods.MODS)
     kinds = {name: d.numbers((1,), "io", loud=False) for name in ("k", "v")}
     facts["tokens"] = {name: {"kind": x["kind"], "scale": x["scale"]} for name, x in kinds.items()}
@@ -118,8 +123,11 @@ class _Attend(Run):
         if out is not None:
             self.grades.append(truth("guards", m.guarded(out), "the call has written outside of out"))
         sinks = m.f64(arrays["sinks"].array) if "sinks" in arrays else None
-        few = self._formats["k"].quantized
-        of = limits.decode(problem.dtype, codes=few, value_codes=few, recent=False, cpu=m.on_cpu)
+        codes, values = (self._formats[name].quantized for name in "kv")
+        of = limits.decode(
+            problem.dtype, codes=codes, value_codes=values, recent=bool(self._window), cpu=m.on_cpu,
+            rounded=codes or values,
+        )  # fmt: skip
         rows = m.f64(q).reshape(-1, *q.shape[-2:])
         o, o_bound = m.zeros(*rows.shape), m.zeros(*rows.shape)
         lse, lse_bound = m.full((rows.shape[1], rows.shape[0]), -float("inf")), m.zeros(rows.shape[1], rows.shape[0])
