@@ -230,7 +230,7 @@ def prompt_calls() -> Iterator[WithCacheProblem]:
                 DTYPE, 32, 1280, 32 * 8192, 1, 1, dim, -1, 0, 0.125, 0.0, "none", "none", True, max_seqlen_q=40,
                 strides=strides, queries_per_sequence=40,
             )  # fmt: skip
-            yield WithCacheProblem(keys.attention(own), (32, 40, 1, dim), 8192, (-1, 0), "", dequantize=keys)
+            yield WithCacheProblem(keys.attention(own), (32, 40, 1, dim), 8192, (-1, 0), "", keys=keys)
 
 
 def other_calls() -> Iterator[MergeProblem]:

@@ -173,7 +173,8 @@ def test_every_call_has_a_kernel_over_pages(
     if queries == 1 and "mask" not in options:
         assert spec.op == "decode"
         return
-    assert spec.paged
+    # On Hopper it may be faster to copy keys and values one behind the other first.
+    assert spec.paged or (gpu == (9, 0) and any(x.kernel.startswith("kv_dequantize") for x in made.launches))
     assert spec.arch_specific == (gpu == (9, 0) and "mask" not in options)
 
 

@@ -148,7 +148,7 @@ def test_rounds_are_bounded() -> None:
     """Whatever lengths are: a workspace of some size, or of one sequence; rounds enough for all."""
     cache = oa.PagedKVCache(4096, 16, 8, 128, like=np.zeros(1, np.float16), k_dtype="int8").facts
     for capacity, batch, rows, most in (
-        (8192, 1, 2048, 32 << 20), (8192, 64, 8192, 512 << 20), (1 << 20, 4, 4096, 4 << 30),
+        (8192, 1, 2048, 32 << 20), (8192, 64, 8192, 1 << 30), (1 << 20, 4, 4096, 4 << 30),
         (32768, 1024, 9000, 3 << 30),
     ):  # fmt: skip
         p = dequantize.DequantizeProblem("float16", cache, batch, rows, 0, capacity, capacity // 16, 16, 4096, -1)

@@ -126,7 +126,7 @@ def check_with_cache(call: Call, tensors: dict[str, Tensor]) -> WithCacheProblem
         against = "queries that may see keys behind their own"  # of one query too: whatever max_seqlen_q says
     kernels: AttentionProblem | DecodeProblem
     beside: DecodeProblem | None = None
-    dequantize: DequantizeProblem | None = None
+    keys: DequantizeProblem | None = None
     if against is None:
         kernels, why = _decode(q, cache, queries, facts, tensors, o_strides), "up to 16 new tokens of each sequence"
         if shared:
@@ -136,22 +136,20 @@ def check_with_cache(call: Call, tensors: dict[str, Tensor]) -> WithCacheProblem
             few_of = f"1 to {MAX_Q_LEN} new tokens a sequence (of packed ones: max_seqlen_q), causal, no score_mod"
             raise UnsupportedError(f"{_NAME}(): shared_prefix with {against}", instead=f"shared_prefix=0, or {few_of}")
         kernels, why = _over_pages(q, cache, queries, facts, tensors, o_strides), f"attention over pages: {against}"
+        keys = _keys(q, cache, queries, facts, tensors, texts is not None)
         if _is_quantized(cache):
             if deterministic and queries.packed and cache.recent_window:
                 raise UnsupportedError(
                     f"{_NAME}(): deterministic with {against}, packed, over a cache with a recent_window",
                     instead=f"a batch, a cache without recent_window, or max_seqlen_q up to {few}",
                 )
-            dequantize = _dequantize(q, cache, queries, facts, tensors, texts is not None)
-            kernels = dequantize.attention(kernels)
+            kernels = keys.attention(kernels)
         if texts is not None:
             kernels = replace(kernels, score_mod=check_score_mod(kernels, call, tensors, texts))
         elif queries.packed and queries.batch and right == 0 and not cache.recent_window:
             beside = _decode(q, cache, queries, facts, tensors, o_strides)
             beside = replace(beside, q_len=few, has_company=True)
-    problem = WithCacheProblem(
-        kernels, tuple(q.shape), capacity, (left, right), why, facts.has_index, beside, dequantize
-    )
+    problem = WithCacheProblem(kernels, tuple(q.shape), capacity, (left, right), why, facts.has_index, beside, keys)
     if return_lse and not problem.lse_is_own and q.framework == "dlpack":
         raise UnsupportedError(
             f"{_NAME}(): return_lse with a batch over pages, of a library that is known by DLPack alone and has no "
@@ -240,10 +238,10 @@ def _is_quantized(cache: KVCache) -> bool:
     return cache.k_format.quantized or cache.v_format.quantized
 
 
-def _dequantize(
+def _keys(
     q: Tensor, cache: KVCache, queries: Queries, f: _Facts, tensors: dict[str, Tensor], has_mod: bool
 ) -> DequantizeProblem:
-    """What attention reads of a quantized cache. A score modification knows the places of keys: all are there."""
+    """Keys and values made one behind the other. A score modification knows the places of keys: all are there."""
     table = tensors.get("block_table")
     columns = int(f.has_index) if table is None else table.shape[1]
     return DequantizeProblem(

@@ -21,7 +21,6 @@ def build(
     problem: DequantizeProblem,
     target: Target,
     begin: int,
-    table: str,
 ) -> tuple[LaunchRecord, ...]:
     """What says where keys go, and what makes them, round by round.
 
@@ -34,8 +33,6 @@ def build(
     target : Target
     begin : int
         Of the workspace.
-    table : str
-        What the array is called that names blocks.
     """
     p, cache = problem, problem.cache
     offsets, _ = p.places()
@@ -51,7 +48,7 @@ def build(
         **{name: At(f"cache.{name}") if name in cache.key_arrays else None for name in ("k_mean", "k_channel_scale")},
         "seq_lens": At("seq_lens"),
         "cu_seqlens_q": At("cu_seqlens_q") if packed else None,
-        "block_table": At(table) if p.table_columns else None,
+        "block_table": At("block_table") if p.table_columns else None,
         "recent_slots": At("recent_slots") if recent and cache.paged else None,
         **{name: At(f"cache.{name}") if recent else None for name in ("recent_k", "recent_v", "recent_state")},
         **at,

@@ -10,11 +10,11 @@ from ..launch import decode, kv_dequantize
 from ..launch.host_struct import At
 from ..problems import AttentionProblem, DecodeProblem, DequantizeProblem, Target, WithCacheProblem
 from ..problems.memory import aligned
-from ..problems.with_cache import decode_of_pages
+from ..problems.with_cache import decode_of_pages, keys_of_pages
 from ..runtime.record import LaunchRecord, Pointer, TensorMap
 from ..select import Selection, row_kind, select_dequantize
 from ..select.decode_ways import way_in_company
-from ..select.with_cache import is_divided, one_way, split_way, way_of_others
+from ..select.with_cache import is_copied, is_divided, one_way, split_way, way_of_others
 from .attention import plan_attention
 from .binaries import without_binary
 from .engine import Launches
@@ -52,14 +52,15 @@ class _KeysInRounds:
 
 def plan_with_cache(problem: WithCacheProblem, target: Target, force: str | None) -> Launches:
     """The launches of ``attention_with_kvcache``."""
-    own, of_decode = problem.kernels, _OF_INDEX if problem.batch_index else {}
+    own, of_cache = problem.kernels, _OF_INDEX if problem.batch_index else {}
     if isinstance(own, DecodeProblem):
         launches = plan_decode(own, target, force)
-        records = _renamed(launches.records, of_decode)
+        records = _renamed(launches.records, of_cache)
     else:
         divided = problem.few is not None and not force and is_divided(own, always=own.deterministic)
-        both = _both(own, problem.few, target, _OF_PAGES, of_decode, problem.dequantize) if divided else None
-        launches = both or _alone(own, target, force, problem.dequantize, problem.batch_index)
+        keys = problem.keys if own.pages is None else None
+        both = _both(own, problem.few, target, _OF_PAGES, of_cache, keys) if divided else None
+        launches = both or _alone(own, problem.keys, target, force, _OF_PAGES, of_cache)
         records = launches.records
     selection = launches.selection
     return replace(launches, selection=replace(selection, why=(*selection.why, problem.why)), records=records)
@@ -75,43 +76,66 @@ def plan_varlen(problem: AttentionProblem, target: Target, force: str | None) ->
         selection = replace(launches.selection, why=(*launches.selection.why, "up to 16 queries of each sequence"))
         return replace(launches, selection=selection, records=_renamed(launches.records, _OF_ARRAYS))
     both = _both(problem, few, target, {}, _OF_ARRAYS) if is_divided(problem) else None
-    return both or plan_attention(problem, target, None)
+    return both or _alone(problem, keys_of_pages(problem, few), target, None, {}, _OF_ARRAYS)
 
 
 def _alone(
-    own: AttentionProblem, target: Target, force: str | None, codes: DequantizeProblem | None, has_index: bool
+    own: AttentionProblem,
+    keys: DequantizeProblem | None,
+    target: Target,
+    force: str | None,
+    of_pages: Mapping[str, At],
+    of_cache: Mapping[str, At],
 ) -> Launches:
-    """Attention over pages of all sequences."""
-    way = None
+    """Attention of all sequences, over pages or over what is made of them; where arrays are, as in `_both`."""
+    assert keys is not None
+    if own.pages is None:
+        return _over_keys(own, keys, target, force, of_cache)
+    if not force and is_copied(own, keys, target):
+        launches = _over_keys(keys.attention(own), keys, target, None, of_cache)
+        if without_binary(launches, target.cc) is None:
+            return launches
+    launches = _attention(own, target, force)
+    return replace(launches, records=_renamed(launches.records, of_pages))
+
+
+def _attention(own: AttentionProblem, target: Target, force: str | None) -> Launches:
+    """Attention, as far as ``deterministic`` and ``num_splits`` leave a choice, or launches that have a part each."""
+    way, why = None, f"num_splits={own.num_splits}"
     if own.deterministic and (own.is_part or not force):
-        way = one_way(own, target)
-    elif own.is_part or own.num_splits:
-        way = split_way(own, target, 1 if own.is_part else own.num_splits)
-    if way is None:
-        launches = plan_attention(own, target, force)
-    else:
-        why = "deterministic: the same kernel, whatever the batch is"
-        if not own.deterministic:
-            why = "keys in rounds, none of them split" if own.is_part else f"num_splits={own.num_splits}"
-        launches = launches_of(way, own, target, force, (why,))
-    if codes is None:
-        return replace(launches, records=_renamed(launches.records, _OF_PAGES))
-    keys = _keys_in_rounds(codes, target, force, aligned(launches.workspace_bytes), has_index)
-    records = [keys.places]
-    for makes, places in keys.rounds:
+        way, why = one_way(own, target), "deterministic: the same kernel, whatever the batch is"
+    elif own.is_part:
+        way, why = split_way(own, target, 1), "keys in rounds, none of them split"
+    elif own.num_splits:
+        way = split_way(own, target, own.num_splits)
+    return plan_attention(own, target, force) if way is None else launches_of(way, own, target, force, (why,))
+
+
+def _over_keys(
+    own: AttentionProblem, keys: DequantizeProblem, target: Target, force: str | None, of_cache: Mapping[str, At]
+) -> Launches:
+    """Attention of all sequences over keys that are made first."""
+    launches = _attention(own, target, force)
+    made = _keys_in_rounds(keys, target, force, aligned(launches.workspace_bytes), of_cache)
+    records = [made.places]
+    for makes, places in made.rounds:
         records += [makes, *_renamed(launches.records, places)]
-    others = (*keys.kernels, *launches.others)
-    return replace(launches, records=tuple(records), workspace_bytes=keys.end, others=others)
+    selection, formats = launches.selection, (keys.cache.k_format, keys.cache.v_format)
+    how = "made in 16 bits" if any(f.quantized for f in formats) else "copied one behind the other"
+    return replace(
+        launches, selection=replace(selection, why=(*selection.why, f"keys and values are {how} first")),
+        records=tuple(records), workspace_bytes=made.end, others=(*made.kernels, *launches.others),
+    )  # fmt: skip
 
 
 def _keys_in_rounds(
-    codes: DequantizeProblem, target: Target, force: str | None, begin: int, has_index: bool
+    codes: DequantizeProblem, target: Target, force: str | None, begin: int, of_cache: Mapping[str, At]
 ) -> _KeysInRounds:
-    """What makes the keys that attention over pages reads, from byte ``begin`` of the workspace on."""
+    """What makes the keys that attention reads, from byte ``begin`` of the workspace on."""
     places_of, makes = select_dequantize(codes, target, force)
     kinds = row_kind(codes.cache.k_format), row_kind(codes.cache.v_format)
-    table = "batch_index" if has_index else "block_table"
-    first, *records = kv_dequantize.build(places_of.spec, makes.spec, kinds, codes, target, begin, table)
+    built = kv_dequantize.build(places_of.spec, makes.spec, kinds, codes, target, begin)
+    first, *records = _renamed(built, of_cache)
     offsets, end = codes.places()
     at = {name: At("workspace", begin + offset) for name, offset in offsets.items()}
     found = {"k": at["k"], "v": at["v"], "seqused_k": at["lens"]}
@@ -140,7 +164,7 @@ def _both(
     few: DecodeProblem | None,
     target: Target,
     of_pages: Mapping[str, At],
-    of_decode: Mapping[str, At],
+    of_cache: Mapping[str, At],
     codes: DequantizeProblem | None = None,
 ) -> Launches | None:
     """Attention over pages of the sequences with many queries, and ``decode`` of the others, at the same time.
@@ -155,10 +179,10 @@ def _both(
     own : AttentionProblem
     few : DecodeProblem
     target : Target
-    of_pages, of_decode : mapping
-        Where the arrays of both are in this call.
+    of_pages, of_cache : mapping
+        Where the arrays are in this call that attention over pages reads, and those that kernels of caches do.
     codes : DequantizeProblem, optional
-        `WithCacheProblem.dequantize`.
+        `WithCacheProblem.keys` of a quantized cache.
     """
     assert few is not None
     rest = replace(own, passed_over=few.q_len)
@@ -173,11 +197,11 @@ def _both(
     one = way_in_company(few, target, at_once=way.row.arch_specific and codes is None).passes[0]
     kernels = decode.Kernels(one.main.spec, one.combine.spec, one.split)
     end = aligned(attend.workspace_bytes)
-    keys = None if codes is None else _keys_in_rounds(codes, target, None, end, "block_table" in of_decode)
+    keys = None if codes is None else _keys_in_rounds(codes, target, None, end, of_cache)
     records, end = decode.build((kernels,), None, few, target, end if keys is None else aligned(keys.end))
     if not records or not attend.records:
         return None
-    main, combine = _renamed(records, of_decode)
+    main, combine = _renamed(records, of_cache)
     before: list[LaunchRecord] = []
     rounds = [_renamed(attend.records, of_pages)]
     if keys is not None:

@@ -13,7 +13,7 @@ from .quantize import carve
 PAGE = 128
 #: Bytes of keys and values that are there at a time, and rounds: more bytes only where one sequence alone has more, or
 #: where there would be more rounds.
-_MOST_BYTES, MOST_ROUNDS = 512 << 20, 64
+_MOST_BYTES, MOST_ROUNDS = 1 << 30, 64
 
 
 @dataclass(frozen=True)

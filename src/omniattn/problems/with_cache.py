@@ -79,6 +79,16 @@ def decode_of_pages(problem: AttentionProblem) -> DecodeProblem | None:
     )  # fmt: skip
 
 
+def keys_of_pages(problem: AttentionProblem, few: DecodeProblem) -> DequantizeProblem:
+    """Keys and values of a call over pages made one behind the other; ``few``: `decode_of_pages`."""
+    p, pages = problem, problem.pages
+    assert pages is not None
+    return DequantizeProblem(
+        p.dtype, few.cache, p.batch, p.seqlen_q, 0, pages.capacity, pages.max_pages, pages.page_size, pages.num_pages,
+        p.window_left,
+    )  # fmt: skip
+
+
 @dataclass(frozen=True)
 class WithCacheProblem:
     """One call of ``attention_with_kvcache``, after validation.
@@ -101,8 +111,9 @@ class WithCacheProblem:
     few : DecodeProblem, optional
         Of packed queries that attention over pages runs: the call of ``decode``'s kernels on the sequences that have a
         few, which may take these off it.
-    dequantize : DequantizeProblem, optional
-        What attention over pages reads in 16 bits, in pages of a workspace.
+    keys : DequantizeProblem, optional
+        Of attention: what its kernels read where keys and values are made one behind the other. Those of a quantized
+        cache have to be: ``kernels`` has no pages then.
     """
 
     kernels: AttentionProblem | DecodeProblem
@@ -112,7 +123,7 @@ class WithCacheProblem:
     why: str
     batch_index: bool = False
     few: DecodeProblem | None = None
-    dequantize: DequantizeProblem | None = None
+    keys: DequantizeProblem | None = None
 
     @property
     def by_decode(self) -> bool:

@@ -28,6 +28,11 @@ def cost_us(found: Features, c: Coefficients) -> float:
     return time * c.rows.get(found.row, 1.0)
 
 
+def copying_us(keys: float, bytes_of_key: float, rounds: int, c: Coefficients) -> float:
+    """Microseconds that it takes to copy keys and values one behind the other: a launch ahead, and one a round."""
+    return (1 + rounds) * c.launch_more + 2 * keys * bytes_of_key / c.memory
+
+
 def step_us(one: Pass, c: Coefficients) -> float:
     """A step of all CTAs of an SM that run at the same time."""
     of_products = 2.0 if one.bits == 8 else 1.0

@@ -52,6 +52,16 @@ def _measured() -> tuple[Rates, Coefficients]:
     return rates, Coefficients(**data["coefficients"], rows=data["rows"])
 
 
+@functools.cache
+def page_factors(cc: tuple[int, int]) -> dict[str, tuple[float, float]]:
+    """How much longer kernels take over pages than over what is contiguous, by their names without a dtype.
+
+    Of pages of whole chunks of 8 rows, and of others, which are copied row by row. Measured on Hopper; elsewhere {}.
+    """
+    data = _file()
+    return {name: (whole, others) for name, (whole, others) in data["pages"].items()} if list(cc) == data["cc"] else {}
+
+
 def _rates_of(target: Target) -> Rates:
     return Rates(target.cc, target.sm_count, target.clock_mhz, target.memory_gb_s)
 

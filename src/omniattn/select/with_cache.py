@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..problems import AttentionProblem, Target
+from ..problems import UNLIMITED, AttentionProblem, DequantizeProblem, Target
+from ..problems.dequantize import PAGE
+from ..problems.memory import ITEMSIZE
 from ..problems.split import SplitKV, Whole
 from .candidate import Candidate
 from .choose import ranked
+from .cost import copying_us
+from .model import coefficients_of, page_factors
 from .orders import usual_order
 
 #: Rows of all sequences, as a part of those that they would have if all were as long as the longest, up to which some
@@ -17,6 +21,8 @@ _PART = 0.4
 #: Persistent CTAs of attention for each place on the GPU. Those that find no place before ``decode``'s have ended begin
 #: late: the more there are, the less each of them has to do, and the more often a pipeline is filled.
 _WAVES = 2
+#: Rows of a page that tensor maps copy at a time, at least; others are copied one by one.
+_CHUNK_ROWS = 8
 
 
 def is_divided(problem: AttentionProblem, *, always: bool = False) -> bool:
@@ -51,6 +57,31 @@ def split_way(problem: AttentionProblem, target: Target, most: int) -> Candidate
         return isinstance(schedule, Whole) or (isinstance(schedule, SplitKV) and schedule.splits <= most)
 
     return next((way for _, way in ranked(problem, target) if fits(way)), None)
+
+
+def is_copied(problem: AttentionProblem, keys: DequantizeProblem, target: Target) -> bool:
+    """Whether it is faster to copy keys and values out of their pages first.
+
+    They have to be waited for, but kernels over what is contiguous are faster: those over pages of some head dims and
+    with softcap have smaller tiles, and pages of few tokens are copied row by row.
+    """
+    if problem.deterministic or not problem.batch or not problem.seqlen_q:
+        return False
+    over_pages, copied = ranked(problem, target), ranked(keys.attention(problem), target)
+    copied = [found for found in copied if not keys.is_part or isinstance(found[1].schedule, Whole)]
+    if not copied:
+        return False
+    bytes_of_key = 2.0 * problem.num_kv_heads * problem.head_dim * ITEMSIZE[problem.dtype]
+    count = float(problem.seqlen_k)
+    if problem.window_left != UNLIMITED:  # what no query sees is left where it is
+        count = min(count, problem.seqlen_q + float(problem.batch) * (problem.window_left + PAGE))
+    cost = copying_us(count, bytes_of_key, keys.rounds, coefficients_of(target))
+    if not over_pages:
+        return True
+    us, way = over_pages[0]
+    factors = page_factors(target.cc).get(way.row.twin, (1.0, 1.0))
+    in_chunks = problem.pages is None or not problem.pages.has_table or problem.pages.page_size % _CHUNK_ROWS == 0
+    return copied[0][0] + cost < us * factors[0 if in_chunks else 1]
 
 
 def way_of_others(problem: AttentionProblem, target: Target) -> Candidate | None:

@@ -67,7 +67,8 @@ class TorchMachine(Machine):
         return bool(torch.equal(a, b))
 
     def host(self, array: Any) -> npt.NDArray[Any]:
-        return np.asarray(array.detach().cpu().numpy())
+        array = array.detach().cpu()
+        return np.asarray((array.float() if array.dtype == torch.bfloat16 else array).numpy())
 
     def dirty(self, like: Sequence[Any]) -> None:
         for x in like:
