@@ -28,6 +28,7 @@ struct Config {
 struct Job {
     int32 sequence, head;
     int32 first, count;  // keys of the sequence
+    int32 seen;  // those before it become zeros
     int32 recent;  // keys from here on are in the recent window
     uint64 recent_row;  // row 0 of its ring
     int64 to;  // first element in `k` and `v`
@@ -106,7 +107,7 @@ OA_DEVICE void make_rows(const KvDequantizeParams& p, const Job& job) {
 #pragma unroll
         for (int i = 0; i < Config::kBatch; ++i) {
             const int32 row = min_of(begin + i * Config::kRows + slot, job.count - 1);
-            rows[i] = row_of<kKind>(p, job, job.first + row, kIsKey);
+            rows[i] = row_of<kKind>(p, job, max_of(job.first + row, job.seen), kIsKey);
             Restorer::load(rows[i].data, at, groups, p.head_dim, words[i]);
         }
 #pragma unroll
@@ -128,7 +129,7 @@ OA_DEVICE void make_rows(const KvDequantizeParams& p, const Job& job) {
             if (row >= job.count) continue;
             const uint64 recent_row = job.recent_row + uint32(key) % uint32(max_of(p.recent_ring, 1));
             const uint16* recent = reinterpret_cast<const uint16*>(kIsKey ? p.recent_k : p.recent_v);
-            const bool is_recent = key >= job.recent;
+            const bool is_recent = key >= job.recent, is_seen = key >= job.seen;
             constexpr int kStep = Restorer::kNatural ? 2 : 1;  // units that lie together
 #pragma unroll
             for (int unit = 0; unit < 4; unit += kStep) {
@@ -141,6 +142,7 @@ OA_DEVICE void make_rows(const KvDequantizeParams& p, const Job& job) {
                     const float (&y)[4] = x[unit + i];
                     w[i] = make_uint2(pack2(io, y[0], y[1]), pack2(io, y[2], y[3]));
                     if (is_recent) w[i] = *reinterpret_cast<const uint2*>(ring + 4 * i);
+                    if (!is_seen) w[i] = make_uint2(0, 0);
                 }
                 uint16* own = to + row * p.head_dim + channel;
                 if constexpr (kStep == 2) {
@@ -199,6 +201,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kCtas) kv
         const int32 before = row - cu[job.sequence];
         job.first = keys.first + before;
         job.count = min_of(keys.count - before, kPageRows);
+        job.seen = keys.seen;
         job.to = (int64(job.head) * p.pages * kPageRows + row) * p.head_dim;
         job.recent = 0x7fffffff;
         job.recent_row = 0;

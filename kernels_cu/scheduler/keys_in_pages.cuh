@@ -5,17 +5,18 @@
 #include "scheduler/slots.cuh"
 
 struct KeysInPages {
-    int32 first;  // a multiple of kPageRows: none before it is seen
+    int32 first;  // a multiple of kPageRows
     int32 count;  // from there on
+    int32 seen;  // none before it is seen by any query: what lies there may be anybody's
     bool has_queries;  // more than `few`
 };
 
 OA_DEVICE KeysInPages keys_of(const KvDequantizeParams& p, int32 b) {
     int32 queries = p.q_len;
     if (p.cu_seqlens_q != nullptr) queries = packed_sequence(p.cu_seqlens_q, b, p.total_queries).len;
-    if (queries <= p.few) return {0, 0, false};
+    if (queries <= p.few) return {0, 0, 0, false};
     const int32 len = min_of(max_of(p.seq_lens[b], 0), p.capacity);
     const int32 hidden = p.window_left < 0 ? 0 : max_of(len - queries - p.window_left, 0);
     const int32 first = hidden / kPageRows * kPageRows;
-    return {first, len - first, true};
+    return {first, len - first, hidden, true};
 }

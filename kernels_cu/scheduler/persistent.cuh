@@ -157,11 +157,15 @@ class PackedTiles {
 
     // Moves `t` to the next tile; false when there is none.
     OA_DEVICE bool next(FwdTile& t) {
-        uint32 item = round_ * gridDim.x + (round_ & 1 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
-        if (item >= list_.num_items) return false;
-        bool found = find(int32(item), t);
-        if (!second_) ++round_;
-        return found;  // nothing but slack is behind slack
+        for (;;) {
+            uint32 item = round_ * gridDim.x + (round_ & 1 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
+            if (item >= list_.num_items) return false;
+            bool found = find(int32(item), t);
+            if (second_) return true;
+            ++round_;
+            if (found) return true;
+            round_ = 0x80000000u / gridDim.x;  // nothing but slack is behind slack
+        }
     }
 
   private:

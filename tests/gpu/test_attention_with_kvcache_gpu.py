@@ -252,11 +252,6 @@ def test_quantized_caches_take_what_decode_takes(k_dtype: str, page: int) -> Non
         expected = oa.decode(q, call.cache, **places, return_lse=True, softcap=9.0)
         made = oa.attention_with_kvcache(q, call.cache, **places, return_lse=True, softcap=9.0)
         assert all(map(torch.equal, made, expected))
-    for lengths, packed, text in ((ALIKE[40], False, "40 queries"), (MIXED, True, "up to 130 queries")):
-        call = Served(lengths, page, k_dtype=k_dtype)
-        q, places = call.queries(packed)
-        with pytest.raises(oa.errors.UnsupportedError, match=f"{text} a sequence, over a cache with K {k_dtype}"):
-            oa.attention_with_kvcache(q, call.cache, **places)
     # Packed queries are those of a batch, sequence by sequence.
     call = Served(FEW, page, k_dtype=k_dtype)
     q, places = call.queries(True, spare=2)

@@ -56,7 +56,7 @@ def _measured() -> tuple[Rates, Coefficients]:
 def page_factors(cc: tuple[int, int]) -> dict[str, tuple[float, float]]:
     """How much longer kernels take over pages than over what is contiguous, by their names without a dtype.
 
-    Of pages of whole chunks of 8 rows, and of others, which are copied row by row. Measured on Hopper; elsewhere {}.
+    Of pages of whole chunks of 16 rows, and of others. Measured on Hopper; elsewhere {}.
     """
     data = _file()
     return {name: (whole, others) for name, (whole, others) in data["pages"].items()} if list(cc) == data["cc"] else {}

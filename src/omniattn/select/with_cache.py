@@ -21,8 +21,8 @@ _PART = 0.4
 #: Persistent CTAs of attention for each place on the GPU. Those that find no place before ``decode``'s have ended begin
 #: late: the more there are, the less each of them has to do, and the more often a pipeline is filled.
 _WAVES = 2
-#: Rows of a page that tensor maps copy at a time, at least; others are copied one by one.
-_CHUNK_ROWS = 8
+#: Rows of a page that are copied together as fast as whole pages: 8 by tensor maps are hardly faster than one by one.
+_CHUNK_ROWS = 16
 
 
 def is_divided(problem: AttentionProblem, *, always: bool = False) -> bool:
