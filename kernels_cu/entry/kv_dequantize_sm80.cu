@@ -1,12 +1,13 @@
-// Keys and values of a quantized cache in 16 bits, sequences one behind the other, for attention to read.
+// Keys and values of a cache in 16 bits, sequences one behind the other, for attention to read.
 //
 //   x = scale * code + zero;   K: x = H x * k_channel_scale + k_mean   (H: orthonormal, its own inverse)
 //
-// What `append` did to K is undone, so that queries stay as they are. Tokens of a recent window come from there.
-// Formats: docs/kv_formats.md. Which sequences, and where: kv_rounds_sm80.
+// What `append` did to K is undone, so that queries stay as they are. Tokens of a recent window come from there. Caches
+// in 16 bits are copied. Formats: docs/kv_formats.md. Which sequences, and where: kv_rounds_sm80.
 //
-// A CTA takes kPageRows tokens of a head at a time; a lane has 16 channels of a token, of several tokens at a time. fp32, rounded once. Memory bound: 1 or 1/2 byte of an element is read, 2 are written. The formats of K and V
-// are arguments: six kernels serve all of them.
+// A CTA takes kPageRows tokens of a head at a time; a lane has 16 channels of a token, of several tokens at once. fp32,
+// rounded once. Memory bound: 2 bytes of an element or fewer are read, 2 are written. The formats of K and V are
+// arguments: six kernels serve all of them.
 #include "decode/kv_restore.cuh"
 #include "decode/recent_window.cuh"
 #include "params/kv_dequantize.cuh"

@@ -163,7 +163,7 @@ def test_all_kinds_of_arrays_of_the_caller_are_drawn(operation: str, drawn: list
     else:
         eight = [f for f in facts if "scales" in f["pool"]]
         assert {f["packed"] for f in eight} == {True, False}
-        assert max(max(f["queries"]) for f in eight) == 16
+        assert max(max(f["queries"]) for f in eight) == 150
         assert any("index" in f for f in scaled)
 
 
