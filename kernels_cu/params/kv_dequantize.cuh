@@ -11,6 +11,7 @@ struct KvDequantizeParams {
     const float* k_channel_scale;
     const int32* seq_lens;  // [batch]
     const int32* cu_seqlens_q;  // [batch + 1], of total_queries; null: q_len queries of each sequence
+    const int32* leftpad;  // [batch]: keys before it are nobody's; null: there are none
     const int32* block_table;  // [batch, table_columns]; null: block b is sequence b
     const int32* recent_slots;  // the recent window as in params/decode.cuh
     const int32* recent_state;  // null: there is no recent window

@@ -171,6 +171,33 @@ def test_a_graph_with_other_lengths() -> None:
         assert not results[0][cu[-1] :].any()
 
 
+@pytest.mark.parametrize("q_len", [1, 7, 80])
+@pytest.mark.parametrize("block_size", [0, 3, 64])
+def test_padding_in_front(block_size: int, q_len: int) -> None:
+    """Of 16 bits: as the tokens behind it alone."""
+    pads = (100, 3, 1, 90, -5)
+    filled = filled_by({"k_dtype": "io", "v_dtype": "io"}, block_size=block_size, heads_kv=2, q_len=q_len)
+    starts = np.cumsum([0, *LENGTHS])
+    for options in ({}, {"window": (40, 0)}, {"softcap": 5.0}):
+        o, lse = run(filled, leftpad_k=torch.tensor(pads, dtype=torch.int32, device="cuda"), **options)
+        for b, pad in enumerate(pads):
+            own = slice(starts[b] + min(max(pad, 0), LENGTHS[b]), starts[b + 1])
+            expected = oa.attention(
+                filled.q[b : b + 1], filled.k[own][None], filled.v[own][None], causal=True, return_lse=True, **options
+            )
+            same((o[b : b + 1], lse[b : b + 1]), expected)
+
+
+@pytest.mark.parametrize("formats", [FORMATS[1], FORMATS[5]], ids=str)
+def test_padding_in_front_of_codes(formats: dict[str, Any]) -> None:
+    """As if the table began behind it."""
+    filled = filled_by(formats, block_size=16, heads_kv=2, lengths=(700, 131, 96, 2000))
+    assert filled.table is not None
+    made = run(filled, leftpad_k=torch.full((4,), 96, dtype=torch.int32, device="cuda"))
+    filled.table, filled.lens = filled.table[:, 6:].contiguous(), filled.lens - 96
+    same(made, run(filled))
+
+
 def test_options() -> None:
     """Softcap, sinks, a score modification, keys behind the query."""
     filled = filled_by(FORMATS[1], block_size=64, heads_kv=2)

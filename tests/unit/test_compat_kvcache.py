@@ -101,7 +101,7 @@ def test_caches(
     kind: str, dim: int, dtype: Any, queries: int, new: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
     taken: list[str] = []
-    for way in ("_decode", "_over_pages", "_gathered"):
+    for way in ("_decode", "_over_pages", "_over_cache", "_gathered"):
         run = getattr(cached, way)
         monkeypatch.setattr(cached, way, lambda *x, way=way, run=run: taken.append(way) or run(*x))
     for score in SCORES:
@@ -115,7 +115,8 @@ def test_caches(
         x.check(q, out, lse.masked_fill(lse == math.inf, -math.inf), score)
         possible = dim == 64 and kind != "leftpad" and "slopes" not in score
         ordered = queries == 1 or score.get("window") != (1, 1)
-        others = "_gathered" if kind == "leftpad" or dim % 8 else "_over_pages"
+        in_place = "_over_cache" if kind == "leftpad" and dtype != torch.float32 else "_over_pages"
+        others = "_gathered" if dim % 8 else in_place
         assert taken.pop() == ("_decode" if possible and ordered else others)
         if "slopes" not in score:
             x = Sequences(kind, dim, dtype, new)

@@ -182,6 +182,23 @@ def test_in_a_compiled_graph(backend: str) -> None:
     torch._dynamo.reset()
 
 
+def test_padding_in_front() -> None:
+    """As over the same numbers in bfloat16."""
+    (q,) = randoms((3, 2, HEADS, DIM), seed=7, dtype=torch.bfloat16)
+    x, pads = Held("pages"), int32(2, 0, 1)
+    made = [
+        fa3.flash_attn_with_kvcache(
+            q, *(t.to(dtype) for t in x.caches), cache_leftpad=pads, causal=True, return_softmax_lse=True, **x.options
+        )
+        for dtype in (E4M3, torch.bfloat16)
+    ]
+    plain = fa3.flash_attn_with_kvcache(q, *x.caches, causal=True, return_softmax_lse=True, **x.options)
+    for one, other in zip(made[0], made[1], strict=False):
+        torch.testing.assert_close(one.float(), other.float(), atol=2e-2, rtol=2e-2)
+    assert torch.equal(made[0][0][1], plain[0][1])
+    assert not torch.equal(made[0][0][0], plain[0][0])
+
+
 def test_no_queries() -> None:
     x = Held("pages")
     for shape in ((3, 0, HEADS, DIM),):
@@ -208,7 +225,6 @@ def test_what_is_not_served_writes_nothing() -> None:
             fa3.flash_attn_with_kvcache(q, *x.caches, k, v, **x.options | options)
         assert all(map(torch.equal, before, x.bytes()))
 
-    refused(UnsupportedError, "cache_leftpad", cache_leftpad=int32(0, 0, 0), causal=True)
     refused(UnsupportedError, "q_descale with q in 16", q.bfloat16(), q_descale=one)
     refused(DtypeError, "'k': expected torch.float8_e4m3fn, like k_cache", q.bfloat16(), k.bfloat16(), v.bfloat16())
     refused(DtypeError, "'q'", q.to(torch.float8_e5m2))

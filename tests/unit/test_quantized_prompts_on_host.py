@@ -55,7 +55,7 @@ class Filled:
         self.places: dict[str, Any] = {"seq_lens": lengths}
         k, v = (normal(int(lengths.sum()), heads, dim, seed=seed) for seed in (6, 7))
         if size is None:
-            self.cache = oa.KVCache(sequences, 80, heads, dim, like=q, **formats)
+            self.cache = oa.KVCache(sequences, max(80, int(lengths.max())), heads, dim, like=q, **formats)
         else:
             columns = -(-int(lengths.max()) // size)
             blocks = sequences * columns + 1
@@ -123,6 +123,20 @@ def test_another_sequence_of_the_cache(kernels: HostKernels) -> None:
     index = np.array([5, 0, 3, 0], np.int32)
     said = {"seq_lens": LENGTHS[index], "batch_index": index, "return_lse": True, "num_splits": 1}
     check(kernels, oa.attention_with_kvcache, [*MADE, "attention"], q, filled.cache, **said, times=3)
+
+
+@pytest.mark.parametrize("window", [None, (9, 0), (150, 0)])
+@pytest.mark.parametrize(
+    ("size", "formats"), [(None, FORMATS["int8"]), (3, FORMATS["recent"]), (16, {"k_dtype": "fp16"})]
+)
+def test_padding_in_front(kernels: HostKernels, size: int | None, formats: dict[str, Any], window: Any) -> None:
+    """One query and many, over caches in 16 bits too."""
+    lengths, pads = np.array([300, 40, 0, 129, 128], np.int32), np.array([140, 3, 1, 129, -5], np.int32)
+    for q_len in (1, 20):
+        q = normal(5, q_len, 8, 64, seed=5)
+        filled = Filled(q, size, lengths=lengths, **formats)
+        said = {**filled.places, "leftpad_k": pads, "return_lse": True, "num_splits": 1, "window": window}
+        check(kernels, oa.attention_with_kvcache, [*MADE, "attention"], q, filled.cache, **said, times=3)
 
 
 @pytest.mark.parametrize("packed", [False, True])

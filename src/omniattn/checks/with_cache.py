@@ -31,7 +31,7 @@ from .extras import check_score_mod
 
 _NAME = "attention_with_kvcache"
 #: The caller's arrays, in the order of a call.
-ARRAYS = ("q", "seq_lens", "block_table", "cu_seqlens_q", "sinks", "recent_slots", "batch_index", "out")
+ARRAYS = ("q", "seq_lens", "block_table", "cu_seqlens_q", "sinks", "recent_slots", "batch_index", "leftpad_k", "out")
 #: Those that kernels access 16 bytes at a time.
 ALIGNED = frozenset({"q", "out"})
 
@@ -110,6 +110,8 @@ def check_with_cache(call: Call, tensors: dict[str, Tensor]) -> WithCacheProblem
     batch = queries.batch
     check_int32(tensors["seq_lens"], (batch,), f"({batch},)", _NAME)
     capacity = _check_places(cache, tensors, batch)
+    if has_leftpad := "leftpad_k" in tensors:
+        check_int32(tensors["leftpad_k"], (batch,), f"({batch},)", _NAME)
     check_scales(cache, batch, _NAME)
     scale, sinks, o_strides = check_scale_sinks_out(options.softmax_scale, tensors, _NAME)
     shared = check_prefix(options.shared_prefix, cache, capacity, left, deterministic, _NAME)
@@ -122,6 +124,8 @@ def check_with_cache(call: Call, tensors: dict[str, Tensor]) -> WithCacheProblem
     texts = call.facts
     few = few_queries(q.shape[-2] // cache.num_kv_heads, rows=_fixed_rows(cache) if deterministic else 8)
     against = _reason_against_decode(queries, right, texts is not None, few if deterministic else MAX_Q_LEN)
+    if has_leftpad:
+        against = "leftpad_k"
     if deterministic and queries.packed and right != 0 and against is None:
         against = "queries that may see keys behind their own"  # of one query too: whatever max_seqlen_q says
     kernels: AttentionProblem | DecodeProblem
@@ -137,16 +141,16 @@ def check_with_cache(call: Call, tensors: dict[str, Tensor]) -> WithCacheProblem
             raise UnsupportedError(f"{_NAME}(): shared_prefix with {against}", instead=f"shared_prefix=0, or {few_of}")
         kernels, why = _over_pages(q, cache, queries, facts, tensors, o_strides), f"attention over pages: {against}"
         keys = _keys(q, cache, queries, facts, tensors, texts is not None)
-        if _is_quantized(cache):
-            if deterministic and queries.packed and cache.recent_window:
-                raise UnsupportedError(
-                    f"{_NAME}(): deterministic with {against}, packed, over a cache with a recent_window",
-                    instead=f"a batch, a cache without recent_window, or max_seqlen_q up to {few}",
-                )
+        if deterministic and queries.packed and cache.recent_window and not has_leftpad:
+            raise UnsupportedError(
+                f"{_NAME}(): deterministic with {against}, packed, over a cache with a recent_window",
+                instead=f"a batch, a cache without recent_window, or max_seqlen_q up to {few}",
+            )
+        if has_leftpad or _is_quantized(cache):
             kernels = keys.attention(kernels)
         if texts is not None:
             kernels = replace(kernels, score_mod=check_score_mod(kernels, call, tensors, texts))
-        elif queries.packed and queries.batch and right == 0 and not cache.recent_window:
+        elif queries.packed and queries.batch and right == 0 and not (cache.recent_window or has_leftpad):
             beside = _decode(q, cache, queries, facts, tensors, o_strides)
             beside = replace(beside, q_len=few, has_company=True)
     problem = WithCacheProblem(kernels, tuple(q.shape), capacity, (left, right), why, facts.has_index, beside, keys)
@@ -246,7 +250,7 @@ def _keys(
     columns = int(f.has_index) if table is None else table.shape[1]
     return DequantizeProblem(
         q.dtype, cache.facts, queries.batch, queries.rows, queries.q_len, f.capacity, columns, cache.block_size,
-        cache.num_blocks, -1 if has_mod else f.left,
+        cache.num_blocks, -1 if has_mod else f.left, leftpad="leftpad_k" in tensors,
     )  # fmt: skip
 
 

@@ -170,10 +170,6 @@ def _attend(
     )
     if cache.has_codes:
         cache = replace(cache, scales=scales)
-        if cache.first is not None:
-            raise UnsupportedError(
-                f"{function}(): cache_leftpad with k_cache in {E4M3}", instead="cache_leftpad=None, or 16 bits"
-            )
         q = q.to(torch.bfloat16) if q.dtype == E4M3 else q
     lengths = check_lengths(function, cache, cache_seqlens, new, rows.batch)
     mod = None
@@ -196,8 +192,8 @@ def _attend(
         lengths = _append(cache, k, v, lengths, new)
     if mod is None and rows.starts is None and 0 not in q.shape and _is_for_decode(cache, q, options):
         return _decode(cache, q, lengths, options)
-    if cache.has_codes:
-        return _over_codes(cache, q, rows, lengths, options)
+    if cache.has_codes or (cache.first is not None and cache.own is not None):
+        return _over_cache(cache, q, rows, lengths, mod, options)
     run = _over_pages if _lies_in_pages(cache, q, rows) else _gathered
     out, lse = run(cache, q.flatten(0, -3), rows, lengths, mod, options)
     if rows.starts is not None:
@@ -262,10 +258,10 @@ def _rotated_codes(rotate: Any, k: torch.Tensor, positions: torch.Tensor) -> tor
     return made
 
 
-def _over_codes(
-    cache: _Cache, q: torch.Tensor, rows: Rows, lengths: torch.Tensor, options: dict[str, Any]
+def _over_cache(
+    cache: _Cache, q: torch.Tensor, rows: Rows, lengths: torch.Tensor, mod: Any, options: dict[str, Any]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Any number of queries, packed or not; none at all."""
+    """Any number of queries, packed or not, none at all; in 8 bits, and with padding before the keys."""
     if 0 in (rows.batch, rows.longest, q.numel()):
         shape = (*q.shape[:-3], q.shape[-2], q.shape[-3])
         return torch.zeros_like(q), torch.full(shape, -torch.inf, dtype=torch.float32, device=q.device)
@@ -273,7 +269,8 @@ def _over_codes(
     packed = {} if rows.starts is None else {"cu_seqlens_q": rows.starts, "max_seqlen_q": rows.longest}
     out, lse = attention_with_kvcache(
         _plain_rows(q) if packed else q.contiguous(), cache.own, seq_lens=lengths.contiguous(),
-        block_table=None if cache.table is None else cache.table.contiguous(), return_lse=True, **packed, **options,
+        block_table=None if cache.table is None else cache.table.contiguous(), score_mod=mod, return_lse=True,
+        leftpad_k=None if cache.first is None else cache.first.int().contiguous(), **packed, **options,
     )  # fmt: skip
     return out, lse
 

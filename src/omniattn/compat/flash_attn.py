@@ -307,9 +307,11 @@ def flash_attn_with_kvcache(
     Notes
     -----
     Up to 16 queries of 64, 128 or 256 16-bit channels read contiguous caches where they lie, blocks or not
-    (`omniattn.decode`, split-KV). Longer prompts, ALiBi, ``cache_leftpad``, other head dims and strides gather the keys
-    of the cache into packed sequences first: a copy of as many rows as the cache can hold for the batch, and where
-    headdim is no multiple of 8, one more that is padded. The cache itself is never copied, and written where it lies.
+    (`omniattn.decode`, split-KV), longer prompts and ALiBi pages of them (`omniattn.attention_varlen`), and
+    ``cache_leftpad`` a copy of the keys in scratch memory (`omniattn.attention_with_kvcache`). Other head dims and
+    strides gather the keys of the cache into packed sequences first: a copy of as many rows as the cache can hold for
+    the batch, and where headdim is no multiple of 8, one more that is padded. The cache itself is never copied, and
+    written where it lies.
     """
     out, lse = attend_cached(
         "flash_attn_with_kvcache", q, k_cache, v_cache, k, v, rotary_cos=rotary_cos, rotary_sin=rotary_sin,

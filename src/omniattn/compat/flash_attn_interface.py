@@ -4,10 +4,10 @@
 imports the original. Every GPU from compute capability 8.0 on; tensors are float16 or bfloat16, on the CPU (NumPy
 reference) float32 and float64 too.
 
-What is not served raises: ``qv``, ``attention_chunk``, ``cache_leftpad`` over e4m3. ``num_splits``, ``pack_gqa``,
-``sm_margin`` and scheduler metadata change the last bits of the original's results and its time; they are taken, and
-have no effect: the kernels here divide the work themselves. LSE of a row that attends to nothing is -inf, as in the
-original, and LSE can be differentiated.
+What is not served raises: ``qv``, ``attention_chunk``. ``num_splits``, ``pack_gqa``, ``sm_margin`` and scheduler
+metadata change the last bits of the original's results and its time; they are taken, and have no effect: the kernels
+here divide the work themselves. LSE of a row that attends to nothing is -inf, as in the original, and LSE can be
+differentiated.
 """
 
 from __future__ import annotations
@@ -308,14 +308,13 @@ def flash_attn_with_kvcache(
         Of the caches' type. Over caches in e4m3 their bytes are written as they are, for k_descale and v_descale to
         hold for them too; rotated keys are rounded once, to at most 448 (the original rounds rotated queries too).
     k_cache, v_cache : tensor
-        As in `omniattn.compat.flash_attn.flash_attn_with_kvcache`, or float8_e4m3fn: headdim is a multiple of 16 then,
-        and there is no cache_leftpad.
+        As in `omniattn.compat.flash_attn.flash_attn_with_kvcache`, or float8_e4m3fn: headdim is a multiple of 16 then.
     q_descale, k_descale, v_descale : tensor, (batch, nheads_k), float32, any strides, optional
         Factors of what is in e4m3: of q by the kv head that a query head reads. Read when a call runs, in a CUDA graph
         too. q becomes bfloat16, which is exact, and its factor one with k's in float32; products are in 16 bits.
     page_table : tensor, (batch, max_blocks), int32, optional
         The ``block_table`` of FlashAttention-2. With ``cache_batch_idx``, which names its rows, any number of them.
-        ``cache_leftpad`` goes with it; the keys are gathered then.
+        ``cache_leftpad`` goes with it; the keys are copied then.
     cu_seqlens_q, cu_seqlens_k_new : tensor, (batch + 1,), int32, optional
         Row at which each sequence's queries, or new keys, begin, and the end of the last one's; each without the other
         too. Checked on the CPU.

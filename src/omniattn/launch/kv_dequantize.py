@@ -48,6 +48,7 @@ def build(
         **{name: At(f"cache.{name}") if name in cache.key_arrays else None for name in ("k_mean", "k_channel_scale")},
         "seq_lens": At("seq_lens"),
         "cu_seqlens_q": At("cu_seqlens_q") if packed else None,
+        "leftpad": At("leftpad_k") if p.leftpad else None,
         "block_table": At("block_table") if p.table_columns else None,
         "recent_slots": At("recent_slots") if recent and cache.paged else None,
         **{name: At(f"cache.{name}") if recent else None for name in ("recent_k", "recent_v", "recent_state")},

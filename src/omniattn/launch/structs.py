@@ -249,7 +249,7 @@ KV_COPY = HostStruct(
 
 KV_DEQUANTIZE = HostStruct(
     "KvDequantizeParams",
-    ("P", "k_data v_data k_params v_params k_mean k_channel_scale seq_lens cu_seqlens_q block_table"
+    ("P", "k_data v_data k_params v_params k_mean k_channel_scale seq_lens cu_seqlens_q leftpad block_table"
      " recent_slots recent_state recent_k recent_v k v cu_k lens used_q cu_q"),
     ("i", "batch q_len total_queries few num_kv_heads head_dim capacity block_size num_blocks table_columns"
      " window_left pages rounds round k_kind v_kind k_groups v_groups hadamard recent_window recent_ring"

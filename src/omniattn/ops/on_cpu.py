@@ -282,6 +282,10 @@ def with_cache(call: Call, problem: WithCacheProblem, tensors: Tensors) -> list[
     table = host_places(cache, tensors, batch)
     starts = arrays.to_numpy(tensors["cu_seqlens_q"]) if packed else np.arange(batch + 1) * rows.shape[1]
     first = first_seen(seq_lens, np.diff(starts), problem.window[0])
+    pads = np.zeros(batch, np.int64)
+    if "leftpad_k" in tensors:
+        pads = np.clip(arrays.to_numpy(tensors["leftpad_k"]).astype(np.int64), 0, seq_lens)
+        first = np.maximum(first, pads)
     check_values(cache, seq_lens, table, problem.capacity, name, first=first)
     if isinstance(kernels, DecodeProblem) and kernels.shared_prefix:
         check_shared(table, seq_lens, kernels, cache.block_size, name)
@@ -290,14 +294,14 @@ def with_cache(call: Call, problem: WithCacheProblem, tensors: Tensors) -> list[
     with np.errstate(all="ignore"):  # keys that overflow are infinite, as on a GPU
         found = [read_tokens(host, table[b], int(seq_lens[b]), int(slots[b]), b, int(first[b])) for b in range(batch)]
         none = np.zeros((0, cache.num_kv_heads, cache.head_dim), np.float32)
-        k, v = (np.concatenate([none, *(pair[i] for pair in found)]) for i in (0, 1))
+        k, v = (np.concatenate([none, *(pair[i][n:] for pair, n in zip(found, pads, strict=True))]) for i in (0, 1))
         mod = call.subject
         if mod is not None:
             mod = functools.partial(mod.reference, **_mod_arrays(mod, tensors))
         try:
             o, lse = reference.attention_varlen(
                 rows.reshape(-1, heads, cache.head_dim), k, v, cu_seqlens_q=starts,
-                cu_seqlens_k=np.cumsum([0, *seq_lens]), max_seqlen_q=call.options.max_seqlen_q,
+                cu_seqlens_k=np.cumsum([0, *(seq_lens - pads)]), max_seqlen_q=call.options.max_seqlen_q,
                 window=problem.window, softmax_scale=kernels.softmax_scale, softcap=kernels.softcap, score_mod=mod,
                 sinks=arrays.to_numpy(tensors["sinks"]) if "sinks" in tensors else None, compute_dtype=compute,
             )  # fmt: skip

@@ -53,6 +53,7 @@ def attention_with_kvcache(
     out: Any = None,
     recent_slots: Any = None,
     batch_index: Any = None,
+    leftpad_k: Any = None,
     stream: Any = None,
     deterministic: bool = False,
     shared_prefix: int = 0,
@@ -110,6 +111,10 @@ def attention_with_kvcache(
     batch_index : array, (batch,), int32, on q's device, optional
         With a `KVCache`: the sequence of the cache that each sequence of the call reads, b unless given. Numbers may
         repeat. Checked on the CPU; on a GPU the results of others are unspecified.
+    leftpad_k : array, (batch,), int32, on q's device, optional
+        Tokens in front of each sequence that are padding: seq_lens counts them, no query sees them, and key 0 of a
+        score modification is the first behind them. With it keys and values are copied first, whatever the queries
+        are. More than seq_lens counts as that, less than 0 as 0.
     stream : optional
         As in `attention`.
     deterministic : bool
@@ -148,7 +153,7 @@ def attention_with_kvcache(
     """
     check_cache(cache, _NAME)
     said = (max_seqlen_q, causal, window, softmax_scale, softcap, return_lse, deterministic, shared_prefix, num_splits)
-    objects = (q, seq_lens, block_table, cu_seqlens_q, sinks, recent_slots, batch_index, out)
+    objects = (q, seq_lens, block_table, cu_seqlens_q, sinks, recent_slots, batch_index, leftpad_k, out)
     if compiling():
         results = run_traced(Call(_WITH_CACHE, objects, WithCacheOptions(*said), stream, cache, None, score_mod))
     elif score_mod is None:

@@ -42,6 +42,8 @@ class DequantizeProblem:
         Keys before a query that it sees; -1 for all.
     few : int
         Sequences of up to so many queries are not for attention.
+    leftpad : bool
+        Sequences have keys in front that are nobody's.
     """
 
     dtype: str
@@ -55,6 +57,7 @@ class DequantizeProblem:
     num_blocks: int
     window_left: int
     few: int = 0
+    leftpad: bool = False
 
     @property
     def _longest(self) -> int:

@@ -15,7 +15,8 @@ from .operators import score_mod_of, score_mod_text
 _NAME = "attention_with_kvcache"
 LIBRARY.define(
     f"{_NAME}(Tensor[] planes, Tensor[] key_arrays, int cache, Tensor q, Tensor? cu_seqlens_q, Tensor seq_lens, "
-    "Tensor? block_table, Tensor? recent_slots, Tensor? batch_index, Tensor? sinks, Tensor[] arrays, "
+    "Tensor? block_table, Tensor? recent_slots, Tensor? batch_index, Tensor? leftpad_k, Tensor? sinks, "
+    "Tensor[] arrays, "
     "SymInt? max_seqlen_q, bool causal, SymInt[]? window, float? softmax_scale, float softcap, str? score_mod, "
     "bool return_lse, bool deterministic, SymInt shared_prefix, SymInt? num_splits) "
     "-> (Tensor, Tensor)",
@@ -25,12 +26,13 @@ LIBRARY.define(
 
 def _kernel(
     planes: Any, key_arrays: Any, number: int, q: Any, starts: Any, seq_lens: Any, block_table: Any, recent_slots: Any,
-    batch_index: Any, sinks: Any, arrays: Any, max_seqlen_q: Any, causal: bool, window: Any, softmax_scale: Any,
-    softcap: float, score_mod: Any, return_lse: bool, deterministic: bool, shared_prefix: int, num_splits: int | None,
+    batch_index: Any, leftpad_k: Any, sinks: Any, arrays: Any, max_seqlen_q: Any, causal: bool, window: Any,
+    softmax_scale: Any, softcap: float, score_mod: Any, return_lse: bool, deterministic: bool, shared_prefix: int,
+    num_splits: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     results = FUNCTIONS[_NAME](
         q, cache_of(number, planes, key_arrays, _NAME), cu_seqlens_q=starts, seq_lens=seq_lens,
-        block_table=block_table, recent_slots=recent_slots, batch_index=batch_index, sinks=sinks,
+        block_table=block_table, recent_slots=recent_slots, batch_index=batch_index, leftpad_k=leftpad_k, sinks=sinks,
         max_seqlen_q=max_seqlen_q, causal=causal, window=None if window is None else tuple(window),
         softmax_scale=softmax_scale, softcap=softcap, score_mod=score_mod_of(score_mod, arrays), return_lse=return_lse,
         deterministic=deterministic, shared_prefix=shared_prefix, num_splits=num_splits,
@@ -65,7 +67,7 @@ def run(call: Call) -> list[Any]:
         text = score_mod_text(*parts)
         check_no_gradient(dict(zip(parts[-1], arrays, strict=True)))
     planes, key_arrays = cache.operands
-    names = ("cu_seqlens_q", "seq_lens", "block_table", "recent_slots", "batch_index", "sinks")
+    names = ("cu_seqlens_q", "seq_lens", "block_table", "recent_slots", "batch_index", "leftpad_k", "sinks")
     o, lse = torch.ops.omniattn.attention_with_kvcache.default(
         list(planes), list(key_arrays), cache.key, given["q"], *(given[name] for name in names), list(arrays),
         x.max_seqlen_q, x.causal, None if x.window is None else list(x.window), x.softmax_scale, float(x.softcap),
