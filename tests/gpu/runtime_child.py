@@ -94,6 +94,8 @@ def operations(file: str, *options: str) -> dict[str, Any]:
         "attention_combine_packed",
         "layout_fp8",
         "decode",
+        "dequantize",
+        "dequantize_rounds",
         "decode_combine",
         "append",
         "copy_blocks",

@@ -239,7 +239,7 @@ def test_both_drivers_give_the_same_bits(tmp_path: Path) -> None:
     operations = {label.split()[0].removeprefix("quantized_").removeprefix("fp8_") for label in bits["cuda"]}
     elsewhere = {
         "attention_split", "attention_combine", "attention_combine_lse", "attention_combine_packed", "layout_fp8",
-        "decode_combine", "copy_blocks",
+        "decode_combine", "copy_blocks", "dequantize", "dequantize_rounds",
         *MASK_OPS, *BACKWARD_OPS, *VALUES_OPS, "clear_unused",
     }  # fmt: skip
     assert operations == {spec.op for spec in REGISTRY} - elsewhere

@@ -17,7 +17,7 @@ import pytest
 import omniattn as oa
 from tests.host_kernels import HostKernels
 
-from .test_pages_on_host import BOTH, LENGTHS, QUERIES, STARTS, check, normal
+from .test_pages_on_host import BOTH, LENGTHS, STARTS, check, normal
 from .test_quantized_prompts_on_host import MADE
 
 SCALES = ("none", "one", "heads", "sequences", "rows", "rows apart")
@@ -70,7 +70,7 @@ class Codes:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_prompts(kernels: HostKernels, dtype: str, kind: str) -> None:
     """As many queries of every sequence, over pages whose size divides no tile."""
-    q = normal(len(LENGTHS), 20, 8, 64, seed=5) * (0.2 if kind == "none" and dtype == "int8" else 1)
+    q = normal(len(LENGTHS), 33, 8, 64, seed=5) * (0.2 if kind == "none" and dtype == "int8" else 1)
     pool = Codes(64, dtype, kind, 3)
     said = {**pool.places, "return_lse": True, "num_splits": 1}
     check(kernels, oa.attention_with_kvcache, [*MADE, "attention"], q, pool.cache, **said, times=2)
@@ -83,14 +83,14 @@ def test_divided(kernels: HostKernels, dim: int, size: int | None, order: str) -
     """Beside the kernels of decode, which have the sequences of few queries; rows that no tile is as wide as."""
     q = normal(int(STARTS[-1]) + 2, 8, dim, seed=5)
     pool = Codes(dim, "e4m3", "rows" if size else "heads", size, order)
-    said = {**pool.places, "cu_seqlens_q": STARTS, "max_seqlen_q": max(QUERIES), "return_lse": True}
+    said = {**pool.places, "cu_seqlens_q": STARTS, "max_seqlen_q": 33, "return_lse": True}
     check(kernels, oa.attention_with_kvcache, [*MADE, *BOTH], q, pool.cache, **said, times=2)
 
 
 @pytest.mark.parametrize("options", [{"window": (9, 0)}, {"causal": False}, {"deterministic": True}])
 @pytest.mark.parametrize("kind", ["sequences", "rows apart"])
 def test_options(kernels: HostKernels, options: dict[str, Any], kind: str) -> None:
-    q = normal(len(LENGTHS), 20, 8, 128, seed=5)
+    q = normal(len(LENGTHS), 33, 8, 128, seed=5)
     pool = Codes(128, "int8", kind, 16)
     said = {**pool.places, "return_lse": True, **options, **({} if "deterministic" in options else {"num_splits": 1})}
     check(kernels, oa.attention_with_kvcache, [*MADE, "attention"], q, pool.cache, **said, times=2)

@@ -77,7 +77,7 @@ class Filled:
 @pytest.mark.parametrize("name", FORMATS)
 def test_prompts(kernels: HostKernels, name: str, size: int | None) -> None:
     """As many queries of every sequence."""
-    q = normal(len(LENGTHS), 20, 8, 64, seed=5)
+    q = normal(len(LENGTHS), 33, 8, 64, seed=5)
     filled = Filled(q, size, **FORMATS[name])
     said = {**filled.places, "return_lse": True, "num_splits": 1}
     check(kernels, oa.attention_with_kvcache, [*MADE, "attention"], q, filled.cache, **said, times=3)
@@ -101,7 +101,7 @@ def test_divided(kernels: HostKernels, name: str, size: int | None) -> None:
     """Sequences of few queries by the kernels of decode, on the codes themselves."""
     q = normal(int(STARTS[-1]) + 2, 8, 64, seed=5)
     filled = Filled(q, size, **FORMATS[name])
-    said = {**filled.places, "cu_seqlens_q": STARTS, "max_seqlen_q": 30, "return_lse": True}
+    said = {**filled.places, "cu_seqlens_q": STARTS, "max_seqlen_q": 33, "return_lse": True}
     both = [*MADE, "decode", "attention", "decode_combine"]
     check(kernels, oa.attention_with_kvcache, both, q, filled.cache, **said, times=3)
 
@@ -110,15 +110,15 @@ def test_a_recent_window_is_not_divided(kernels: HostKernels) -> None:
     """Two passes of decode, merged, would be in the way of attention's results."""
     q = normal(int(STARTS[-1]) + 2, 8, 64, seed=5)
     filled = Filled(q, 16, **FORMATS["recent"])
-    said = {**filled.places, "cu_seqlens_q": STARTS, "max_seqlen_q": 30, "return_lse": True}
+    said = {**filled.places, "cu_seqlens_q": STARTS, "max_seqlen_q": 33, "return_lse": True}
     alone = [*MADE, "attention"]
     check(kernels, oa.attention_with_kvcache, alone, q, filled.cache, **said, num_splits=1, times=3)
-    with pytest.raises(UnsupportedError, match="deterministic with up to 30 queries a sequence, packed"):
+    with pytest.raises(UnsupportedError, match="deterministic with up to 33 queries a sequence, packed"):
         oa.attention_with_kvcache(q, filled.cache, **said, deterministic=True)
 
 
 def test_another_sequence_of_the_cache(kernels: HostKernels) -> None:
-    q = normal(4, 20, 8, 64, seed=5)
+    q = normal(4, 33, 8, 64, seed=5)
     filled = Filled(q, None, **FORMATS["int8"])
     index = np.array([5, 0, 3, 0], np.int32)
     said = {"seq_lens": LENGTHS[index], "batch_index": index, "return_lse": True, "num_splits": 1}
@@ -143,7 +143,7 @@ def test_padding_in_front(kernels: HostKernels, size: int | None, formats: dict[
 def test_rounds(kernels: HostKernels, monkeypatch: pytest.MonkeyPatch, packed: bool) -> None:
     """A workspace that has not room for all sequences: each is computed in its own round, and once."""
     lengths = np.array([300, 40, 0, 384, 129, 128, 256, 0], np.int32)
-    queries = np.array([20, 30, 17, 40, 1, 20, 25, 20]) if packed else np.full(8, 20)
+    queries = np.array([20, 30, 17, 40, 1, 20, 25, 20]) if packed else np.full(8, 33)
     q = normal(int(queries.sum()), 8, 64, seed=5)
     filled = Filled(q, 16, lengths=lengths, **FORMATS["int8"])
     page_bytes = 2 * 128 * 2 * 64 * 2
@@ -153,7 +153,7 @@ def test_rounds(kernels: HostKernels, monkeypatch: pytest.MonkeyPatch, packed: b
         said |= {"cu_seqlens_q": np.cumsum([0, *queries]).astype(np.int32), "max_seqlen_q": 40}
         made = [MADE[0], *[MADE[1], "attention"] * 8]
     else:
-        q = q.reshape(8, 20, 8, 64)
+        q = q.reshape(8, 33, 8, 64)
         made = [MADE[0], *[MADE[1], "attention"] * 8]
     check(kernels, oa.attention_with_kvcache, made, q, filled.cache, **said, times=3)
 

@@ -20,7 +20,7 @@ from ..problems import (
     Pages,
     WithCacheProblem,
 )
-from ..problems.decode import MAX_Q_LEN
+from ..problems.decode import MAX_Q_LEN, MOST_ROWS_OF_CODES
 from ..problems.quantize import Strides3
 from ..problems.with_cache import few_queries
 from . import values
@@ -123,7 +123,12 @@ def check_with_cache(call: Call, tensors: dict[str, Tensor]) -> WithCacheProblem
     )  # fmt: skip
     texts = call.facts
     few = few_queries(q.shape[-2] // cache.num_kv_heads, rows=_fixed_rows(cache) if deterministic else 8)
-    against = _reason_against_decode(queries, right, texts is not None, few if deterministic else MAX_Q_LEN)
+    most = MAX_Q_LEN
+    if _is_quantized(cache):
+        most = max(most, MOST_ROWS_OF_CODES // (q.shape[-2] // cache.num_kv_heads))
+    if deterministic and queries.packed:
+        most = few
+    against = _reason_against_decode(queries, right, texts is not None, most)
     if has_leftpad:
         against = "leftpad_k"
     if deterministic and queries.packed and right != 0 and against is None:
@@ -132,7 +137,10 @@ def check_with_cache(call: Call, tensors: dict[str, Tensor]) -> WithCacheProblem
     beside: DecodeProblem | None = None
     keys: DequantizeProblem | None = None
     if against is None:
-        kernels, why = _decode(q, cache, queries, facts, tensors, o_strides), "up to 16 new tokens of each sequence"
+        kernels, why = (
+            _decode(q, cache, queries, facts, tensors, o_strides),
+            f"up to {most} new tokens of each sequence",
+        )
         if shared:
             _merged_rows(q, q.strides, queries)
     else:
@@ -221,15 +229,14 @@ def _fixed_rows(cache: KVCache) -> int:
     return 8 if cache.k_format.quantized or cache.v_format.quantized else 16
 
 
-def _reason_against_decode(queries: Queries, right: int, has_mod: bool, most_packed: int) -> str | None:
+def _reason_against_decode(queries: Queries, right: int, has_mod: bool, most: int) -> str | None:
     """Why a call is not for the kernels of ``decode``; None if it is. By its shape and kind alone.
 
-    These take a few queries of each sequence that see no later key; how many packed queries a sequence has, up to
-    ``most_packed``, they read on the device.
+    These take up to ``most`` queries of each sequence that see no later key; how many packed queries a sequence has
+    they read on the device.
     """
     if has_mod:
         return "score_mod"
-    most = most_packed if queries.packed else MAX_Q_LEN
     if not 1 <= queries.longest <= most or queries.batch == 0:
         return f"{'up to ' if queries.packed else ''}{queries.longest} queries a sequence"
     if queries.longest > 1 and right != 0:

@@ -87,8 +87,8 @@ def attention_with_kvcache(
         Packed queries: sequence b has the rows cu_seqlens_q[b] to cu_seqlens_q[b + 1], which may be none. 0 first,
         never decreasing; checked on the CPU. Rows that belong to no sequence are 0, with an LSE of -inf.
     max_seqlen_q : int, with cu_seqlens_q
-        At least the most rows of a sequence; less raises on the CPU, and gives NaN for that sequence on a GPU where it
-        is 16 or less.
+        At least the most rows of a sequence; less raises on the CPU, and gives NaN for that sequence on a GPU where the
+        kernels of `decode` run (Notes).
     causal : bool
         Aligned at the bottom right; False: each query sees all keys of its sequence.
     window : (left, right), optional
@@ -141,8 +141,8 @@ def attention_with_kvcache(
 
     Notes
     -----
-    A few new tokens a sequence run the kernels of `decode`, prompts and score_mod attention over pages; where packed
-    queries are few beside batch times max_seqlen_q, both run at the same time: `explain` says which. The shape of the
+    A few new tokens a sequence (16; of a quantized cache up to 128 rows a kv head) run the kernels of `decode`, prompts
+    and score_mod attention over pages; where packed queries are few beside batch times max_seqlen_q, both run at the same time: `explain` says which. The shape of the
     call alone decides. Scratch memory of prompts over quantized caches: up to 1 GiB, one sequence's keys and values at
     least (those of a window, where there is one), or a 64th of those of the whole batch; sequences that do not fit
     together go through it one after the other.
