@@ -137,10 +137,8 @@ def check_with_cache(call: Call, tensors: dict[str, Tensor]) -> WithCacheProblem
     beside: DecodeProblem | None = None
     keys: DequantizeProblem | None = None
     if against is None:
-        kernels, why = (
-            _decode(q, cache, queries, facts, tensors, o_strides),
-            f"up to {most} new tokens of each sequence",
-        )
+        kernels = _decode(q, cache, queries, facts, tensors, o_strides)
+        why = f"up to {most} new tokens of each sequence"
         if shared:
             _merged_rows(q, q.strides, queries)
     else:

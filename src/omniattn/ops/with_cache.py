@@ -142,10 +142,10 @@ def attention_with_kvcache(
     Notes
     -----
     A few new tokens a sequence (16; of a quantized cache up to 128 rows a kv head) run the kernels of `decode`, prompts
-    and score_mod attention over pages; where packed queries are few beside batch times max_seqlen_q, both run at the same time: `explain` says which. The shape of the
-    call alone decides. Scratch memory of prompts over quantized caches: up to 1 GiB, one sequence's keys and values at
-    least (those of a window, where there is one), or a 64th of those of the whole batch; sequences that do not fit
-    together go through it one after the other.
+    and score_mod attention over pages; where packed queries are few beside batch times max_seqlen_q, both run at the
+    same time: `explain` says which. The shape of the call alone decides. Scratch memory of prompts over quantized
+    caches: up to 1 GiB, one sequence's keys and values at least (those of a window, where there is one), or a 64th of
+    those of the whole batch; sequences that do not fit together go through it one after the other.
 
     GPUs: compute capability 8.0 and newer; arrays on the CPU run the NumPy reference. Nothing is synchronized: a call
     captured in a CUDA graph may be replayed with other lengths, starts and tables in the same arrays. PagedAttention
