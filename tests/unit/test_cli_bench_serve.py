@@ -120,7 +120,8 @@ def test_cases_and_arithmetic() -> None:
     assert len({(case.name, case.e4m3) for case in CASES}) == len(CASES)
     quick = cases_of((), quick=True)
     assert [(case.section, case.e4m3) for case in quick] == [
-        ("decode", False), ("decode", True), ("prompts", False), ("mixed", False), ("drafts", False), ("graph", False)
+        ("decode", False), ("decode", True), ("prompts", False), ("prompts", True), ("mixed", False), ("mixed", True),
+        ("drafts", False), ("graph", False),
     ]  # fmt: skip
     assert {case.section for case in cases_of(["drafts"], quick=False)} == {"drafts"}
     with pytest.raises(ArgumentError, match="--case"):

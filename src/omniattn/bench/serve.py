@@ -96,8 +96,11 @@ CASES: tuple[Case, ...] = (
         for e4m3 in (False, True) for heads, kv_heads in ((8, 1), (32, 8)) for batch in (1, 32, 128) for page in _PAGES
     ),
     *(Case("prompts", (2048,) * batch, (34816,) * batch, 32, 8, page) for batch in (1, 4) for page in _PAGES),
-    Case("mixed", (1,) * 64 + (4096,) * 2, (*_MIXED, 4096, 4096), 32, 8, 64),
-    Case("mixed", (1,) * 64 + (512,) * 8, (*_MIXED, *(4096,) * 8), 32, 8, 64),
+    *(Case("prompts", (n,), (32768 + n,), 32, 8, 64, True) for n in (2048, 512, 128, 32)),
+    *(
+        Case("mixed", (1,) * 64 + (n,) * count, (*_MIXED, *(4096,) * count), 32, 8, 64, e4m3)
+        for e4m3 in (False, True) for n, count in ((4096, 2), (512, 8))
+    ),
     *(Case("drafts", (n,) * batch, (8192,) * batch, 32, 8, 64) for batch in (1, 8, 64) for n in (2, 4, 8)),
     *(Case("graph", (1,), (n,), 32, 8, 64, planned=131072) for n in (100, 1024, 8192, 32768, 131072)),
 )  # fmt: skip
@@ -222,17 +225,20 @@ def _one_after_the_other(pool: Pool) -> Step:
     """`decode` of the sequences with one row, which come first, then the prompts."""
     import omniattn
 
-    singles = pool.case.rows.count(1)
-    cache, out = omniattn.PagedKVCache.from_arrays(pool.k, pool.v), pool.torch.empty_like(pool.q)
+    singles, out = pool.case.rows.count(1), pool.torch.empty_like(pool.q)
+    ones, others = (
+        omniattn.PagedKVCache.from_arrays(pool.k, pool.v, **{name: scale[own] for name, scale in pool.scales.items()})
+        for own in (slice(singles), slice(singles, None))
+    )
     starts, longest = (pool.starts[singles:] - singles).contiguous(), max(pool.case.rows)
     lens, table = (pool.lens[:singles], pool.lens[singles:]), (pool.table[:singles], pool.table[singles:])
 
     def step() -> Any:
         omniattn.decode(
-            pool.q[:singles, None], cache, seq_lens=lens[0], block_table=table[0], out=out[:singles, None]
+            pool.q[:singles, None], ones, seq_lens=lens[0], block_table=table[0], out=out[:singles, None]
         )  # fmt: skip
         omniattn.attention_with_kvcache(
-            pool.q[singles:], cache, seq_lens=lens[1], block_table=table[1], cu_seqlens_q=starts, max_seqlen_q=longest,
+            pool.q[singles:], others, seq_lens=lens[1], block_table=table[1], cu_seqlens_q=starts, max_seqlen_q=longest,
             out=out[singles:],
         )  # fmt: skip
         return out
