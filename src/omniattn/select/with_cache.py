@@ -84,10 +84,11 @@ def is_copied(problem: AttentionProblem, keys: DequantizeProblem, target: Target
     return copied[0][0] + cost < us * factors[0 if in_chunks else 1]
 
 
-def way_of_others(problem: AttentionProblem, target: Target) -> Candidate | None:
-    """How attention over pages runs the sequences of many queries; None if only with their keys split.
+def way_of_others(problem: AttentionProblem, target: Target, *, at_once: bool) -> Candidate | None:
+    """How attention runs the sequences of many queries; None if only with their keys split.
 
     As if there were so few sequences that all are as long as the longest one; with ``deterministic`` `one_way`.
+    at_once: beside ``decode``, else behind it.
     """
     p = problem
     long = max(1, -(-p.seqlen_q // p.max_seqlen_q))
@@ -97,5 +98,5 @@ def way_of_others(problem: AttentionProblem, target: Target) -> Candidate | None
         return way
     order = usual_order(way.row, way.told(p), target)
     assert order.tiles is not None
-    ctas = min(order.tiles.num_items, _WAVES * target.sm_count * way.row.ctas_per_sm)
+    ctas = min(order.tiles.num_items, (_WAVES if at_once else 1) * target.sm_count * way.row.ctas_per_sm)
     return replace(way, schedule=Whole(order.tiles, ctas))
