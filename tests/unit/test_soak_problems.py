@@ -54,6 +54,7 @@ def _said(of: Problem) -> dict[str, set[str]]:
     if of.operation == "attention_with_kvcache":
         names |= {"block_table"} if "block_size" in facts else {"batch_index"} if "index" in facts else set()
         names |= {"cu_seqlens_q", "max_seqlen_q"} if facts["packed"] else set()
+        names |= {"leftpad_k"} if "leftpad" in facts else set()
     function = facts.get("function", of.operation)
     if of.operation in ("low precision", "e4m3 arrays"):
         function = "attention_varlen" if facts["packed"] else "attention"

@@ -92,7 +92,9 @@ def way_of_others(problem: AttentionProblem, target: Target, *, at_once: bool) -
     """
     p = problem
     long = max(1, -(-p.seqlen_q // p.max_seqlen_q))
-    typical = replace(p, batch=long, seqlen_k=-(-p.seqlen_k // p.batch) * long)
+    # Rows of keys that are made are those of a workspace, which not all sequences have a part of.
+    keys = -(-p.seqlen_k // p.batch) if p.pages is not None else p.max_seqlen_k
+    typical = replace(p, batch=long, seqlen_k=keys * long)
     way = one_way(p, target) if p.deterministic else whole_way(typical, target)
     if way is None or not way.row.arch_specific:
         return way

@@ -5,6 +5,7 @@ What `decode`'s kernels serve is drawn with the other caches (`omniattn.testing.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from omniattn.testing.soak import formulas, limits, mods
 from omniattn.testing.soak.cache_runs import Run
 from omniattn.testing.soak.caches import draw_format, draw_steps
 from omniattn.testing.soak.draw import Draw
-from omniattn.testing.soak.formulas import Rules
+from omniattn.testing.soak.formulas import Keys, Rules
 from omniattn.testing.soak.judge import grade, repeated, truth, unchanged
 from omniattn.testing.soak.machines import Machine
 from omniattn.testing.soak.pools import draw_nobody, draw_pool
@@ -41,6 +42,8 @@ def draw(d: Draw) -> dict[str, Any]:
     elif d.chance(0.5) and not recent:
         facts["index"] = True
     facts["lengths"], facts["spare"] = lengths, d.pick((0, 1, 40))
+    if d.chance(0.15):
+        facts["leftpad"] = [d.integer(0, n) for n in lengths]
     draw_steps(d, facts, lengths, 0)
     counts = {1: 3.0, 0: 1.0, 5: 1.0, 16: 1.0, 40: 1.0, 150: 1.0}
     queries = [d.weighted(counts) for _ in range(batch)]
@@ -94,6 +97,9 @@ class _Attend(Run):
         call = self._read(lengths, facts["queries"])
         if "index" in facts:
             call["batch_index"] = m.place(index.astype(np.int32), "int32", {}).array
+        pads = np.array(facts.get("leftpad", [0] * self._batch), np.int32)[index]
+        if "leftpad" in facts:
+            call["leftpad_k"] = m.place(pads, "int32", {}).array
         starts = np.cumsum([0, *facts["queries"]]).astype(np.int32)
         if facts["packed"]:
             call["cu_seqlens_q"] = m.place(starts, "int32", {}).array
@@ -133,7 +139,8 @@ class _Attend(Run):
         lse, lse_bound = m.full((rows.shape[1], rows.shape[0]), -float("inf")), m.zeros(rows.shape[1], rows.shape[0])
         for b, place in enumerate(index):
             own = slice(int(starts[b]), int(starts[b + 1]))
-            found = formulas.attend(m, self._keys(rows[own].swapaxes(0, 1), int(place), sinks), self._rules(mod, b), of)
+            keys = _behind(self._keys(rows[own].swapaxes(0, 1), int(place), sinks), int(pads[b]))
+            found = formulas.attend(m, keys, self._rules(mod, b), of)
             o[own], o_bound[own] = found.o.swapaxes(0, 1), found.o_bound.swapaxes(0, 1)
             lse[:, own], lse_bound[:, own] = found.lse, found.lse_bound
         wanted = [x.reshape(q.shape) for x in (o, o_bound)]
@@ -150,6 +157,12 @@ class _Attend(Run):
         left, right = options.get("window", (-1, -1))
         scale = options.get("softmax_scale", self._facts["head_dims"][0] ** -0.5)
         return Rules(scale, options.get("softcap", 0.0), left, 0 if options.get("causal", True) else right, mod, b)
+
+
+def _behind(keys: Keys, pad: int) -> Keys:
+    """The keys behind padding."""
+    k, v, k_size, v_size = (None if x is None else x[:, pad:] for x in (keys.k, keys.v, keys.k_size, keys.v_size))
+    return replace(keys, k=k, v=v, k_size=k_size, v_size=v_size)
 
 
 def check(m: Machine, problem: Problem) -> list[Grade]:
