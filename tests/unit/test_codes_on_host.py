@@ -17,7 +17,7 @@ import pytest
 import omniattn as oa
 from tests.host_kernels import HostKernels
 
-from .test_pages_on_host import LENGTHS, STARTS, check, normal
+from .test_pages_on_host import BOTH, LENGTHS, STARTS, check, normal
 from .test_quantized_prompts_on_host import MADE
 
 SCALES = ("none", "one", "heads", "sequences", "rows", "rows apart")
@@ -84,15 +84,7 @@ def test_divided(kernels: HostKernels, dim: int, size: int | None, order: str) -
     q = normal(int(STARTS[-1]) + 2, 8, dim, seed=5)
     pool = Codes(dim, "e4m3", "rows" if size else "heads", size, order)
     said = {**pool.places, "cu_seqlens_q": STARTS, "max_seqlen_q": 33, "return_lse": True}
-    check(
-        kernels,
-        oa.attention_with_kvcache,
-        ["decode", "decode_combine", *MADE, "attention"],
-        q,
-        pool.cache,
-        **said,
-        times=2,
-    )
+    check(kernels, oa.attention_with_kvcache, [*MADE, *BOTH], q, pool.cache, **said, times=2)
 
 
 @pytest.mark.parametrize("options", [{"window": (9, 0)}, {"causal": False}, {"deterministic": True}])

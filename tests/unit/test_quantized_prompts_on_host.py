@@ -102,7 +102,7 @@ def test_divided(kernels: HostKernels, name: str, size: int | None) -> None:
     q = normal(int(STARTS[-1]) + 2, 8, 64, seed=5)
     filled = Filled(q, size, **FORMATS[name])
     said = {**filled.places, "cu_seqlens_q": STARTS, "max_seqlen_q": 33, "return_lse": True}
-    both = ["decode", "decode_combine", *MADE, "attention"]
+    both = [*MADE, "decode", "attention", "decode_combine"]
     check(kernels, oa.attention_with_kvcache, both, q, filled.cache, **said, times=3)
 
 

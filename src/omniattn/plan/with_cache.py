@@ -13,7 +13,7 @@ from ..problems.memory import aligned
 from ..problems.with_cache import decode_of_pages, keys_of_pages
 from ..runtime.record import LaunchRecord, Pointer, TensorMap
 from ..select import Selection, row_kind, select_dequantize
-from ..select.decode_ways import PassWay, way_in_company
+from ..select.decode_ways import way_in_company
 from ..select.with_cache import is_copied, is_divided, one_way, split_way, way_of_others
 from .attention import plan_attention
 from .binaries import without_binary
@@ -58,11 +58,8 @@ def plan_with_cache(problem: WithCacheProblem, target: Target, force: str | None
         records = _renamed(launches.records, of_cache)
     else:
         divided = problem.few is not None and not force and is_divided(own, always=own.deterministic)
-        both = None
-        if divided and own.pages is None:
-            both = _one_after_the_other(own, problem.few, problem.keys, target, of_cache)
-        elif divided:
-            both = _both(own, problem.few, target, _OF_PAGES, of_cache)
+        keys = problem.keys if own.pages is None else None
+        both = _both(own, problem.few, target, _OF_PAGES, of_cache, keys) if divided else None
         launches = both or _alone(own, problem.keys, target, force, _OF_PAGES, of_cache)
         records = launches.records
     selection = launches.selection
@@ -93,9 +90,9 @@ def _alone(
     """Attention of all sequences, over pages or over what is made of them; where arrays are, as in `_both`."""
     assert keys is not None
     if own.pages is None:
-        return _over_keys(_attention(own, target, force), keys, target, force, of_cache)
+        return _over_keys(own, keys, target, force, of_cache)
     if not force and is_copied(own, keys, target):
-        launches = _over_keys(_attention(keys.attention(own), target, None), keys, target, None, of_cache)
+        launches = _over_keys(keys.attention(own), keys, target, None, of_cache)
         if without_binary(launches, target.cc) is None:
             return launches
     launches = _attention(own, target, force)
@@ -115,9 +112,10 @@ def _attention(own: AttentionProblem, target: Target, force: str | None) -> Laun
 
 
 def _over_keys(
-    launches: Launches, keys: DequantizeProblem, target: Target, force: str | None, of_cache: Mapping[str, At]
+    own: AttentionProblem, keys: DequantizeProblem, target: Target, force: str | None, of_cache: Mapping[str, At]
 ) -> Launches:
-    """Attention, round by round, over keys that are made first."""
+    """Attention of all sequences over keys that are made first."""
+    launches = _attention(own, target, force)
     made = _keys_in_rounds(keys, target, force, aligned(launches.workspace_bytes), of_cache)
     records = [made.places]
     for makes, places in made.rounds:
@@ -167,12 +165,14 @@ def _both(
     target: Target,
     of_pages: Mapping[str, At],
     of_cache: Mapping[str, At],
+    codes: DequantizeProblem | None = None,
 ) -> Launches | None:
     """Attention over pages of the sequences with many queries, and ``decode`` of the others, at the same time.
 
     The kernel of ``decode`` begins, on a part of the SMs. Attention takes the others, and those of the first as it
     ends; it ends behind that one (other kernels than Hopper's begin when it has ended). Then partial results of
-    ``decode`` are merged. None where a kernel cannot be had.
+    ``decode`` are merged. Over a quantized cache ``decode`` has all SMs, because it converts as long as it reads, and
+    attention those that it leaves. None where a kernel cannot be had.
 
     Parameters
     ----------
@@ -181,64 +181,44 @@ def _both(
     target : Target
     of_pages, of_cache : mapping
         Where the arrays are in this call that attention over pages reads, and those that kernels of caches do.
+    codes : DequantizeProblem, optional
+        `WithCacheProblem.keys` of a quantized cache.
     """
     assert few is not None
     rest = replace(own, passed_over=few.q_len)
-    way = way_of_others(rest, target, at_once=True)
+    if codes is not None:
+        codes = replace(codes, few=few.q_len)
+        rest = codes.attention(own)
+    way = way_of_others(rest, target)
     if way is None:
         return None
     why = (f"sequences of more than {few.q_len} queries; the others run at the same time on decode's kernels",)
     attend = launches_of(way, rest, target, None, why)
-    one, records, end = _of_few(few, target, way.row.arch_specific, attend.workspace_bytes, of_cache)
+    one = way_in_company(few, target, at_once=way.row.arch_specific and codes is None).passes[0]
+    kernels = decode.Kernels(one.main.spec, one.combine.spec, one.split)
+    end = aligned(attend.workspace_bytes)
+    keys = None if codes is None else _keys_in_rounds(codes, target, None, end, of_cache)
+    records, end = decode.build((kernels,), None, few, target, end if keys is None else aligned(keys.end))
     if not records or not attend.records:
         return None
-    first, *others = _renamed(attend.records, of_pages)
-    main, combine = records
-    beside = replace(first, overlap=way.row.arch_specific)
+    main, combine = _renamed(records, of_cache)
+    before: list[LaunchRecord] = []
+    rounds = [_renamed(attend.records, of_pages)]
+    if keys is not None:
+        before = [keys.places, keys.rounds[0][0]]
+        rounds = [_renamed(attend.records, places) for _, places in keys.rounds]
+    first, *others = rounds[0]
     # What is merged is complete when attention has ended; nothing of it is launched early.
+    launches = [*before, main, replace(first, overlap=way.row.arch_specific), *others]
+    for i, more in enumerate(rounds[1:], start=1):
+        assert keys is not None
+        launches += [keys.rounds[i][0], *more]
+    made = () if keys is None else keys.kernels
     found = Launches(
-        attend.selection, (main, beside, *others, replace(combine, overlap=False)), end,
-        (one.main, *attend.others, one.combine),
+        attend.selection, (*launches, replace(combine, overlap=False)), end,
+        (*made, one.main, *attend.others, one.combine),
     )  # fmt: skip
     return found if without_binary(found, target.cc) is None else None
-
-
-def _one_after_the_other(
-    own: AttentionProblem,
-    few: DecodeProblem | None,
-    keys: DequantizeProblem | None,
-    target: Target,
-    of_cache: Mapping[str, At],
-) -> Launches | None:
-    """The same over a quantized cache, whose codes ``decode`` multiplies, and of which attention reads what is made.
-
-    ``decode`` has all SMs first: it converts as long as it reads, and on a part of them it would end last.
-    """
-    assert few is not None
-    assert keys is not None
-    keys = replace(keys, few=few.q_len)
-    rest = keys.attention(own)
-    way = way_of_others(rest, target, at_once=False)
-    if way is None:
-        return None
-    why = (f"sequences of more than {few.q_len} queries; decode's kernels run the others before",)
-    attend = _over_keys(launches_of(way, rest, target, None, why), keys, target, None, of_cache)
-    one, records, end = _of_few(few, target, False, attend.workspace_bytes, of_cache)
-    if not records or not attend.records:
-        return None
-    others = (one.main, one.combine, *attend.others)
-    found = Launches(attend.selection, (*records, *attend.records), end, others)
-    return found if without_binary(found, target.cc) is None else None
-
-
-def _of_few(
-    few: DecodeProblem, target: Target, at_once: bool, end: int, of_cache: Mapping[str, At]
-) -> tuple[PassWay, tuple[LaunchRecord, ...], int]:
-    """``decode`` of the sequences with few queries: how, its launches, and where its part of the workspace ends."""
-    (one,) = way_in_company(few, target, at_once=at_once).passes
-    kernels = decode.Kernels(one.main.spec, one.combine.spec, one.split)
-    records, end = decode.build((kernels,), None, few, target, aligned(end))
-    return one, _renamed(records, of_cache), end
 
 
 def _renamed(records: Iterable[LaunchRecord], places: Mapping[str, At]) -> tuple[LaunchRecord, ...]:

@@ -84,21 +84,18 @@ def is_copied(problem: AttentionProblem, keys: DequantizeProblem, target: Target
     return copied[0][0] + cost < us * factors[0 if in_chunks else 1]
 
 
-def way_of_others(problem: AttentionProblem, target: Target, *, at_once: bool) -> Candidate | None:
-    """How attention runs the sequences of many queries; None if only with their keys split.
+def way_of_others(problem: AttentionProblem, target: Target) -> Candidate | None:
+    """How attention over pages runs the sequences of many queries; None if only with their keys split.
 
     As if there were so few sequences that all are as long as the longest one; with ``deterministic`` `one_way`.
-    at_once: beside ``decode``, else behind it.
     """
     p = problem
     long = max(1, -(-p.seqlen_q // p.max_seqlen_q))
-    # Rows of keys that are made are those of a workspace, which not all sequences have a part of.
-    keys = -(-p.seqlen_k // p.batch) if p.pages is not None else p.max_seqlen_k
-    typical = replace(p, batch=long, seqlen_k=keys * long)
+    typical = replace(p, batch=long, seqlen_k=-(-p.seqlen_k // p.batch) * long)
     way = one_way(p, target) if p.deterministic else whole_way(typical, target)
     if way is None or not way.row.arch_specific:
         return way
     order = usual_order(way.row, way.told(p), target)
     assert order.tiles is not None
-    ctas = min(order.tiles.num_items, (_WAVES if at_once else 1) * target.sm_count * way.row.ctas_per_sm)
+    ctas = min(order.tiles.num_items, _WAVES * target.sm_count * way.row.ctas_per_sm)
     return replace(way, schedule=Whole(order.tiles, ctas))
