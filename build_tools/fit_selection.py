@@ -152,7 +152,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("\n".join(report(found, device)))
         _print_unmeasured(usable, target, found.coefficients)
         shared = found.coefficients
-        data = {
+        data |= {
             "device": device, "source": f"{options.file.name}, {len(usable)} calls", "cc": list(target.cc),
             "sm_count": target.sm_count, "clock_mhz": clock, "memory_gb_s": memory,
             "coefficients": _rounded({name: getattr(shared, name) for name in NAMES}),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,6 +12,7 @@ torch = pytest.importorskip("torch")
 
 from omniattn.plan.engine import PLANS  # noqa: E402
 from omniattn.select import decode_ways  # noqa: E402
+from omniattn.select.model import rules  # noqa: E402
 from tests.gpu.decode_cases import Case, Filled, compare  # noqa: E402
 
 pytestmark = pytest.mark.gpu
@@ -21,7 +23,8 @@ DTYPES = ("bfloat16", "float16")
 @pytest.fixture(autouse=True)
 def _shared_keys(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Small caches too take the kernels whose warps share keys."""
-    monkeypatch.setattr(decode_ways, "SHARED_KEYS", 0)
+    found = dataclasses.replace(rules(), shared_keys=0)
+    monkeypatch.setattr(decode_ways, "rules", lambda: found)
     PLANS.clear()
     yield
     PLANS.clear()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -15,6 +16,7 @@ import omniattn as oa  # noqa: E402
 from omniattn.compat import flash_attn as fa2  # noqa: E402
 from omniattn.plan.engine import PLANS  # noqa: E402
 from omniattn.select import decode_ways  # noqa: E402
+from omniattn.select.model import rules  # noqa: E402
 from tests.foreign_pools import ORDERS, memory_shape, planes  # noqa: E402
 from tests.gpu.decode_cases import Case, compare  # noqa: E402
 
@@ -27,7 +29,8 @@ LONGEST = 300
 @pytest.fixture(autouse=True)
 def _shared_keys(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Small caches too take the kernels whose warps share keys, where there are rows enough."""
-    monkeypatch.setattr(decode_ways, "SHARED_KEYS", 0)
+    found = dataclasses.replace(rules(), shared_keys=0)
+    monkeypatch.setattr(decode_ways, "rules", lambda: found)
     PLANS.clear()
     yield
     PLANS.clear()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
 import sysconfig
@@ -19,6 +20,8 @@ ROOT = Path(__file__).resolve().parents[2]
 KERNELS = ROOT / "kernels_cu"
 MAX_LINES = 500
 MAX_FUNCTION_LINES = 150
+#: Numbers in constants of selection. Others belong to files of coefficients, with the measurement they come from.
+MAX_SELECTION_NUMBERS = 20
 
 
 def python(*arguments: str) -> str:
@@ -71,6 +74,21 @@ def test_no_function_is_too_long() -> None:
     assert sum("kernels_cu/" in name for name in lengths) > 1000
     assert sum(".py:" in name for name in lengths) > 1000
     assert {name: lines for name, lines in lengths.items() if lines > MAX_FUNCTION_LINES} == {}
+
+
+def constants_of(text: str) -> list[ast.Constant]:
+    """Numbers in what a module assigns, but for those within functions."""
+    values = [n.value for n in ast.parse(text).body if isinstance(n, (ast.Assign, ast.AnnAssign)) and n.value]
+    inside = {id(n) for value in values for f in ast.walk(value) if isinstance(f, ast.Lambda) for n in ast.walk(f)}
+    found = (n for value in values for n in ast.walk(value) if isinstance(n, ast.Constant) and id(n) not in inside)
+    return [n for n in found if isinstance(n.value, (int, float)) and not isinstance(n.value, bool)]
+
+
+def test_numbers_of_selection_are_few() -> None:
+    assert len(constants_of("A = 1\nB: tuple[float, ...] = 0.5, (2, True)\nC = lambda x: 3\ndef f(): return 4\n")) == 3
+    files = sorted((ROOT / "src/omniattn/select").glob("*.py"))
+    found = [f"{path.name}: {n.value}" for path in files for n in constants_of(path.read_text(encoding="utf-8"))]
+    assert 0 < len(found) <= MAX_SELECTION_NUMBERS, found
 
 
 def test_generated_headers_are_what_their_generator_writes() -> None:

@@ -15,6 +15,7 @@ from omniattn.problems.decode import passes
 from omniattn.registry import REGISTRY
 from omniattn.registry.decode import SHARED_TILES, decode_row, unlisted_rows
 from omniattn.select import decode_ways
+from omniattn.select.model import rules
 from tests.unit.launch_fakes import fields_of_record
 
 HOPPER = Target((9, 0), 232448, 132)
@@ -36,7 +37,8 @@ def tiles(asked: DecodeProblem) -> tuple[tuple[int, int], ...]:
 
 @pytest.fixture
 def from_few_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode_ways, "SHARED_KEYS", 512)
+    found = dataclasses.replace(rules(), shared_keys=512)
+    monkeypatch.setattr(decode_ways, "rules", lambda: found)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])

@@ -12,10 +12,12 @@ from omniattn import Fp8, Int8
 from omniattn.problems import AttentionProblem, Target
 from omniattn.problems.precision import FP8_ARRAYS
 from omniattn.select import choices
-from omniattn.select.advice import FASTER_FROM, advise
+from omniattn.select.advice import advise
+from omniattn.select.model import rules
 
 RESULTS = Path(__file__).parents[2] / "docs/performance/results/int8.json"
 H200 = Target((9, 0), 227 << 10, 132)
+INT8_FROM = rules().int8_from
 
 
 def problem(rows: int, keys: int, head_dim: int = 128, *, causal: bool = False, **more: Any) -> AttentionProblem:
@@ -50,10 +52,10 @@ def test_explain_says_it_and_the_knob_that_helps() -> None:
     assert not any("faster choice" in reason for reason in choices(problem(4096, 4096), H200)[0].why)
 
 
-@pytest.mark.parametrize("head_dim", sorted(FASTER_FROM))
+@pytest.mark.parametrize("head_dim", sorted(INT8_FROM))
 @pytest.mark.parametrize("causal", [False, True])
 def test_where_it_ends(head_dim: int, causal: bool) -> None:
-    least = FASTER_FROM[head_dim][causal]
+    least = INT8_FROM[head_dim][causal]
     for rows, keys in ((least - 1, least), (least, least - 1), (1, 10 * least)):
         said = advise(problem(rows, keys, head_dim - 8, causal=causal), H200)
         assert said is not None

@@ -20,9 +20,10 @@ from ..problems import (
     Pages,
     WithCacheProblem,
 )
-from ..problems.decode import MAX_Q_LEN, MOST_ROWS_OF_CODES
+from ..problems.decode import MAX_Q_LEN
 from ..problems.quantize import Strides3
 from ..problems.with_cache import few_queries
+from ..select.model import rules
 from . import values
 from .attention import describable
 from .caches import check_int32, check_scales, check_slots, check_table, host_table
@@ -125,7 +126,7 @@ def check_with_cache(call: Call, tensors: dict[str, Tensor]) -> WithCacheProblem
     few = few_queries(q.shape[-2] // cache.num_kv_heads, rows=_fixed_rows(cache) if deterministic else 8)
     most = MAX_Q_LEN
     if _is_quantized(cache):
-        most = max(most, MOST_ROWS_OF_CODES // (q.shape[-2] // cache.num_kv_heads))
+        most = max(most, rules().rows_of_codes // (q.shape[-2] // cache.num_kv_heads))
     if deterministic and queries.packed:
         most = few
     against = _reason_against_decode(queries, right, texts is not None, most)

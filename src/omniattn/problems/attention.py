@@ -11,6 +11,9 @@ from .quantize import QK_DTYPES, QuantizeProblem, Strides3, row_bias_of
 from .score_mod import BlockMaskProblem, ScoreModProblem, words
 
 UNLIMITED = -1
+#: Keys up to which kernels for Hopper and newer GPUs may read those that a mask hides from all queries. NaN there
+#: reaches nobody otherwise (docs/api.md), so that how fast a kernel is does not decide about it.
+READ_WHOLE = 256
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,9 @@ SHARED_PREFIX = -1
 CHUNK, FIXED_SPLIT = 128, 512
 #: New tokens of a sequence at most; longer ones are prompts.
 MAX_Q_LEN = 16
-#: Rows (queries x query heads of a kv head) of a sequence up to which the kernels of ``decode`` are faster over a
-#: quantized cache than making its keys in 16 bits first (docs/performance/serving.md).
-MOST_ROWS_OF_CODES = 128
+#: Warps of a row that merge partial results with ``deterministic``: the order of the sum depends on it, so that it is
+#: one number for all batches.
+FIXED_COMBINE_WARPS = 4
 #: CTAs of the main kernel at most: the kernels compute with their square in 31 bits.
 MAX_WORKERS = 46340
 

@@ -29,6 +29,8 @@ SHARED_TILES: dict[int, tuple[tuple[int, int], ...]] = {
     64: ((2, 2), (2, 4), (3, 3)),
     128: ((2, 2), (2, 4), (3, 3)),
 }
+#: Warps of a row of the second kernel, and partial results that one of them asks for at once.
+COMBINE_WARPS, RESULTS_OF_WARP = (1, 2, 4, 8), 8
 #: Words of the arguments behind the plan's scan: one sum a warp, and what was found.
 _SCAN_WORDS = 2
 #: Tiles of 8 query rows of kernels beside another one, by width of a cache's rows (256: two of them spill 452 bytes).
@@ -179,6 +181,7 @@ def combine_row(dtype: str, head_dim: int, n_tiles: int, row_warps: int = 1) -> 
         block_n=1,
         num_warps=8,
         smem_bytes=0,
+        ctas_per_sm=8,
     )
 
 

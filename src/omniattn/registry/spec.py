@@ -173,6 +173,11 @@ class KernelSpec:
         return self.name.replace(f"_{IO_TYPES[self.dtype][0]}_", "_", 1) if self.dtype in IO_TYPES else self.name
 
     @property
+    def stored_bits(self) -> int:
+        """Of an element of quantized q and k, as they lie in memory."""
+        return 4 if self.qk == "int4" else 8
+
+    @property
     def quantized(self) -> bool:
         """Whether it is attention on quantized operands."""
         return self.qk != "io"

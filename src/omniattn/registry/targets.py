@@ -29,7 +29,7 @@ def _only_on(spec: KernelSpec) -> tuple[tuple[int, int], ...]:
 
     Tiles of short sequences and decode's warps that share keys were tuned on Hopper and nowhere else. Others belong to
     Hopper's own kernels: they write what those read, read what those write, or run beside them. And nobody can ask for
-    fp16 sums of e4m3 with scores of e4m3: they are where they come first (`select.PV_CHOICES`).
+    fp16 sums of e4m3 with scores of e4m3: they are where they come first (`problems.products`).
     """
     shares_keys = spec.op in ("decode", "decode_combine") and spec.block_m > 16
     helps = spec.op in ("mask_align", "quantize_fp8_sums", "quantize_values") or spec.fragments or spec.beside

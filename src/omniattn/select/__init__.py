@@ -3,7 +3,6 @@
 ``OMNIATTN_FORCE_KERNEL`` names rows that have to be used by the operations that they belong to.
 """
 
-from .attention import PV_CHOICES
 from .backward import select_backward, select_backward_rows, select_dq
 from .cache import (
     row_kind,
@@ -25,7 +24,6 @@ from .partial import combine_of, tail_row
 from .quantize import select_delta, select_fp8_quantizer, select_fp8_values, select_layout, select_quantizer
 
 __all__ = [
-    "PV_CHOICES",
     "Candidate",
     "Choice",
     "MaskInput",

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 from ..problems import UNLIMITED, AttentionProblem, Target
-
-#: By the narrowest head_dim that holds a call's: rows and keys from which on int8 with its quantization is faster than
-#: exact attention, (full, causal or windowed). Of one H200 (docs/performance/results/int8.json, which a test compares);
-#: where no measured length was faster, the next one.
-FASTER_FROM: dict[int, tuple[int, int]] = {64: (16384, 32768), 128: (4096, 8192), 256: (4096, 8192)}
+from .model import rules
 
 
 def advise(problem: AttentionProblem, target: Target) -> str | None:
@@ -22,11 +18,12 @@ def advise(problem: AttentionProblem, target: Target) -> str | None:
         return None
     hidden = problem.window_left != UNLIMITED or problem.window_right != UNLIMITED
     width = max(problem.head_dim, problem.head_dim_v)
-    head_dim = min(d for d in FASTER_FROM if d >= width)
+    faster_from = rules().int8_from
+    head_dim = min(d for d in faster_from if d >= width)
     rows, keys = problem.seqlen_q, problem.seqlen_k
     if problem.varlen:
         rows, keys = (n // max(problem.batch, 1) for n in (rows, keys))
-    least = FASTER_FROM[head_dim][hidden]
+    least = faster_from[head_dim][hidden]
     if min(rows, keys) >= least:
         return None
     said = (

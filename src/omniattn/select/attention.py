@@ -6,28 +6,12 @@ from collections.abc import Iterable
 
 from ..errors import UnsupportedError
 from ..problems import AttentionProblem, Target
+from ..problems.products import products_of
 from ..registry import REGISTRY, KernelSpec
 from .advice import advise
 from .candidate import Candidate, MaskInput
 from .choice import dotted
 from .fit import fit
-
-_FP8_FIRST = (
-    (("fp8", "fp16"), ("fp8", "fp32"), ("fp16", "fp16"), ("fp16", "fp32")),
-    "fp8 products are twice as fast as fp16 ones, and on GeForce cards twice as fast again with fp16 sums",
-)
-#: Element type and accumulator of P V by compute capability, best first, for kernels on mma.sync: (choices, why). The
-#: rates are the vendor's (docs/precision.md cites them). Other GPUs take `_PV_OTHERWISE`.
-PV_CHOICES: dict[tuple[int, int], tuple[tuple[tuple[str, str], ...], str]] = {
-    (8, 0): ((("fp16", "fp32"), ("fp16", "fp16")), "fp16 products are as fast with fp32 sums as with fp16 ones"),
-    (8, 6): ((("fp16", "fp16"), ("fp16", "fp32")), "fp16 products are twice as fast with fp16 sums as with fp32 ones"),
-    (8, 9): _FP8_FIRST,
-    (12, 0): _FP8_FIRST,
-}
-_PV_OTHERWISE = (
-    (("fp16", "fp32"), ("fp16", "fp16"), ("fp8", "fp32"), ("fp8", "fp16")),
-    "fp16 products run on every GPU at full rate; mma.sync on fp8 may be converted to them first, as on Hopper",
-)
 
 
 def preferred_products(rows: Iterable[KernelSpec], problem: AttentionProblem, target: Target) -> list[KernelSpec]:
@@ -38,7 +22,7 @@ def preferred_products(rows: Iterable[KernelSpec], problem: AttentionProblem, ta
     rows = list(rows)
     if not problem.precision.quantized or not rows:
         return rows
-    choices, _ = PV_CHOICES.get(target.cc, _PV_OTHERWISE)
+    choices, _ = products_of(target.cc)
 
     def rank(spec: KernelSpec) -> tuple[bool, int, bool]:
         int4_first = target.cc < (9, 0)
@@ -97,7 +81,7 @@ def facts(way: Candidate, problem: AttentionProblem, target: Target) -> tuple[st
         said.append("score modifiers: softcap, mask, score_mod or softmax_scale <= 0")
     if wanted.quantized:
         asked = "auto" not in (wanted.pv, wanted.pv_accumulator)
-        _, why_pv = PV_CHOICES.get(target.cc, _PV_OTHERWISE)
+        _, why_pv = products_of(target.cc)
         reason = "as asked for" if asked else "two-level sums" if row.arch_specific else why_pv
         said.append(f"P V in {row.pv} with {row.pv_accumulator} accumulators: {reason}")
     if way.heads_as_queries:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from ..problems import BackwardProblem, Target
 from ..problems.costs import BackwardCosts
 from ..problems.memory import ITEMSIZE
-from ..problems.target import Coefficients
+from ..problems.target import WARP_ROWS, WARPGROUP_ROWS, Coefficients
 from ..registry import REGISTRY, KernelSpec
 from ..registry.targets import is_carried
 from .backward import BACKWARD, DQ, select_backward, select_dq, selected
@@ -26,8 +26,6 @@ from .ways import Asked
 
 #: Gradients that the kernel of dk and dv makes.
 _OTHERS = frozenset({"dk", "dv", "dmask"})
-#: Query rows of a product of a warpgroup, and of a warp.
-_WGMMA_ROWS, _MMA_ROWS = 64, 16
 
 
 @dataclass(frozen=True)
@@ -256,7 +254,7 @@ def _pass(
         items=own,
         steps=own * most if is_even else max(mean, most),
         is_uneven=not is_even and mean > most,
-        pairs=-(-row.block_m // (_WGMMA_ROWS if of_wgmma else _MMA_ROWS)) * float(row.block_n),
+        pairs=-(-row.block_m // (WARPGROUP_ROWS if of_wgmma else WARP_ROWS)) * float(row.block_n),
         channels=row.head_dim,
         scores="functions" if f.softcap or f.score_mod is not None else "masks" if f.mask != "none" else "as they are",
         is_ordered=row.ordered_dq and columns > 0,

@@ -6,13 +6,10 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from ..problems import UNLIMITED, AttentionProblem
+from ..problems.attention import READ_WHOLE
 from ..problems.split import ONE_HEAD, WHOLE, PackGQA, Schedule, SplitKV, StreamK, TailSplit, Whole
 from ..registry import KernelSpec
 from ..registry.masks import MASK_TILE, MAX_TILES
-
-#: Keys up to which kernels for Hopper and newer GPUs may read those that a mask hides from all queries. NaN there
-#: reaches nobody otherwise (docs/api.md), so that how fast a kernel is does not decide about it.
-READ_WHOLE = 256
 
 
 class MaskInput(Enum):

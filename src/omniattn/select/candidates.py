@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..problems import UNLIMITED, AttentionProblem, Target
+from ..problems.attention import READ_WHOLE
 from ..problems.split import (
     ONE_HEAD,
     PackGQA,
@@ -25,7 +26,6 @@ from ..registry.masks import MASK_TILE
 from ..registry.targets import is_carried
 from .attention import preferred_products
 from .candidate import (
-    READ_WHOLE,
     Candidate,
     MaskInput,
     can_have_heads_as_queries,
@@ -35,7 +35,7 @@ from .candidate import (
     mask_inputs,
 )
 from .features import sequences, tile_steps
-from .fit import fit, fitting_rows
+from .fit import MAX_CLASSES, fit, fitting_rows
 from .orders import other_orders, usual_order
 from .partial import tail_row
 
@@ -43,17 +43,13 @@ from .partial import tail_row
 _ROUNDS = 0.5, 0.75, 1, 2
 #: Rounds of CTAs from which on whole tiles keep the GPU busy: no split of them was the fastest way.
 _FULL = 1.5
-#: Splits of a tail's tiles, at most.
-_TAIL_SPLITS = 11
 #: Tiles that heads which share them have to save, as a fraction.
 _SAVED = 0.05
 #: Tiles of a sequence's queries, in the mean, up to which CTAs of Stream-K read keys that others have just read.
 _MOST_TILES = 4
-#: Keys of the narrowest tiles and of usual ones, and what part of the keys that usual ones load they may: with as many
-#: they are slower (docs/performance/selection.md).
-_NARROW, _USUAL, _PART = 32, 64, 0.75
-#: Columns of a tile, as a multiple of the narrowest one's, beyond which it only makes work; as many as never count.
-_WIDEST, _LEAST_COLUMNS = 1.5, 128
+#: What part of the keys that usual tiles load narrower ones may load: with more they are slower
+#: (docs/performance/selection.md).
+_PART = 0.75
 
 
 def candidates(
@@ -150,17 +146,16 @@ def _tails(row: KernelSpec, p: AttentionProblem, target: Target) -> Iterator[Tai
     if rounds == 0 or rest == 0 or tail_row(row, p, target) is None:
         return
     steps = -(-p.seqlen_k // row.block_n)
-    most = min(_TAIL_SPLITS, steps)
-    for splits in sorted({min(int(n) * target.sm_count // rest, most) for n in _ROUNDS if n >= 1}):
+    for splits in sorted({min(int(n) * target.sm_count // rest, steps) for n in _ROUNDS if n >= 1}):
         if splits > 1:
             yield TailSplit(splits, rounds * target.sm_count, rest)
 
 
 def _is_too_narrow(row: KernelSpec, p: AttentionProblem) -> bool:
     """Whether a kernel on wgmma loads few keys a step for nothing."""
-    if row.block_n != _NARROW or not row.arch_specific or p.varlen or p.score_mods:
+    if row.block_n >= MASK_TILE or not row.arch_specific or p.varlen or p.score_mods:
         return False
-    narrow, usual = (-(-p.seqlen_k // n) * n for n in (_NARROW, _USUAL))
+    narrow, usual = (-(-p.seqlen_k // n) * n for n in (row.block_n, MASK_TILE))
     return narrow > _PART * usual
 
 
@@ -238,7 +233,7 @@ def _rows(op: str, p: AttentionProblem, target: Target, only: KernelSpec | None 
     key = op, target.cc, p.score_mods, modified, p.own_head_dim_v, p.packed_lists, *map(id, fitting)
     found = _kept.get(key)
     if found is None:
-        if len(_kept) >= _MAX_KEPT:
+        if len(_kept) >= MAX_CLASSES:
             _kept.clear()
         # Where the wheel carries nothing for a GPU, all have to be compiled.
         rows = [row for row in fitting if is_carried(row, target.cc)] or fitting
@@ -249,21 +244,21 @@ def _rows(op: str, p: AttentionProblem, target: Target, only: KernelSpec | None 
 
 
 _kept: dict[tuple[Any, ...], tuple[tuple[KernelSpec, ...], list[KernelSpec]]] = {}
-_MAX_KEPT = 4096
 
 
 def _smallest(rows: Iterable[KernelSpec], p: AttentionProblem) -> list[KernelSpec]:
     """Of each kind of tile the row with the least that the call has no use for, and none that has far more of it."""
     rows = list(rows)
-    # Each row more would be a text more to compile.
-    widest, least = (_WIDEST, _LEAST_COLUMNS) if p.score_mod is None else (1.0, 0)
-    narrowest: dict[bool, int] = {}
-    for row in rows:
-        narrowest[row.arch_specific] = min(narrowest.get(row.arch_specific, 1 << 30), row.head_dim + row.head_dim_v)
+    # Tiles of the next width may have a better shape. In 8 bits none has, and a score_mod is compiled for each row.
+    most = 1 if p.score_mod is not None or p.precision.quantized else 2
+    widest: dict[bool, int] = {}
+    for is_specific in (False, True):
+        widths = sorted({_columns(row) for row in rows if row.arch_specific == is_specific})
+        widest[is_specific] = max(widths[:most], default=0)
     plain = {row.arch_specific for row in rows if not row.score_mods}
     kinds: dict[Any, KernelSpec] = {}
     for row in rows:
-        if row.head_dim + row.head_dim_v > max(widest * narrowest[row.arch_specific], least):
+        if _columns(row) > widest[row.arch_specific]:
             continue
         if (not p.score_mods and row.score_mods and row.arch_specific in plain) or (
             row.own_head_dim_v and not p.own_head_dim_v
@@ -276,5 +271,9 @@ def _smallest(rows: Iterable[KernelSpec], p: AttentionProblem) -> list[KernelSpe
     return list(kinds.values())
 
 
+def _columns(row: KernelSpec) -> int:
+    return row.head_dim + row.head_dim_v
+
+
 def _size(row: KernelSpec, p: AttentionProblem) -> tuple[Any, ...]:
-    return row.head_dim + row.head_dim_v, row.score_mods, p.packed_lists and not row.lists, row.options
+    return _columns(row), row.score_mods, p.packed_lists and not row.lists, row.options

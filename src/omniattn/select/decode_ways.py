@@ -10,29 +10,20 @@ from typing import NamedTuple
 
 from ..problems import UNLIMITED, DecodeProblem, Target
 from ..problems.costs import DecodeCosts
-from ..problems.decode import MAX_WORKERS, DecodeSplit, KeyPass, passes
+from ..problems.decode import FIXED_COMBINE_WARPS, MAX_WORKERS, DecodeSplit, KeyPass, passes
 from ..problems.target import Coefficients
 from ..registry import KernelSpec
-from ..registry.decode import BESIDE_TILES, SHARED_TILES
+from ..registry.decode import BESIDE_TILES, COMBINE_WARPS, RESULTS_OF_WARP, SHARED_TILES
 from ..registry.targets import is_carried
 from .cache import select_decode
 from .choice import Selection
 from .cost import longest
+from .model import rules
 from .ways import Asked
 
-#: Keys of all kv heads, for each SM, from which on the rule has warps of a CTA share them: docs/performance/decode.md.
-SHARED_KEYS = 768
-#: Partial results that a warp of the second kernel asks for at once, and warps of a row.
-_AT_ONCE, _WARPS = 8, (1, 2, 4, 8)
-#: Warps of a row with ``deterministic``: one number for all batches, because the order of the sum depends on it.
-_FIXED_WARPS = 4
-#: CTAs of the second kernel on an SM.
-_COMBINES = 8
-#: The part of the SMs that keeps memory busy, with a CTA of `KernelSpec.beside` on each or with a usual one.
-_BUSY = {True: 1 / 3, False: 1 / 2}
-#: Query rows of a kv head and sequence for which attention takes a third of the time that memory takes for the keys: of
-#: half of them 2 flops a channel and row at 700 TFLOP/s, of all 4 bytes at 2.7 TB/s.
-_ROWS = 173
+#: CTAs that end where sequences end, as a part of those that there could be, from which on they are the faster ones
+#: (docs/performance/decode.md).
+_ALIGNED = 0.9
 
 
 @dataclass(frozen=True)
@@ -99,7 +90,7 @@ def query_tiles(one: KeyPass, target: Target) -> tuple[tuple[int, int], ...]:
         return ((2, 1), (1, 1))
     apart = (2, 1)
     shared = SHARED_TILES.get(one.k.row_dim, ()) if one.k.bits == one.v.bits == 16 else ()
-    few = p.batch * p.num_kv_heads * p.capacity < SHARED_KEYS * target.sm_count
+    few = p.batch * p.num_kv_heads * p.capacity < rules().shared_keys * target.sm_count
     # Measured on Hopper alone. With `deterministic` the batch must not decide.
     if not shared or target.cc[0] != 9 or (few and not p.deterministic):
         return (apart, *shared)
@@ -122,15 +113,15 @@ def aligned_workers(most: int, segments: int, chunks: int) -> int:
     if segments == 0 or chunks <= most:
         return most
     aligned = segments * (most // segments) if segments <= most else -(-segments // -(-segments // most))
-    return aligned if 10 * aligned >= 9 * most else most
+    return aligned if aligned >= _ALIGNED * most else most
 
 
 def combine_warps(one: KeyPass, workers: int, segments: int) -> int:
     """As many warps of a row as ask for all partial results of a segment at once."""
     if one.problem.deterministic:
-        return _FIXED_WARPS
+        return FIXED_COMBINE_WARPS
     results = -(-workers // max(segments, 1))
-    return next(warps for warps in _WARPS if results <= _AT_ONCE * warps or warps == _WARPS[-1])
+    return next((warps for warps in COMBINE_WARPS if results <= RESULTS_OF_WARP * warps), COMBINE_WARPS[-1])
 
 
 def _with_split(one: KeyPass, tiles: tuple[int, int], pair: tuple[Selection, Selection], most: int) -> PassWay:
@@ -170,7 +161,8 @@ def way_in_company(problem: DecodeProblem, target: Target, *, at_once: bool) -> 
     most = target.sm_count * at_a_time(pair[0].spec, target)
     if at_once:
         rows = problem.total_queries * problem.group / max(problem.batch, 1)
-        most = round(target.sm_count * max(_BUSY[beside], 1 / (1 + rows / _ROWS)))
+        least = rules().busy_beside if beside else rules().busy
+        most = round(target.sm_count * max(least, 1 / (1 + rows / rules().rows_of_attention)))
     return DecodeWay((_with_split(one, tiles, pair, most),))
 
 
@@ -206,7 +198,11 @@ def _pass_ways(one: KeyPass, target: Target, *, alone: bool) -> Iterator[PassWay
             counts.add(min(segments, MAX_WORKERS))  # a CTA each: there is nothing to merge
         for workers in sorted(counts):
             warps = combine_warps(one, workers, segments)
-            others = () if one.problem.deterministic else (_WARPS[(_WARPS.index(warps) + 2) % len(_WARPS)],)
+            others = (
+                ()
+                if one.problem.deterministic
+                else (COMBINE_WARPS[(COMBINE_WARPS.index(warps) + 2) % len(COMBINE_WARPS)],)
+            )
             for each in sorted((warps, *others)):
                 yield PassWay(tiles, *pair, DecodeSplit(workers, each))
 
@@ -293,7 +289,7 @@ def _work(one: KeyPass, way: PassWay, target: Target, joined: float) -> DecodeWo
         read=read,
         reread=read * (segments / max(p.batch * p.num_kv_heads, 1)),
         merged=2.0 * 4 * results * rows * (spec.head_dim + 2),
-        combined=float(depth * -(-merges // (_COMBINES * target.sm_count))),
+        combined=float(depth * -(-merges // (way.combine.spec.ctas_per_sm * target.sm_count))),
         joined=joined,
     )
 

@@ -9,17 +9,14 @@ from ..problems import AttentionProblem, BackwardProblem, QuantizeProblem, Targe
 from ..problems.attention import is_plain_scale
 from ..problems.memory import ITEMSIZE
 from ..registry import KernelSpec
+from ..registry.limits import MAX_COLUMNS, MAX_ITEMS
 from ..registry.masks import MASK_TILE, MAX_TILES
 
 #: Calls whose rows differ in what they can serve. Others have one row a call: which, selection says by name.
 Problem = AttentionProblem | BackwardProblem | QuantizeProblem
 
-_BITS = {"int8": 8, "int4": 4, "fp8": 8}
-#: What offsets of partial results are counted in.
-_MAX_COLUMNS = 2**31 - 2**10
-#: Tiles that persistent kernels can count.
-_MAX_ITEMS = 2**31 - 2**16
-_MAX_CLASSES = 1024
+#: Classes of calls whose rows are kept.
+MAX_CLASSES = 1024
 #: A class of calls.
 K = TypeVar("K", bound=Hashable)
 
@@ -67,7 +64,7 @@ def fitting_rows(
     key = op, of_class, _details_of(problem)
     found = _FITTING.get(key)
     if found is None or found[0] is not alike:
-        if len(_FITTING) >= _MAX_CLASSES:
+        if len(_FITTING) >= MAX_CLASSES:
             _FITTING.clear()
         found = _FITTING[key] = alike, [row for row in alike if _unfit_call(row, problem, target) is None]
     return list(found[1])
@@ -80,7 +77,7 @@ def unfit_for_splits(problem: AttentionProblem) -> str | None:
         return "there is nothing to attend to"
     # Four channels a column; 64 rows more for the last tile, and rows of no head.
     batch = 1 if p.varlen else p.batch
-    if batch * p.num_q_heads * (p.seqlen_q + 64) * p.head_dim_v // 2 >= _MAX_COLUMNS:
+    if batch * p.num_q_heads * (p.seqlen_q + 64) * p.head_dim_v // 2 >= MAX_COLUMNS:
         return "it counts rows in 31 bits"
     return None
 
@@ -111,7 +108,7 @@ class RowsOf(Generic[K]):
     def __call__(self, registry: Sequence[KernelSpec], of: K) -> tuple[KernelSpec, ...]:
         """Those of ``registry``, in its order."""
         found = self._found
-        if registry is not self._registry or len(found) >= _MAX_CLASSES:
+        if registry is not self._registry or len(found) >= MAX_CLASSES:
             found = {}
             self._registry, self._found = registry, found
         rows = found.get(of)
@@ -191,7 +188,7 @@ def _is_countable(problem: AttentionProblem) -> bool:
     """Whether every kernel can count the tiles of a call."""
     p = problem
     heads = p.num_q_heads * (1 if p.varlen else p.batch)
-    return p.seqlen_k <= MASK_TILE * MAX_TILES and heads * (p.seqlen_q // 64 + p.batch + 4) < _MAX_ITEMS
+    return p.seqlen_k <= MASK_TILE * MAX_TILES and heads * (p.seqlen_q // 64 + p.batch + 4) < MAX_ITEMS
 
 
 def _of_kind(row: KernelSpec, of: tuple[str, str, bool]) -> bool:
@@ -265,10 +262,10 @@ def _unfit_precision(row: KernelSpec, problem: AttentionProblem, target: Target)
     if (
         operands is not None
         and not operands.e4m3
-        and (operands.grouping, operands.stored_bits) != (row.grouping, _BITS[row.qk])
+        and (operands.grouping, operands.stored_bits) != (row.grouping, row.stored_bits)
     ):
         return (
-            f"it reads {_BITS[row.qk]}-bit operands in the {row.grouping} grouping, these are "
+            f"it reads {row.stored_bits}-bit operands in the {row.grouping} grouping, these are "
             f"{operands.stored_bits}-bit ones in the {operands.grouping} grouping"
         )
     if descales is not None and not row.arch_specific and problem.head_dim % 16:
@@ -373,4 +370,4 @@ def _unfit_tiles(row: KernelSpec, problem: AttentionProblem, rows: int) -> str |
     # A bound: 64 rows are the smallest tile, and packed sequences add one each.
     blocks = rows // 64 + (problem.batch + 3 if problem.varlen else 1)
     heads = problem.num_q_heads * (1 if problem.varlen else problem.batch)
-    return "it counts tiles in 31 bits" if heads * blocks >= _MAX_ITEMS else None
+    return "it counts tiles in 31 bits" if heads * blocks >= MAX_ITEMS else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import math
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -50,6 +50,64 @@ def _measured() -> tuple[Rates, Coefficients]:
     major, minor = data["cc"]
     rates = Rates((major, minor), data["sm_count"], data["clock_mhz"], data["memory_gb_s"])
     return rates, Coefficients(**data["coefficients"], rows=data["rows"])
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """Measured numbers of the file that are no coefficients: what decides where the model has nothing to say.
+
+    Attributes
+    ----------
+    shared_keys : int
+        Keys of all kv heads, for each SM, from which on warps of a CTA of ``decode`` share them
+        (docs/performance/decode.md).
+    rows_of_codes : int
+        Rows (queries x query heads of a kv head) of a sequence up to which the kernels of ``decode`` are faster over a
+        quantized cache than making its keys in 16 bits first (docs/performance/serving.md, as what follows).
+    mixed_rows : float
+        Rows of all sequences, as a part of those that they would have if all were as long as the longest, up to which
+        some are expected to be single tokens: with a third of the rows 0 to 18 % are gained, with half of them 1 to
+        9 %, with nearly all of them up to 5 % are lost.
+    busy, busy_beside : float
+        The part of the SMs that keeps memory busy, with a usual CTA of ``decode`` on each, or with one of
+        `KernelSpec.beside`.
+    rows_of_attention : float
+        Query rows of a kv head and sequence for which attention takes a third of the time that memory takes for the
+        keys: of half of them 2 flops a channel and row at 700 TFLOP/s, of all 4 bytes at 2.7 TB/s.
+    waves : int
+        Persistent CTAs of attention beside ``decode``, for each place on the GPU. Those that find no place before
+        ``decode``'s have ended begin late: the more there are, the less each of them has to do, and the more often a
+        pipeline is filled.
+    page_rows : int
+        Rows of a page that are copied together as fast as whole pages: 8 by tensor maps are hardly faster than one by
+        one.
+    cached_bytes : int
+        K and V of heads that are quantized together where the whole of them is read twice: a part of the L2 cache,
+        because Q and the outputs pass through it in between.
+    int8_from : dict of int to (int, int)
+        By the narrowest head_dim that holds a call's: rows and keys from which on int8 with its quantization is faster
+        than exact attention, (full, causal or windowed). Of one H200 (docs/performance/results/int8.json, which a test
+        compares); where no measured length was faster, the next one.
+    """
+
+    shared_keys: int
+    rows_of_codes: int
+    mixed_rows: float
+    busy: float
+    busy_beside: float
+    rows_of_attention: float
+    waves: int
+    page_rows: int
+    cached_bytes: int
+    int8_from: dict[int, tuple[int, int]]
+
+
+@functools.cache
+def rules() -> Rules:
+    """Of the GPU that was measured; others have no better ones."""
+    data = dict(_file()["rules"])
+    lengths = data.pop("int8_from")
+    return Rules(**data, int8_from={int(d): (full, hidden) for d, (full, hidden) in lengths.items()})
 
 
 @functools.cache

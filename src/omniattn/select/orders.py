@@ -29,12 +29,8 @@ from .model import coefficients_of
 #: What an order has to gain over the usual one, as a fraction of the busiest CTA's work: no smaller gain was measured
 #: to pay (docs/performance/tail.md).
 _GAIN = 0.02
-#: CTAs that may be left out.
-_SPARE = 3
 #: Rounds beyond which an item more or less on some SM no longer matters, and a simulation would take long.
 MAX_ROUNDS = 64
-#: Bytes of K and V of heads whose tiles follow one by one behind pairs, at most: L2 does not hold more.
-_TAIL_BYTES = 64e6
 #: Such numbers of heads that are tried besides those that leave whole rounds of pairs.
 _TAILS = 32
 
@@ -197,7 +193,7 @@ def _most_rows(heads: int, blocks: int, last: int, whole: int, ctas: int) -> int
 
 
 def _fewer_ctas(work: Callable[[int], int], total: int, tiles: TileList, places: int) -> Iterator[int]:
-    """The number of CTAs, a few less than places, of which the busiest has least to do, if that gains anything.
+    """One CTA less than places, if the busiest one then has less to do.
 
     If the number of CTAs is a multiple of a head's items, a CTA has the same one of all its heads: the last, short tile
     of full attention, or of an odd number of causal tiles the middle one, which is in no pair. Some CTAs would have far
@@ -214,11 +210,9 @@ def _fewer_ctas(work: Callable[[int], int], total: int, tiles: TileList, places:
         CTAs of the GPU.
     """
     gained = (1 - _GAIN) * work(places)
-    if not _SPARE < places < tiles.num_items or total / (places - 1) >= gained:
-        return
-    found = min((work(ctas), -ctas) for ctas in range(places - _SPARE, places))
-    if found[0] < gained:
-        yield -found[1]
+    fewer = places - 1
+    if 0 < fewer < tiles.num_items - 1 and total / fewer < gained and work(fewer) < gained:
+        yield fewer
 
 
 @lru_cache(4096)
@@ -234,10 +228,9 @@ def _tail(of: HeadTiles, heads: int, places: int, head_bytes: float, apart: floa
         return 0
     # So many heads are under way in pairs, too.
     anyway = min(heads, -(-places // per_head))
-    most = min(heads, max(anyway, int(_TAIL_BYTES / max(head_bytes, 1.0))))
     # Heads that leave whole rounds of pairs, and numbers in between.
     whole = (heads - rounds * places // per_head for rounds in range(num_pairs // places + 1))
-    tails = sorted({n for n in (*whole, *range(0, heads + 1, -(-heads // _TAILS))) if 0 < n <= most})
+    tails = sorted({n for n in (*whole, *range(0, heads + 1, -(-heads // _TAILS))) if 0 < n <= heads})
     best, least = 0, float(usual)
     for tail in tails:
         cost = 1 + apart * head_bytes * max(tail - anyway, 0)

@@ -14,12 +14,9 @@ from ..registry import KernelSpec
 from ..registry.targets import is_carried
 from .choice import Selection
 from .cost import longest
+from .model import rules
 from .quantize import VALUES_OPS, fitting, select_fp8_quantizer, select_fp8_values, select_quantizer, selected
 from .ways import Asked
-
-#: Bytes of K and V of heads that go together where the whole of them is read twice: a part of the L2 cache, because Q
-#: and the outputs pass through it in between.
-CACHED_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)
@@ -91,8 +88,8 @@ def usual_units(problem: QuantizeProblem) -> int:
 
 
 def cached_units(problem: QuantizeProblem) -> int:
-    """Heads of K and V of `CACHED_BYTES`; one at least."""
-    return max(1, min(CACHED_BYTES // max(_unit_bytes(problem), 1), problem.units))
+    """Heads of K and V of `model.Rules.cached_bytes`; one at least."""
+    return max(1, min(rules().cached_bytes // max(_unit_bytes(problem), 1), problem.units))
 
 
 def _unit_bytes(p: QuantizeProblem) -> int:

@@ -11,18 +11,8 @@ from ..problems.split import SplitKV, Whole
 from .candidate import Candidate
 from .choose import ranked
 from .cost import copying_us
-from .model import coefficients_of, page_factors
+from .model import coefficients_of, page_factors, rules
 from .orders import usual_order
-
-#: Rows of all sequences, as a part of those that they would have if all were as long as the longest, up to which some
-#: are expected to be single tokens. Measured (docs/performance/serving.md): with a third of the rows 0 to 18 % are
-#: gained, with half of them 1 to 9 %, with nearly all of them up to 5 % are lost.
-_PART = 0.4
-#: Persistent CTAs of attention for each place on the GPU. Those that find no place before ``decode``'s have ended begin
-#: late: the more there are, the less each of them has to do, and the more often a pipeline is filled.
-_WAVES = 2
-#: Rows of a page that are copied together as fast as whole pages: 8 by tensor maps are hardly faster than one by one.
-_CHUNK_ROWS = 16
 
 
 def is_divided(problem: AttentionProblem, *, always: bool = False) -> bool:
@@ -33,7 +23,7 @@ def is_divided(problem: AttentionProblem, *, always: bool = False) -> bool:
     p = problem
     if p.max_seqlen_q == 0:  # there is nothing to compute
         return False
-    return always or (p.batch > 1 and p.seqlen_q <= _PART * p.batch * p.max_seqlen_q)
+    return always or (p.batch > 1 and p.seqlen_q <= rules().mixed_rows * p.batch * p.max_seqlen_q)
 
 
 def one_way(problem: AttentionProblem, target: Target) -> Candidate | None:
@@ -80,7 +70,7 @@ def is_copied(problem: AttentionProblem, keys: DequantizeProblem, target: Target
         return True
     us, way = over_pages[0]
     factors = page_factors(target.cc).get(way.row.twin, (1.0, 1.0))
-    in_chunks = problem.pages is None or not problem.pages.has_table or problem.pages.page_size % _CHUNK_ROWS == 0
+    in_chunks = problem.pages is None or not problem.pages.has_table or problem.pages.page_size % rules().page_rows == 0
     return copied[0][0] + cost < us * factors[0 if in_chunks else 1]
 
 
@@ -97,5 +87,5 @@ def way_of_others(problem: AttentionProblem, target: Target) -> Candidate | None
         return way
     order = usual_order(way.row, way.told(p), target)
     assert order.tiles is not None
-    ctas = min(order.tiles.num_items, _WAVES * target.sm_count * way.row.ctas_per_sm)
+    ctas = min(order.tiles.num_items, rules().waves * target.sm_count * way.row.ctas_per_sm)
     return replace(way, schedule=Whole(order.tiles, ctas))
