@@ -15,6 +15,7 @@
 #include "attention/partial_sum.cuh"
 #include "attention/sinks.cuh"
 #include "attention/softmax.cuh"
+#include "decode/latent.cuh"
 #include "decode/plan.cuh"
 #include "decode/rows.cuh"
 #include "params/decode.cuh"
@@ -26,11 +27,11 @@
 struct Config {
     using Io = IO_TYPE;
     static constexpr int kHeadDim = HEAD_DIM;
-    static constexpr int kRows = ROWS;
+    static constexpr int kRows = ROWS;  // of a segment; kAllRows: of a latent cache, see decode/latent.cuh
     static constexpr int kWarps = 8;
     static constexpr int kThreads = kWarps * 32;
     static constexpr int kWidth = kHeadDim / 32;  // channels of a lane
-    static constexpr int kUnroll = kWidth == 8 ? 4 : 8;  // partial results that are asked for at once
+    static constexpr int kUnroll = kWidth >= 8 ? 32 / kWidth : 8;  // partial results that are asked for at once
 };
 
 struct SharedStorage {
@@ -62,7 +63,9 @@ OA_DEVICE void store_channels(uint16* to, const float (&x)[kWidth], float scale)
     } else if constexpr (kWidth == 4) {
         *reinterpret_cast<uint2*>(to) = make_uint2(w[0], w[1]);
     } else {
-        *reinterpret_cast<uint4*>(to) = make_uint4(w[0], w[1], w[2], w[3]);
+#pragma unroll
+        for (int i = 0; i < kWidth / 2; i += 4)
+            *reinterpret_cast<uint4*>(to + 2 * i) = make_uint4(w[i], w[i + 1], w[i + 2], w[i + 3]);
     }
 }
 
@@ -101,9 +104,12 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads) decode_combine_sm
                                                                                    __grid_constant__ DecodeParams p) {
     __shared__ SharedStorage smem;
     int tid = threadIdx.x, lane = tid & 31, warp_idx = tid >> 5;
-    int32 segments = p.num_kv_heads * p.num_row_blocks;
+    constexpr bool kIsLatent = Config::kRows == kAllRows;
+    const int32 row_blocks = kIsLatent ? 1 : p.num_row_blocks;
+    const int32 slot_rows = kIsLatent ? p.num_row_blocks * kLatentRows : Config::kRows;
+    int32 segments = p.num_kv_heads * row_blocks;
     int32 sequence = int32(blockIdx.x) / segments, segment = int32(blockIdx.x) - sequence * segments;
-    int32 kv_head = segment / p.num_row_blocks, row_block = segment - kv_head * p.num_row_blocks;
+    int32 kv_head = segment / row_blocks, row_block = segment - kv_head * row_blocks;
     int32 split = p.combine_split, part = warp_idx & (split - 1);
     int32 row = (int32(blockIdx.y) * Config::kWarps + warp_idx) / split;
     int32 flat = row_block * Config::kRows + row;
@@ -114,7 +120,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads) decode_combine_sm
         return;
     }
     const KeySpan span = key_span<Config::kRows>(p, sequence);
-    bool active = row < Config::kRows && token < span.queries.count;
+    bool active = row < slot_rows && token < span.queries.count;
 
     // Of a sequence's queries there may be fewer blocks than of the longest one's.
     int32 chunks = row_block < span.row_blocks ? span.chunks : 0, count = 0;
@@ -144,7 +150,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads) decode_combine_sm
 #pragma unroll
         for (int u = 0; u < Config::kUnroll; ++u) {
             int32 at = i + u * split;
-            int64 slot_row = (at == 0 ? first_slot : later_slots + int64(at) * step) * Config::kRows + row;
+            int64 slot_row = (at == 0 ? first_slot : later_slots + int64(at) * step) * slot_rows + row;
             ml[u] = make_float2(kLowest, 0.0f);
 #pragma unroll
             for (int e = 0; e < Config::kWidth; ++e) o[u][e] = 0.0f;
