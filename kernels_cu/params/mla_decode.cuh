@@ -5,7 +5,7 @@
 #include "ptx/types.cuh"
 
 struct MlaDecodeParams {
-    DecodeParams decode;  // of a cache with one head; head_dim is that of V
     TensorMap map;  // of the cache: {column, row of a block, head, block}, boxes of 64 columns and 2^box_rows_log2 rows
+    DecodeParams decode;  // of a cache with one head; head_dim is that of V
     int32 box_rows_log2;  // less than 3: there is no map
 };

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from .. import arguments, arrays
 from ..arrays import Tensor
-from ..errors import ArgumentError, DtypeError, ShapeError
+from ..errors import ArgumentError, DtypeError, ShapeError, UnsupportedError
 from ..kv.cache import KVCache
 from ..kv.formats import KV_ARRAY_DTYPES
 from ..plan.engine import Call
@@ -37,6 +37,8 @@ def check_append(call: Call, tensors: dict[str, Tensor]) -> AppendProblem:
     """The problem of a call."""
     rope, cache = call.options.rope, call.cache
     assert cache is not None
+    if cache.facts.is_latent:
+        raise UnsupportedError(f"{_NAME}(): a latent cache", instead="writing its rows, cache.k, by its own library")
     k, v = tensors["k"], tensors["v"]
     check_choice(rope, "rope", ROPE_STYLES, _NAME)
     if cache.facts.scales is not None and cache.facts.scales.sequences:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from .. import arguments, arrays
+from .. import arguments, arrays, runtime
 from ..arrays import Tensor
-from ..errors import ArgumentError, DtypeError, ShapeError
+from ..errors import ArgumentError, DtypeError, ShapeError, UnsupportedError
 from ..kv.cache import KVCache
 from ..kv.formats import KV_ARRAY_DTYPES
 from ..plan.engine import Call
@@ -55,14 +55,14 @@ def check_decode(call: Call, tensors: dict[str, Tensor]) -> DecodeProblem:
     capacity = check_table(cache, table, batch, _NAME)
     check_slots(cache, tensors.get("recent_slots"), batch, _NAME)
     check_scales(cache, batch, _NAME)
-    scale, sinks, o_strides = check_scale_sinks_out(options.softmax_scale, tensors, _NAME)
+    scale, sinks, o_strides = check_scale_sinks_out(options.softmax_scale, tensors, cache, _NAME)
     shared = check_prefix(options.shared_prefix, cache, capacity, left, deterministic, _NAME)
     if shared:
         _check_joined(q)
     return DecodeProblem(
         q.dtype, cache.facts, batch, q_len, heads, cache.num_kv_heads, dim, capacity, cache.block_size,
         cache.num_blocks, 0 if table is None else table.shape[1], left, scale, softcap, sinks, deterministic, shared,
-        return_lse, tuple(q.strides), o_strides,
+        return_lse, tuple(q.strides), o_strides, tensor_maps=has_maps(q, cache),
     )  # fmt: skip
 
 
@@ -77,7 +77,7 @@ def _check_extents(q: Tensor) -> None:
 
 
 def check_scale_sinks_out(
-    softmax_scale: Any, tensors: dict[str, Tensor], function: str
+    softmax_scale: Any, tensors: dict[str, Tensor], cache: KVCache, function: str
 ) -> tuple[float, str, tuple[int, ...]]:
     """The scale of a call's scores, what its sinks are, and the strides of o."""
     q = tensors["q"]
@@ -87,12 +87,18 @@ def check_scale_sinks_out(
         scale = arguments.check_number(softmax_scale, "softmax_scale", function)
     sinks = values.check_sinks(tensors["sinks"], heads, q.dtype, function) if "sinks" in tensors else "none"
     values.check_strides(q, function)
-    o_strides = arrays.contiguous_strides(tuple(q.shape))
+    shape = (*q.shape[:-1], cache.v_format.head_dim)
+    o_strides = arrays.contiguous_strides(shape)
     if "out" in tensors:
-        values.check_like(tensors["out"], q.shape, q.dtype, function)
+        values.check_like(tensors["out"], shape, q.dtype, function)
         values.check_strides(tensors["out"], function, written=True)
         o_strides = tuple(tensors["out"].strides)
     return scale, sinks, o_strides
+
+
+def has_maps(q: Tensor, cache: KVCache) -> bool:
+    """Whether kernels over a latent cache can have tensor maps; others need none."""
+    return q.device != "cuda" or not cache.facts.is_latent or runtime.has_tensor_maps()
 
 
 def check_queries(q: Tensor, cache: KVCache, function: str) -> None:
@@ -130,6 +136,8 @@ def check_prefix(
     if not cache.paged:
         expected = "0 with a KVCache, whose sequences have memory of their own"
         raise ArgumentError("shared_prefix", expected, received, function=function)
+    if cache.facts.is_latent:
+        raise UnsupportedError(f"{function}(): shared_prefix over a latent cache", instead="shared_prefix=0")
     if tokens % size or tokens > capacity:
         raise ArgumentError("shared_prefix", whole, received, function=function)
     if cache.recent_window:

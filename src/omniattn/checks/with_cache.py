@@ -27,7 +27,7 @@ from ..select.model import rules
 from . import values
 from .attention import describable
 from .caches import check_int32, check_scales, check_slots, check_table, host_table
-from .decode import check_prefix, check_queries, check_scale_sinks_out
+from .decode import check_prefix, check_queries, check_scale_sinks_out, has_maps
 from .extras import check_score_mod
 
 _NAME = "attention_with_kvcache"
@@ -114,7 +114,7 @@ def check_with_cache(call: Call, tensors: dict[str, Tensor]) -> WithCacheProblem
     if has_leftpad := "leftpad_k" in tensors:
         check_int32(tensors["leftpad_k"], (batch,), f"({batch},)", _NAME)
     check_scales(cache, batch, _NAME)
-    scale, sinks, o_strides = check_scale_sinks_out(options.softmax_scale, tensors, _NAME)
+    scale, sinks, o_strides = check_scale_sinks_out(options.softmax_scale, tensors, cache, _NAME)
     shared = check_prefix(options.shared_prefix, cache, capacity, left, deterministic, _NAME)
     if shared and queries.packed:
         raise UnsupportedError(f"{_NAME}(): shared_prefix with packed queries", instead="shared_prefix=0, or a batch")
@@ -134,6 +134,11 @@ def check_with_cache(call: Call, tensors: dict[str, Tensor]) -> WithCacheProblem
         against = "leftpad_k"
     if deterministic and queries.packed and right != 0 and against is None:
         against = "queries that may see keys behind their own"  # of one query too: whatever max_seqlen_q says
+    if against is not None and cache.facts.is_latent:
+        raise UnsupportedError(
+            f"{_NAME}(): a latent cache with {against}",
+            instead=f"up to {most} causal queries a sequence, or attention over keys and values that are made of it",
+        )
     kernels: AttentionProblem | DecodeProblem
     beside: DecodeProblem | None = None
     keys: DequantizeProblem | None = None
@@ -272,7 +277,7 @@ def _decode(
         q.dtype, layout, queries.batch, queries.longest, q.shape[-2], cache.num_kv_heads, cache.head_dim, f.capacity,
         cache.block_size, cache.num_blocks, columns, f.left, f.scale, f.softcap, f.sinks, f.deterministic, f.shared,
         f.return_lse, _with_batch(q.strides), _with_batch(o_strides), queries.rows if queries.packed else -1,
-        num_splits=f.num_splits,
+        num_splits=f.num_splits, tensor_maps=has_maps(q, cache),
     )  # fmt: skip
 
 

@@ -278,7 +278,7 @@ class KVCache(OnArrays, WithLeaves):
 
     @property
     def v(self) -> Any:
-        """Data plane of V."""
+        """Data plane of V; of a latent cache None: V is a part of K's rows."""
         return self._array("v")
 
     @property
@@ -321,7 +321,8 @@ class KVCache(OnArrays, WithLeaves):
         """Bytes that one token takes, all heads, K and V."""
         if self.array_order is not None:
             scales = 8 if self._facts.scales is not None and self._facts.scales.each_row else 0
-            return self.num_kv_heads * (2 * self.k_format.bits // 8 * self.head_dim + scales)
+            rows = 1 if self._facts.is_latent else 2
+            return self.num_kv_heads * (rows * self.k_format.bits // 8 * self.head_dim + scales)
         return self.num_kv_heads * (self.k_format.token_bytes + self.v_format.token_bytes)
 
     @property
@@ -366,9 +367,11 @@ class KVCache(OnArrays, WithLeaves):
         self._plain_torch = all(t.framework == "torch" for t in self.tensors)
         strides = None
         if self.array_order is not None:
-            strides, others = (
-                by_position(self._planes[name].shape, self._planes[name].strides, self.array_order)[1] for name in "kv"
-            )
+            strides, *rest = (
+                by_position(self._planes[name].shape, self._planes[name].strides, self.array_order)[1]
+                for name in ("k", "v") if name in self._planes
+            )  # fmt: skip
+            others = rest[0] if rest else strides
             if strides != others:
                 raise StrideError("cache.v", f"strides {strides} of blocks, heads and tokens, like k", f"{others}")
         self._facts = intern(

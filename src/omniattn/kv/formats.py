@@ -124,8 +124,8 @@ class KVFormat:
 
 
 def row_dim(head_dim: int) -> int:
-    """Width of a stored row: head_dim padded to one of `ROW_DIMS`."""
-    return next(dim for dim in ROW_DIMS if dim >= head_dim)
+    """Width of a stored row: head_dim padded to one of `ROW_DIMS`; of a latent cache, which is wider, head_dim."""
+    return next((dim for dim in ROW_DIMS if dim >= head_dim), head_dim)
 
 
 def check_format(

@@ -60,6 +60,8 @@ class CacheLayout:
         Of the caller's arrays, in elements, 0 for extents of 1.
     scales : ScalePlaces, optional
         Of the caller's arrays in 8 bits, where they have scales.
+
+    V's head_dim, that of v_format, is another one in latent caches alone.
     """
 
     paged: bool
@@ -80,6 +82,11 @@ class CacheLayout:
     array_order: str | None = None
     strides: tuple[int, int, int] | None = None
     scales: ScalePlaces | None = None
+
+    @property
+    def is_latent(self) -> bool:
+        """Whether V has no rows of its own: its channels are the first ones of K's rows."""
+        return self.v_format.head_dim != self.head_dim
 
 
 _interned: weakref.WeakKeyDictionary[CacheLayout, weakref.ref[CacheLayout]] = weakref.WeakKeyDictionary()

@@ -14,6 +14,8 @@ from .scales import describe_scales
 
 #: Rows (tokens times kv heads) of a cache: the kernels count them in 32 bits.
 MAX_CACHE_ROWS = 2**32 - 1
+#: Channels of a latent cache's rows at most.
+MAX_LATENT_DIM = 576
 #: Names of caches by the element types of arrays.
 _DTYPES = {**{array: name for name, array in KV_ARRAY_DTYPES.items()}, "float8_e4m3fn": "fp8", "int8": "int8"}
 #: Libraries whose arrays can be divided without a copy.
@@ -32,7 +34,14 @@ class OnArrays:
 
     @classmethod
     def from_arrays(
-        cls, k: Any, v: Any = None, *, layout: str = "NHD", k_scale: Any = None, v_scale: Any = None
+        cls,
+        k: Any,
+        v: Any = None,
+        *,
+        layout: str = "NHD",
+        k_scale: Any = None,
+        v_scale: Any = None,
+        head_dim_v: int | None = None,
     ) -> Any:
         """A cache on arrays that are there already: K and V in 16 or 8 bits, of any strides; nothing is copied.
 
@@ -57,6 +66,12 @@ class OnArrays:
             over 448 (int8: 127), at least 2^-60; NaN, with codes of 0, for rows with values that are not finite.
             Scales below 2^-60 or beyond 2^60 are not what the kernels are made for.
 
+        head_dim_v : int, optional
+            A latent cache (multi-head latent attention, DeepSeek-V2 2024): k, in 16 bits, has one head, which all query
+            heads share, v is None, and the value of a token is the first head_dim_v channels of its row. `decode` and
+            `attention_with_kvcache` give o with as many. dim up to 576, head_dim_v a multiple of 8 below it; on a GPU
+            576 and 512. Your own code writes the rows.
+
         Returns
         -------
         KVCache or PagedKVCache
@@ -76,7 +91,7 @@ class OnArrays:
         takes the arrays over as those of its own: nobody else may read them. Launches on arrays of JAX or another
         DLPack library are kept in order by their cache: one cache for an array. (Torch and CuPy have streams for that.)
         """
-        return _on(cls, k, v, layout, {"k_scale": k_scale, "v_scale": v_scale})
+        return _on(cls, k, v, layout, {"k_scale": k_scale, "v_scale": v_scale}, head_dim_v)
 
     @property
     def k_scale(self) -> Any:
@@ -94,12 +109,18 @@ class OnArrays:
         return cache._array(name) if given is None else given.obj
 
 
-def _on(cls: Any, k: Any, v: Any, layout: Any, scales: dict[str, Any]) -> Any:
+def _on(cls: Any, k: Any, v: Any, layout: Any, scales: dict[str, Any], head_dim_v: Any) -> Any:
     if layout not in ORDERS or not isinstance(layout, str):
         raise ArgumentError("layout", " or ".join(map(repr, ORDERS)), repr(layout), function=_name(cls))
-    first, second = (arrays.describe(k, "k"), arrays.describe(v, "v")) if v is not None else _halves(k, _name(cls))
+    if head_dim_v is not None:
+        first = second = arrays.describe(k, "k")
+        _check_latent(first, v, scales, head_dim_v, layout, _name(cls))
+    elif v is not None:
+        first, second = arrays.describe(k, "k"), arrays.describe(v, "v")
+    else:
+        first, second = _halves(k, _name(cls))
     facts: tuple[Any, ...] = (
-        cls, layout, second.ptr - first.ptr, first.ptr % CHUNK_BYTES, _facts_of(first), _facts_of(second),
+        cls, layout, second.ptr - first.ptr, first.ptr % CHUNK_BYTES, _facts_of(first), _facts_of(second), head_dim_v,
     )  # fmt: skip
     of_rows: dict[str, Tensor] = {}
     others: dict[str, Tensor] = {}
@@ -111,9 +132,9 @@ def _on(cls: Any, k: Any, v: Any, layout: Any, scales: dict[str, Any]) -> Any:
     known = _known.get(facts)
     cache: Any = cls.__new__(cls)
     if known is None:
-        _check(first, second, layout, _name(cls))
-    cache.__dict__.update(_extents(first, layout) if known is None else known)
-    planes = {"k": first, "v": second, **of_rows}
+        _check(first, second, layout, _name(cls), arguments.MAX_HEAD_DIM if head_dim_v is None else MAX_LATENT_DIM)
+    cache.__dict__.update(_extents(first, layout, head_dim_v) if known is None else known)
+    planes = {"k": first, **({"v": second} if head_dim_v is None else {}), **of_rows}
     for name, t in planes.items():
         t.argument = f"cache.{name}"
         t.readonly = t.readonly and t.framework != "jax"
@@ -155,8 +176,29 @@ def _halves(k: Any, function: str) -> tuple[Tensor, Tensor]:
     return arrays.describe(both.obj[..., :dim], "k"), arrays.describe(both.obj[..., dim:], "v")
 
 
-def _check(k: Tensor, v: Tensor, layout: str, function: str) -> None:
-    """Everything that a cache's arrays have to be."""
+def _check_latent(k: Tensor, v: Any, scales: dict[str, Any], head_dim_v: Any, layout: str, function: str) -> None:
+    """What a latent cache's one array has to be besides."""
+    for name, x in (("v", v), *scales.items()):
+        if x is not None:
+            expected = "None with head_dim_v: the value is a part of k's row, in 16 bits"
+            raise ArgumentError(name, expected, type(x).__name__, function=function)
+    width = arguments.check_int(head_dim_v, "head_dim_v", function, least=1)
+    if k.dtype not in KV_ARRAY_DTYPES.values():
+        raise UnsupportedError(
+            f"{function}(): head_dim_v with {k.dtype} rows", instead="float16 or bfloat16, or K and V of their own"
+        )
+    if len(k.shape) != 4:
+        return  # `_check` says so
+    if width % 8 or width >= k.shape[3]:
+        expected = f"a multiple of 8 below {k.shape[3]}, k's last dimension"
+        raise ArgumentError("head_dim_v", expected, repr(head_dim_v), function=function)
+    if _heads(k, layout) != 1:
+        expected = "one head with head_dim_v, which all query heads share"
+        raise ShapeError("k", expected, f"shape {tuple(k.shape)}", function=function)
+
+
+def _check(k: Tensor, v: Tensor, layout: str, function: str, most: int) -> None:
+    """Everything that a cache's arrays have to be. most: channels of a row."""
     arrays.require_same_device([k, v])
     for t in (k, v):
         if t.dtype not in _DTYPES:
@@ -171,8 +213,8 @@ def _check(k: Tensor, v: Tensor, layout: str, function: str) -> None:
         raise ShapeError("v", f"shape {tuple(k.shape)}, like k", f"{tuple(v.shape)}", function=function)
     dim = k.shape[3]
     step = CHUNK_BYTES // k.itemsize
-    if not (step <= dim <= arguments.MAX_HEAD_DIM and dim % step == 0):
-        expected = f"head_dim, the last dimension, a multiple of {step} from {step} to {arguments.MAX_HEAD_DIM}"
+    if not (step <= dim <= most and dim % step == 0):
+        expected = f"head_dim, the last dimension, a multiple of {step} from {step} to {most}"
         raise ShapeError("k", expected, f"{dim}", function=function)
     extents, strides = by_position(k.shape, k.strides, layout)
     rows = extents[0] * extents[1] * extents[2]
@@ -201,14 +243,14 @@ def _check_strides(t: Tensor, function: str) -> None:
         raise AlignmentError(t.argument, expected, hex(t.ptr), function=function)
 
 
-def _extents(k: Tensor, layout: str) -> dict[str, Any]:
+def _extents(k: Tensor, layout: str, head_dim_v: int | None) -> dict[str, Any]:
     """A cache's attributes, but for those that `KVCache._settle` finds."""
     (blocks, heads, tokens), _ = by_position(k.shape, k.strides, layout)
     dim = k.shape[3]
     order = "fragment" if k.itemsize == 2 else IN_ORDER
     formats = {
-        name: KVFormat(_DTYPES[k.dtype], dim, row_dim(dim), False, is_key, order)
-        for name, is_key in (("k_format", True), ("v_format", False))
+        name: KVFormat(_DTYPES[k.dtype], width, row_dim(width), False, is_key, order)
+        for name, is_key, width in (("k_format", True, dim), ("v_format", False, head_dim_v or dim))
     }
     return {
         "num_blocks": blocks, "block_size": tokens, "num_kv_heads": heads, "head_dim": dim, **formats,

@@ -12,7 +12,7 @@ from ..problems.decode import NEWEST, DecodeSplit, KeyPass, passes
 from ..problems.memory import WORKSPACE_ALIGNMENT
 from ..registry import KernelSpec
 from ..runtime.record import LaunchRecord
-from . import merge_states
+from . import merge_states, mla_decode
 from .attn_fwd import SINKS_KINDS
 from .host_struct import At, strides
 from .numbers import MAX_GRID_X, quotient_factors
@@ -48,7 +48,7 @@ def _planes(one: KeyPass) -> dict[str, At | None]:
         }
     return {
         "k": At("cache.k"),
-        "v": At("cache.v"),
+        "v": None if cache.is_latent else At("cache.v"),
         **params_of(cache),
         **{name: At(f"cache.{name}") if name in cache.key_arrays else None for name in ("k_mean", "k_channel_scale")},
         "block_table": At("block_table") if cache.paged else None,
@@ -154,7 +154,9 @@ class _PassPlan:
         p, spec = one.problem, kernels.main
         self.one, self.kernels = one, kernels
         self.rows = spec.block_m
-        self.row_blocks = -(-one.rows // self.rows)
+        self.row_blocks = one.row_blocks(self.rows)
+        # A slot of partial results has the rows of a block; over a latent cache those of all.
+        self.slot_rows = self.rows * (self.row_blocks if p.cache.is_latent else 1)
         self.segments, chunks = one.segments(self.rows), one.chunks(self.rows)
         if chunks >= 2**31 or self.segments > MAX_GRID_X:
             raise UnsupportedError(
@@ -163,8 +165,8 @@ class _PassPlan:
                 instead="a smaller batch",
             )
         self.num_workers = kernels.split.workers
-        values = (chunks if p.has_fixed_splits else 2 * self.num_workers) * self.rows
-        self.ml_offset = -(-4 * values * spec.head_dim // WORKSPACE_ALIGNMENT) * WORKSPACE_ALIGNMENT
+        values = (chunks if p.has_fixed_splits else 2 * self.num_workers) * self.slot_rows
+        self.ml_offset = -(-4 * values * spec.head_dim_v // WORKSPACE_ALIGNMENT) * WORKSPACE_ALIGNMENT
         self.workspace_bytes = max(self.ml_offset + 8 * values, 1)
 
     def records(self, o: At, lse: At | None, partials: int) -> tuple[LaunchRecord, ...]:
@@ -203,7 +205,7 @@ class _PassPlan:
             "num_kv_heads": p.num_kv_heads,
             "group": p.group,
             "num_row_blocks": self.row_blocks,
-            "head_dim": p.head_dim,
+            "head_dim": p.head_dim_v,
             "capacity": p.capacity,
             "block_size": p.block_size,
             "num_blocks": p.num_blocks,
@@ -235,8 +237,11 @@ class _PassPlan:
         arguments = DECODE.pack(values)
         # The CTAs of one sequence more clear the rows that no sequence owns.
         others = self.segments // p.batch if p.packed and not p.has_company else 0
-        grid = (self.segments + others, -(-min(self.rows, one.rows) * split // _COMBINE_WARPS), 1)
+        grid = (self.segments + others, -(-min(self.slot_rows, one.rows) * split // _COMBINE_WARPS), 1)
+        ctas, main = (self.num_workers, 1, 1), arguments
+        if cache.is_latent:
+            ctas, main = (self.row_blocks, self.num_workers, 1), mla_decode.arguments(values, p)
         return (
-            LaunchRecord(spec, (self.num_workers, 1, 1), 32 * spec.num_warps, *arguments),
+            LaunchRecord(spec, ctas, 32 * spec.num_warps, *main),
             LaunchRecord(combine, grid, 32 * _COMBINE_WARPS, *arguments, overlap=True),
         )

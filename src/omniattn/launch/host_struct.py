@@ -80,8 +80,8 @@ class HostStruct:
     def pack(self, values: dict[str, object]) -> Arguments:
         """Pack values by field name.
 
-        Pointers take an `At`, or None for null; tensor maps a `TensorMap` without its place; the rest numbers, or
-        tuples of them for arrays. Every field needs a value, and every value a field.
+        Pointers take an `At`, or None for null; tensor maps a `TensorMap` without its place, or None for zeros; the
+        rest numbers, or tuples of them for arrays. Every field needs a value, and every value a field.
         """
         if values.keys() != self.offsets.keys():
             odd = sorted(values.keys() ^ self.offsets.keys())
@@ -96,8 +96,9 @@ class HostStruct:
                         assert isinstance(one, At)
                         pointers.append(Pointer(at + 8 * i, one.operand, one.offset))
             elif code == "M":
-                assert isinstance(value, TensorMap)
-                maps.append(value._replace(offset=at))
+                if value is not None:
+                    assert isinstance(value, TensorMap)
+                    maps.append(value._replace(offset=at))
             else:
                 struct.pack_into("<" + code, data, at, *(value if isinstance(value, tuple) else (value,)))
         return Arguments(bytes(data), tuple(pointers), tuple(maps))

@@ -93,12 +93,14 @@ def build_copies(spec: KernelSpec, problem: CopyProblem, target: Target) -> tupl
         return _copies(spec, problem, planes, [ring, ring, 8, 0], None)
     count = cache.num_kv_heads * cache.block_size
     formats = (cache.k_format, cache.v_format)
-    planes = [At("cache.k"), At("cache.v")]
+    planes = [At("cache.k"), None if cache.is_latent else At("cache.v")]
     planes += [
         At(name) if fmt.plane_words else None
         for name, fmt in zip(("cache.k_params", "cache.v_params"), formats, strict=True)
     ]
     widths = [f.row_bytes if rows is None else 16 * rows.chunks for f in formats]
+    if cache.is_latent:
+        widths[1] = 0
     sizes = [*(count * width for width in widths), *(count * 4 * f.plane_words for f in formats)]
     records = _copies(spec, problem, planes, sizes, rows)
     if cache.scales is None or not cache.scales.each_row:

@@ -297,6 +297,12 @@ MERGE_STATES = HostStruct(
     ("i", "seqlen num_heads chunks reserved"),
 )
 
+# params/mla_decode.cuh
+
+MLA_DECODE = HostStruct(
+    "MlaDecodeParams", ("M", "map"), (DECODE, "decode"), ("i", "box_rows_log2"),
+)
+
 # params/quantize.cuh
 
 QUANTIZE_ITEM = HostStruct(

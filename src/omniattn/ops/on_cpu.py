@@ -293,8 +293,11 @@ def with_cache(call: Call, problem: WithCacheProblem, tensors: Tensors) -> list[
     host, compute = on_host(cache), np.dtype("float64" if q.dtype == "float64" else "float32")
     with np.errstate(all="ignore"):  # keys that overflow are infinite, as on a GPU
         found = [read_tokens(host, table[b], int(seq_lens[b]), int(slots[b]), b, int(first[b])) for b in range(batch)]
-        none = np.zeros((0, cache.num_kv_heads, cache.head_dim), np.float32)
-        k, v = (np.concatenate([none, *(pair[i][n:] for pair, n in zip(found, pads, strict=True))]) for i in (0, 1))
+        k, v = (
+            np.concatenate([np.zeros((0, cache.num_kv_heads, dim), np.float32), *(
+                pair[i][n:] for pair, n in zip(found, pads, strict=True)
+            )]) for i, dim in enumerate((cache.head_dim, cache.v_format.head_dim))
+        )  # fmt: skip
         mod = call.subject
         if mod is not None:
             mod = functools.partial(mod.reference, **_mod_arrays(mod, tensors))
@@ -309,7 +312,9 @@ def with_cache(call: Call, problem: WithCacheProblem, tensors: Tensors) -> list[
             raise error.named(name) from None
     if problem.by_decode and not packed:
         lse = lse.reshape(heads, batch, rows.shape[1]).swapaxes(0, 1)
-    return store_results(call, problem, tensors, [o.reshape(rows.shape), lse][: len(problem.outputs)])
+    return store_results(
+        call, problem, tensors, [o.reshape(*rows.shape[:-1], o.shape[-1]), lse][: len(problem.outputs)]
+    )
 
 
 def append(call: Call, problem: AppendProblem, tensors: Tensors) -> list[Any]:
@@ -404,7 +409,8 @@ def copy(call: Call, problem: CopyProblem, tensors: Tensors) -> list[Any]:
         planes = (host.recent.k, host.recent.v, host.recent.state)
     else:
         of_rows = (x for x in (host.k_scale, host.v_scale) if x is not None and x.ndim == 3)
-        planes = (host.k, host.v, host.k_params, host.v_params, *of_rows)
+        values = () if cache.facts.is_latent else (host.v,)
+        planes = (host.k, *values, host.k_params, host.v_params, *of_rows)
     for plane in planes:
         plane[[d for _, d in problem.pairs]] = plane[[s for s, _ in problem.pairs]]
     return []

@@ -56,6 +56,8 @@ class DecodeProblem:
         Sequences with more queries than q_len are another launch's, and so are rows that no sequence owns.
     num_splits : int
         Parts of a sequence's keys at most; 0: as many as are fastest.
+    tensor_maps : bool
+        The driver in use can make them.
     """
 
     dtype: str
@@ -81,11 +83,17 @@ class DecodeProblem:
     total_queries: int = -1
     has_company: bool = False
     num_splits: int = 0
+    tensor_maps: bool = True
 
     @property
     def has_fixed_splits(self) -> bool:
         """Whether places in the sequence divide its keys, whatever else is in the batch."""
         return self.deterministic or self.num_splits > 0
+
+    @property
+    def head_dim_v(self) -> int:
+        """Channels of o; of latent caches fewer than q's."""
+        return self.cache.v_format.head_dim
 
     @property
     def group(self) -> int:
@@ -107,7 +115,7 @@ class DecodeProblem:
         """Arrays that the call returns; those of packed queries without the first dimension."""
         batch, queries = self.rows
         first = () if self.packed else (batch,)
-        o = Output("o", (*first, queries, self.num_q_heads, self.head_dim), self.dtype)
+        o = Output("o", (*first, queries, self.num_q_heads, self.head_dim_v), self.dtype)
         lse = Output("lse", (*first, self.num_q_heads, queries), "float32")
         return (o, lse) if self.lse else (o,)
 
@@ -176,9 +184,14 @@ class KeyPass:
             return max(CHUNK, 1 << max(-(-self.keys // p.num_splits) - 1, 0).bit_length())
         return FIXED_SPLIT if p.deterministic else CHUNK
 
+    def row_blocks(self, tile_rows: int) -> int:
+        """Blocks of so many query rows of a kv head."""
+        return -(-self.rows // tile_rows)
+
     def segments(self, tile_rows: int) -> int:
-        """Keys of a sequence and kv head, for each block of so many query rows."""
-        return self.problem.batch * self.problem.num_kv_heads * -(-self.rows // tile_rows)
+        """Keys of a sequence and kv head, for each block of so many query rows; of a latent cache once for all."""
+        blocks = 1 if self.problem.cache.is_latent else self.row_blocks(tile_rows)
+        return self.problem.batch * self.problem.num_kv_heads * blocks
 
     def chunks(self, tile_rows: int) -> int:
         """Chunks of all segments, at most."""

@@ -134,7 +134,7 @@ class WithCacheProblem:
     def outputs(self) -> tuple[Output, ...]:
         """Arrays that the call makes. The LSE is as its kernels write it: `lse_is_own` says whether as the caller's."""
         o, *lse = self.kernels.outputs
-        return (Output("o", self.q_shape, o.dtype), *lse)
+        return (Output("o", (*self.q_shape[:-1], o.shape[-1]), o.dtype), *lse)
 
     @property
     def lse_is_own(self) -> bool:

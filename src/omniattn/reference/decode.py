@@ -196,8 +196,8 @@ def read_tokens(
             seen[len(seen) - len(newest) :] = kept[..., : recent.format.head_dim]
     if positions.size == count:
         return k, v
-    before = np.zeros((count - positions.size, *k.shape[1:]), k.dtype)
-    return np.concatenate([before, k]), np.concatenate([before, v])
+    k, v = (np.concatenate([np.zeros((count - positions.size, *x.shape[1:]), x.dtype), x]) for x in (k, v))
+    return k, v
 
 
 def decode(
@@ -233,10 +233,11 @@ def decode(
     Returns
     -------
     o : (batch, q_len, heads_q, head_dim)
+        Of a latent cache head_dim_v.
     lse : (batch, heads_q, q_len)
     """
     batch, q_len, heads, _ = q.shape
-    o = np.zeros(q.shape, dtype=compute_dtype)
+    o = np.zeros((*q.shape[:-1], cache.v_format.head_dim), dtype=compute_dtype)
     lse = np.empty((batch, heads, q_len), dtype=compute_dtype)
     first = first_seen(seq_lens, q_len, window_left)
     for b in range(batch):
@@ -260,6 +261,8 @@ def on_host(cache: KVCache) -> CacheArrays:
     """A cache's memory as NumPy sees it; of a cache on the CPU it is the memory itself, written in place."""
 
     def plane(name: str, fmt: KVFormat) -> Any:
+        if name not in cache.planes:  # V of a latent cache
+            return plane("k", cache.k_format)[..., : fmt.head_dim * fmt.bits // 8]
         raw = arrays.raw_view(cache.planes[name])
         if fmt.layout == "fbgemm":
             return raw.swapaxes(1, 2)

@@ -185,6 +185,66 @@ def combine_row(dtype: str, head_dim: int, n_tiles: int, row_warps: int = 1) -> 
     )
 
 
+#: Channels of a latent cache's rows, and how many of them, from the first on, are the value too.
+LATENT_DIMS = (576, 512)
+#: Query rows of a CTA over a latent cache.
+LATENT_ROWS = 64
+
+
+def latent_row(dtype: str) -> KernelSpec:
+    """One ``mla_decode_sm90`` kernel: over a latent cache, which all query heads share."""
+    short, tag = IO_TYPES[dtype]
+    width, width_v = LATENT_DIMS
+    threads, panels = 384, width // 64
+    # Q and two blocks of 64 keys; maxima, denominators, barriers, scan.
+    exact = 3 * panels * 64 * 128 + 4 * 6 * LATENT_ROWS + 8 * (2 * panels + 6) + 4 * (threads // 32 + _SCAN_WORDS)
+    smem_bytes = _up(exact, 1024)
+    return KernelSpec(
+        name=f"mla_decode_sm90_{short}_d{width}v{width_v}",
+        family="mla_decode_sm90",
+        op="decode",
+        source="entry/mla_decode_sm90.cu",
+        symbol="mla_decode_sm90",
+        defines=(
+            ("IO_TYPE", tag),
+            ("HEAD_DIM", str(width)),
+            ("HEAD_DIM_V", str(width_v)),
+            ("SMEM_BYTES", str(smem_bytes)),
+        ),
+        dtype=dtype,
+        head_dim=width,
+        own_head_dim_v=width_v,
+        block_m=LATENT_ROWS,
+        block_n=64,
+        num_warps=threads // 32,
+        smem_bytes=smem_bytes,
+        min_arch=(9, 0),
+        arch_specific=True,
+        cache=("latent", "latent"),
+    )
+
+
+def latent_combine_row(dtype: str) -> KernelSpec:
+    """The ``decode_combine_sm80`` kernel behind `latent_row`'s; its slots have the rows of all blocks."""
+    short, tag = IO_TYPES[dtype]
+    width = LATENT_DIMS[1]
+    return KernelSpec(
+        name=f"decode_combine_sm80_{short}_d{width}_latent",
+        family="decode_combine_sm80",
+        op="decode_combine",
+        source="entry/decode_combine_sm80.cu",
+        symbol="decode_combine_sm80",
+        defines=(("IO_TYPE", tag), ("HEAD_DIM", str(width)), ("ROWS", "0")),
+        dtype=dtype,
+        head_dim=width,
+        block_m=LATENT_ROWS,
+        block_n=1,
+        num_warps=8,
+        smem_bytes=0,
+        ctas_per_sm=8,
+    )
+
+
 def append_row(dtype: str, head_dim: int, k: tuple[int, int], v: tuple[int, int]) -> KernelSpec:
     """One ``kv_append_sm80`` kernel; parameters as in `decode_row`."""
     short, tag = IO_TYPES[dtype]
@@ -305,6 +365,9 @@ def decode_rows() -> Iterator[KernelSpec]:
             yield decode_row(dtype, head_dim, (0, 1), (0, 1), n_tiles, row_warps)
             yield combine_row(dtype, head_dim, n_tiles, row_warps)
         yield dequantize_row(dtype, head_dim)
+    for dtype in ("float16", "bfloat16"):
+        yield latent_row(dtype)
+        yield latent_combine_row(dtype)
     yield rounds_row()
     yield copy_row()
 

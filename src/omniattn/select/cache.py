@@ -8,7 +8,16 @@ from ..errors import UnsupportedError
 from ..kv.formats import IN_ORDER, KVFormat
 from ..problems import AppendProblem, DequantizeProblem, Target
 from ..registry import REGISTRY, KernelSpec, registered
-from ..registry.decode import BESIDE_TILES, KV_KINDS, append_row, combine_row, decode_row
+from ..registry.decode import (
+    BESIDE_TILES,
+    KV_KINDS,
+    LATENT_DIMS,
+    append_row,
+    combine_row,
+    decode_row,
+    latent_combine_row,
+    latent_row,
+)
 from .choice import Selection, only, the_one
 
 
@@ -88,6 +97,14 @@ def select_decode(
     rows = f"tiles of {main.block_m} query rows"
     what = f"{dtype} queries, {_formats(k, v)}, rows of {k.row_dim} channels, {rows}"
     return the_one(main, what, target, force), the_one(combine, f"partial results of {rows}", target, force)
+
+
+def select_latent(dtype: str, target: Target, force: str | None = None) -> tuple[Selection, Selection]:
+    """The kernels of one pass over a latent cache, as `select_decode`'s."""
+    main, combine = registered(latent_row(dtype)), registered(latent_combine_row(dtype))
+    width, width_v = LATENT_DIMS
+    what = f"{dtype} queries, a latent cache with rows of {width} channels, the first {width_v} of them V"
+    return the_one(main, what, target, force), the_one(combine, f"partial results of {width_v} channels", target, force)
 
 
 def select_append(problem: AppendProblem, target: Target, force: str | None = None) -> Selection:

@@ -8,14 +8,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from ..errors import UnsupportedError
 from ..problems import UNLIMITED, DecodeProblem, Target
 from ..problems.costs import DecodeCosts
 from ..problems.decode import FIXED_COMBINE_WARPS, MAX_WORKERS, DecodeSplit, KeyPass, passes
 from ..problems.target import Coefficients
 from ..registry import KernelSpec
-from ..registry.decode import BESIDE_TILES, COMBINE_WARPS, RESULTS_OF_WARP, SHARED_TILES
+from ..registry.decode import BESIDE_TILES, COMBINE_WARPS, LATENT_DIMS, RESULTS_OF_WARP, SHARED_TILES
 from ..registry.targets import is_carried
-from .cache import select_decode
+from .cache import select_decode, select_latent
 from .choice import Selection
 from .cost import longest
 from .model import rules
@@ -131,8 +132,24 @@ def _with_split(one: KeyPass, tiles: tuple[int, int], pair: tuple[Selection, Sel
     return PassWay(tiles, *pair, DecodeSplit(workers, combine_warps(one, workers, one.segments(rows))))
 
 
+def _over_latents(one: KeyPass, target: Target, force: str | None) -> PassWay:
+    """The way over a latent cache: all blocks of rows walk over the same keys, so that the SMs are divided by them."""
+    p = one.problem
+    dims = p.head_dim, p.head_dim_v
+    if dims != LATENT_DIMS:
+        raise UnsupportedError(
+            f"no kernel serves a latent cache with rows of {dims[0]} channels, {dims[1]} of them V",
+            instead="rows of {} channels, {} of them V, or arrays on the CPU".format(*LATENT_DIMS),
+        )
+    pair = select_latent(p.dtype, target, force)
+    blocks = one.row_blocks(pair[0].spec.block_m)
+    return _with_split(one, (1, 1), pair, max(1, target.sm_count // max(blocks, 1)))
+
+
 def _by_rule(one: KeyPass, target: Target, force: str | None) -> PassWay:
     """The best kernel by `query_tiles`, or the one that is named, on as many CTAs as are on the GPU at a time."""
+    if one.problem.cache.is_latent:
+        return _over_latents(one, target, force)
     tiles = query_tiles(one, target)
     pair = select_decode(one.problem.dtype, one.k, one.v, tiles, target=target, force=force)
     own = next(each for each in tiles if 8 * math.prod(each) == pair[0].spec.block_m)
@@ -174,6 +191,8 @@ def decode_ways(problem: DecodeProblem, target: Target) -> tuple[DecodeWay, ...]
     which order. Of two passes both are divided as the rule does.
     """
     todo = passes(problem)
+    if problem.cache.is_latent:
+        return (DecodeWay(tuple(_over_latents(one, target, None) for one in todo)),)
     found = [tuple(_pass_ways(one, target, alone=len(todo) == 1)) for one in todo]
     return tuple(DecodeWay(each) for each in itertools.product(*found))
 

@@ -1,0 +1,371 @@
+// What a warpgroup of mla_decode_sm90 computes: S and P of every other block of keys, and half of O's channels.
+#pragma once
+#include "attention/sinks.cuh"
+#include "attention/softmax.cuh"
+#include "decode/latent_copies.cuh"
+#include "ptx/cvt.cuh"
+#include "ptx/math.cuh"
+#include "ptx/mbarrier.cuh"
+#include "ptx/shared.cuh"
+#include "ptx/stmatrix.cuh"
+#include "ptx/tma.cuh"
+#include "ptx/types.cuh"
+#include "ptx/warpgroup.cuh"
+#include "ptx/wgmma.cuh"
+#include "ptx/wgmma_bf16.cuh"
+#include "ptx/wgmma_fp16.cuh"
+
+// Named barriers: P of even and of odd blocks is there; both warpgroups are done with a split; each by itself.
+enum LatentBarrier : int32 { kEvenP = 1, kOddP = 2, kSplitEnd = 3, kAlone = 4 };
+
+// Warpgroup kOwn of the two that compute.
+template <typename Config, int kOwn>
+class LatentConsumer {
+    using Products = Wgmma<typename Config::Io, Config::kKeys>;
+    using Pv = Wgmma<typename Config::Io, Config::kHeadDimV / 2>;
+    static constexpr uint32 kBlockBytes = LatentStorage<Config>::kBlockBytes;
+    static constexpr int kOutput = Config::kHeadDimV / 4, kScores = Config::kKeys / 2;
+
+  public:
+    OA_DEVICE LatentConsumer(const MlaDecodeParams& p, LatentStorage<Config>& smem)
+        : p_(p.decode),
+          smem_(smem),
+          clears_(!by_threads(p)),
+          lane_(int32(threadIdx.x) & 31),
+          row_((int32(threadIdx.x) >> 5 & 3) * 16 + (lane_ >> 2)),
+          q_(wgmma_descriptor(smem_addr_of(smem.q), 16, 1024)),
+          k_(wgmma_descriptor(smem_addr_of(smem.k[0]), 16, 1024)),
+          v_(wgmma_descriptor(smem_addr_of(smem.k[0]) + kOwn * Config::kHalfPanels * kPanelBytes, kPanelBytes, 1024)) {}
+
+    OA_DEVICE void run(SplitCursor<Config> cursor, const Partition& partition) {
+        LatentSplit split;
+        for (uint32 number = 0; cursor.next(p_, partition, split); ++number) {
+            begin(split);
+            mbarrier_wait(smem_addr_of(&smem_.q_full), number & 1);
+            fence_proxy_async();
+            if (kOwn >= split.blocks) release(smem_.q_empty);
+            if constexpr (kOwn == 0) {
+                even_blocks(split);
+            } else {
+                odd_blocks(split);
+            }
+            end(split, number & 1);
+        }
+    }
+
+  private:
+    OA_DEVICE void begin(const LatentSplit& split) {
+        const int32 flat = int32(blockIdx.x) * Config::kRows + row_;
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            m_[r] = kLowest, l_[r] = 0.0f;
+            const int32 token = min_of(token_of(p_, flat + 8 * r), split.queries.count - 1);
+            ends_[r] = split.seq_len - split.queries.count + token + 1;
+        }
+#pragma unroll
+        for (int i = 0; i < kOutput; ++i) o_[i] = 0.0f;
+    }
+
+    OA_DEVICE void even_blocks(const LatentSplit& split) {
+        float s[kScores], alpha[2];
+        for (int32 block = 0;; block += 2) {
+            uint32 probs[Config::kKeys / 16][4];
+            wgmma_discard(s);
+            wgmma_fence();
+            issue_half<0, 0>(s);
+            wgmma_commit();
+            wgmma_wait<1>();  // the product of the odd block before
+            if (block > 0) release(smem_.empty[1][1]);
+            issue_half<0, 1>(s);
+            wgmma_commit();
+            wgmma_pin(s);
+            wgmma_wait<0>();
+            wgmma_pin(s);
+            wgmma_pin(o_);
+            finish_scores(s, split, block);
+            const bool grew = raise(s, alpha);
+            note_maximum(0);
+            probabilities(s, probs);
+            share(probs, 0);
+            named_barrier_arrive(kEvenP, 256);
+            if (grew) rescale(alpha);
+            clear_tail(split, block, 0);
+            issue_own(probs, 0);
+            wgmma_wait<0>();
+            wgmma_pin(o_);
+            release(smem_.empty[0][0]);
+            ++rounds_.of[0];
+            if (!__any_sync(0xffffffffu, block + 1 < split.blocks)) return;
+            take_odd(split, block + 1);
+            if (!__any_sync(0xffffffffu, block + 2 < split.blocks)) break;
+        }
+        wgmma_wait<0>();
+        wgmma_pin(o_);
+        release(smem_.empty[1][1]);
+    }
+    OA_DEVICE void take_odd(const LatentSplit& split, int32 block) {
+        float alpha[2];
+        named_barrier_sync(kOddP, 256);
+        if (follow(1, alpha)) rescale(alpha);
+        wait_full(1);
+        clear_tail(split, block, 1);
+        issue_shared(1);
+        ++rounds_.of[1];
+    }
+
+    // Warpgroup 1: S and P of odd blocks, and of O's right half all.
+    OA_DEVICE void odd_blocks(const LatentSplit& split) {
+        float s[kScores], alpha[2];
+        int32 block = 0;
+        for (; __any_sync(0xffffffffu, block + 1 < split.blocks); block += 2) {
+            uint32 probs[Config::kKeys / 16][4];
+            issue_scores<1>(s);
+            wgmma_wait<0>();
+            finish_scores(s, split, block + 1);
+            take_even(split, block);
+            const bool grew = raise(s, alpha);
+            note_maximum(1);
+            probabilities(s, probs);
+            share(probs, 1);
+            named_barrier_arrive(kOddP, 256);
+            wgmma_wait<0>();
+            wgmma_pin(o_);
+            release(smem_.empty[0][1]);
+            if (grew) rescale(alpha);
+            clear_tail(split, block + 1, 1);
+            issue_own(probs, 1);
+            wgmma_wait<0>();
+            wgmma_pin(o_);
+            release(smem_.empty[1][0]);
+            ++rounds_.of[1];
+            ++rounds_.of[0];
+        }
+        if (!__any_sync(0xffffffffu, block < split.blocks)) return;
+        take_even(split, block);
+        wgmma_wait<0>();
+        wgmma_pin(o_);
+        release(smem_.empty[0][1]);
+        ++rounds_.of[0];
+    }
+    OA_DEVICE void take_even(const LatentSplit& split, int32 block) {
+        float alpha[2];
+        named_barrier_sync(kEvenP, 256);
+        if (follow(0, alpha)) rescale(alpha);
+        wait_full(0);
+        clear_tail(split, block, 0);
+        issue_shared(0);
+    }
+
+    OA_DEVICE void wait_panel(int buffer, int panel) const {
+        mbarrier_wait(smem_addr_of(&smem_.full[buffer][panel]), rounds_.parity(buffer));
+    }
+    // The panels of this warpgroup's half of V.
+    OA_DEVICE void wait_full(int buffer) const {
+#pragma unroll
+        for (int n = 0; n < Config::kHalfPanels; ++n) wait_panel(buffer, kOwn * Config::kHalfPanels + n);
+    }
+    OA_DEVICE void release(uint64& bar) const {
+        if (lane_ == 0) mbarrier_arrive(smem_addr_of(&bar));
+    }
+    // TMA brings whole chunks, and leaves what is behind them: rows that are no keys of the split would be NaN times 0.
+    OA_DEVICE void clear_tail(const LatentSplit& split, int32 block, int buffer) const {
+        const int32 rows = split.end - split.begin - block * Config::kKeys;
+        if (!clears_ || rows >= Config::kKeys) return;
+        const uint32 to = smem_addr_of(smem_.k[buffer]) + kOwn * Config::kHalfPanels * kPanelBytes + rows * 128;
+        for (int32 i = int32(threadIdx.x) & 127; i < (Config::kKeys - rows) * 8; i += 128)
+#pragma unroll
+            for (int panel = 0; panel < Config::kHalfPanels; ++panel)
+                store_shared4(to + panel * kPanelBytes + i * 16, make_uint4(0, 0, 0, 0));
+        fence_proxy_async();
+        named_barrier_sync(kAlone + kOwn, 128);
+    }
+
+    // S = Q K^T of a block, asynchronous.
+    template <int kBuffer>
+    OA_DEVICE void issue_scores(float (&s)[kScores]) const {
+        wgmma_discard(s);
+        wgmma_fence();
+        issue_half<kBuffer, 0>(s);
+        issue_half<kBuffer, 1>(s);
+        wgmma_commit();
+        wgmma_pin(s);
+    }
+    template <int kBuffer, int kHalf>
+    OA_DEVICE void issue_half(float (&s)[kScores]) const {
+#pragma unroll
+        for (int n = 0; n < Config::kHalfPanels + kHalf; ++n) {
+            const int panel = n == Config::kHalfPanels ? Config::kPanels - 1 : first_panel<Config>(kBuffer, kHalf) + n;
+            wait_panel(kBuffer, panel);
+#pragma unroll
+            for (int step = 0; step < 4; ++step) {
+                const uint32 at = panel * kPanelBytes + step * 32;
+                Products::ss(s, q_.at(at), k_.at(kBuffer * kBlockBytes + at), kHalf + n + step != 0);
+            }
+        }
+    }
+    // S that is there in base-2 units; keys that a row does not see are -inf.
+    OA_DEVICE void finish_scores(float (&s)[kScores], const LatentSplit& split, int32 block) const {
+        wgmma_pin(s);
+        if (block + 2 >= split.blocks) release(smem_.q_empty);
+        const int32 first = split.begin + block * Config::kKeys;
+        const float c = p_.softmax_scale * kLog2e;
+#pragma unroll
+        for (int i = 0; i < kScores; ++i) s[i] *= c;
+        if (p_.softcap > 0.0f) {
+            const float inverse = kLn2 / p_.softcap, back = p_.softcap * kLog2e;
+#pragma unroll
+            for (int i = 0; i < kScores; ++i) s[i] = back * tanh_exp2(s[i] * inverse);
+        }
+        // Every row sees the keys before this one, but for the window.
+        const int32 seen_by_all = min_of(split.seq_len - split.queries.count + 1, split.end);
+        const bool is_behind = first + Config::kKeys > seen_by_all;
+        if (is_behind || (p_.window_left >= 0 && first < split.seq_len - 1 - p_.window_left)) mask(s, split, first);
+    }
+    OA_DEVICE void mask(float (&s)[kScores], const LatentSplit& split, int32 first) const {
+#pragma unroll
+        for (int n = 0; n < Config::kKeys / 8; ++n)
+#pragma unroll
+            for (int r = 0; r < 2; ++r)
+#pragma unroll
+                for (int x = 0; x < 2; ++x) {
+                    const int32 key = first + 8 * n + 2 * (lane_ & 3) + x;
+                    const bool hidden = key >= min_of(ends_[r], split.end) ||
+                                        (p_.window_left >= 0 && int64(key) < int64(ends_[r]) - 1 - p_.window_left);
+                    if (hidden) s[4 * n + 2 * r + x] = neg_inf();
+                }
+    }
+
+    // Raises the maximum where a score is far above it; returns whether O has to follow, by `alpha`.
+    OA_DEVICE bool raise(const float (&s)[kScores], float (&alpha)[2]) {
+        constexpr float kSlack = 8.0f;  // as `OnlineSoftmax`
+        float top[2];
+        bool grew = false;
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            top[r] = fmaxf(s[2 * r], s[2 * r + 1]);
+#pragma unroll
+            for (int n = 4; n < kScores; n += 4) top[r] = fmaxf(top[r], fmaxf(s[n + 2 * r], s[n + 2 * r + 1]));
+            top[r] = fmaxf(top[r], __shfl_xor_sync(0xffffffffu, top[r], 1));
+            top[r] = fmaxf(top[r], __shfl_xor_sync(0xffffffffu, top[r], 2));
+            grew |= top[r] - m_[r] > kSlack;
+        }
+        if (!__any_sync(0xffffffffu, grew)) return false;
+#pragma unroll
+        for (int r = 0; r < 2; ++r) move_to(r, fmaxf(m_[r], top[r]), alpha[r]);
+        return true;
+    }
+    OA_DEVICE void move_to(int r, float m, float& alpha) {
+        alpha = exp2_approx(m_[r] - m);
+        m_[r] = m;
+        l_[r] *= alpha;
+    }
+    // Tells the other warpgroup.
+    OA_DEVICE void note_maximum(int which) const {
+        if ((lane_ & 3) != 0) return;
+        smem_.m[which][row_] = m_[0];
+        smem_.m[which][row_ + 8] = m_[1];
+    }
+    // Takes over the other warpgroup's maximum; returns whether O has to follow.
+    OA_DEVICE bool follow(int which, float (&alpha)[2]) {
+        const float m[2] = {smem_.m[which][row_], smem_.m[which][row_ + 8]};
+        if (!__any_sync(0xffffffffu, m[0] != m_[0] || m[1] != m_[1])) return false;
+#pragma unroll
+        for (int r = 0; r < 2; ++r) move_to(r, m[r], alpha[r]);
+        return true;
+    }
+    OA_DEVICE void rescale(const float (&alpha)[2]) {
+#pragma unroll
+        for (int i = 0; i < kOutput; ++i) o_[i] *= alpha[i >> 1 & 1];
+    }
+
+    // P, as left operand of a product: the layout of S is that of P.
+    OA_DEVICE void probabilities(const float (&s)[kScores], uint32 (&probs)[Config::kKeys / 16][4]) {
+#pragma unroll
+        for (int n = 0; n < Config::kKeys / 8; ++n)
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                const float p0 = exp2_approx(s[4 * n + 2 * r] - m_[r]);
+                const float p1 = exp2_approx(s[4 * n + 2 * r + 1] - m_[r]);
+                l_[r] += p0 + p1;
+                probs[n >> 1][2 * (n & 1) + r] = pack2(typename Config::Io{}, p0, p1);
+            }
+    }
+    // To shared memory, where the last panel of the buffer was. All four warps' products have read that.
+    OA_DEVICE void share(const uint32 (&probs)[Config::kKeys / 16][4], int buffer) const {
+        named_barrier_sync(kAlone + kOwn, 128);
+        const int32 warp_row = row_ - (lane_ >> 2) + (lane_ & 15);
+        const uint32 to = smem_addr_of(smem_.k[buffer]) + (Config::kPanels - 1) * kPanelBytes + warp_row * 128;
+#pragma unroll
+        for (int step = 0; step < Config::kKeys / 16; ++step)
+            stmatrix_x4(to + (((2 * step + (lane_ >> 4)) ^ (lane_ & 7)) << 4), probs[step]);
+        fence_proxy_async();
+    }
+
+    // O += P V of this warpgroup's own P, and of the other's.
+    OA_DEVICE void issue_own(const uint32 (&probs)[Config::kKeys / 16][4], int buffer) {
+        wgmma_pin(o_);
+        wgmma_fence();
+#pragma unroll
+        for (int step = 0; step < Config::kKeys / 16; ++step)
+            Pv::template rs<kMnMajor>(o_, probs[step], v_.at(buffer * kBlockBytes + step * 16 * 128), 1);
+        wgmma_commit();
+        wgmma_pin(o_);
+    }
+    OA_DEVICE void issue_shared(int buffer) {
+        wgmma_pin(o_);
+        wgmma_fence();
+#pragma unroll
+        for (int step = 0; step < Config::kKeys / 16; ++step)
+            Pv::template ss<kKMajor, kMnMajor>(
+                o_, k_.at(buffer * kBlockBytes + (Config::kPanels - 1) * kPanelBytes + step * 32),
+                v_.at(buffer * kBlockBytes + step * 16 * 128), 1);
+        wgmma_commit();
+        wgmma_pin(o_);
+    }
+
+    // Of all keys O and LSE, else a partial result. which: of the two places for denominators.
+    OA_DEVICE void end(const LatentSplit& split, int which) {
+        sum_of_quad(l_);
+        if ((lane_ & 3) == 0) smem_.l[which][kOwn][row_] = l_[0], smem_.l[which][kOwn][row_ + 8] = l_[1];
+        named_barrier_sync(kSplitEnd, 256);
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const int32 flat = int32(blockIdx.x) * Config::kRows + row_ + 8 * r, token = token_of(p_, flat);
+            if (token >= split.queries.count) continue;
+            const int32 head = flat - token * p_.group;
+            const float l = smem_.l[which][0][row_ + 8 * r] + smem_.l[which][1][row_ + 8 * r];
+            const int32 column = kOwn * (Config::kHeadDimV / 2) + 2 * (lane_ & 3);
+            if (split.slot < 0) {
+                const RowResult result =
+                    finish_row(m_[r], l, sink_log2<typename Config::Io>(p_.sinks, p_.sinks_kind, head));
+                if (kOwn == 0 && (lane_ & 3) == 0 && p_.lse != nullptr)
+                    p_.lse[lse_place(p_, split.sequence, head, split.queries.first, token)] = result.lse;
+                uint16* to = p_.o + split.sequence * p_.o_stride_b + (split.queries.first + token) * p_.o_stride_s +
+                             head * p_.o_stride_h + column;
+#pragma unroll
+                for (int n = 0; n < kOutput / 4; ++n)
+                    *reinterpret_cast<uint32*>(to + 8 * n) =
+                        pack2(typename Config::Io{}, o_[4 * n + 2 * r] * result.o_scale,
+                              o_[4 * n + 2 * r + 1] * result.o_scale);
+            } else {
+                const int64 row = int64(split.slot) * p_.num_row_blocks * Config::kRows + flat;
+                if (kOwn == 0 && (lane_ & 3) == 0)
+                    *reinterpret_cast<float2*>(p_.partial_ml + 2 * row) = make_float2(m_[r], l);
+                float* to = p_.partial_o + row * Config::kHeadDimV + column;
+#pragma unroll
+                for (int n = 0; n < kOutput / 4; ++n)
+                    *reinterpret_cast<float2*>(to + 8 * n) = make_float2(o_[4 * n + 2 * r], o_[4 * n + 2 * r + 1]);
+            }
+        }
+    }
+
+    const DecodeParams& p_;
+    LatentStorage<Config>& smem_;
+    const bool clears_;
+    const int32 lane_, row_;  // the lane's first row
+    const WgmmaDescriptor q_, k_, v_;
+    Rounds rounds_;
+    float m_[2], l_[2];
+    int32 ends_[2];  // keys that a row sees end here
+    float o_[kOutput];
+};

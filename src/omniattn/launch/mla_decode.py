@@ -1,0 +1,44 @@
+"""Arguments of ``mla_decode_sm90``: those of ``decode``, and a tensor map of the cache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..kv.places import places_of
+from ..problems import DecodeProblem
+from .attn_fwd_sm90 import PANEL, mapped
+from .host_struct import Arguments
+from .structs import MLA_DECODE
+
+#: Keys of a block, and rows in one page from which on a tensor map brings them.
+_KEYS, _FEWEST = 64, 8
+
+
+def arguments(values: dict[str, object], problem: DecodeProblem) -> Arguments:
+    """The struct of a call; ``values``: the members of `launch.structs.DECODE`."""
+    rows = box_rows(problem)
+    packed: dict[str, Any] = {f"decode.{name}": x for name, x in values.items()}
+    return MLA_DECODE.pack(
+        packed | {"map": _map(problem, rows) if rows else None, "box_rows_log2": max(rows.bit_length() - 1, 0)}
+    )
+
+
+def box_rows(problem: DecodeProblem) -> int:
+    """Rows that one copy brings: a power of two, of which whole ones are in a page; 0: threads copy.
+
+    Blocks of keys begin at multiples of 64 keys, so that the only page of a sequence has any number of rows.
+    """
+    if not problem.tensor_maps:
+        return 0
+    size = problem.block_size
+    rows = _KEYS if problem.table_columns <= 1 else min(size & -size, _KEYS)
+    return rows if rows >= _FEWEST else 0
+
+
+def _map(problem: DecodeProblem, rows: int) -> Any:
+    cache = problem.cache
+    places = places_of(cache, "decode")
+    assert places is not None
+    token, head, block = (n * places.unit_bytes for n in (places.token, places.head, places.block))
+    extents = (problem.head_dim, problem.block_size, 1, problem.num_blocks)
+    return mapped("cache.k", 0, problem.dtype, extents, (token, head, block), (PANEL, rows, 1, 1))

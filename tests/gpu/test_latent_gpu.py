@@ -1,0 +1,244 @@
+"""Decoding over latent caches on Hopper, against float64."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import omniattn as oa  # noqa: E402
+from omniattn.plan.engine import PLANS  # noqa: E402
+from omniattn.registry import decode as registry_decode  # noqa: E402
+from omniattn.select import cache as select_cache  # noqa: E402
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="kernels of Hopper"
+    ),
+]
+
+DIM, DIM_V = 576, 512
+#: Largest relative L2 error of o: half a unit of the last place of its elements, and of the probabilities.
+BOUND = {"bfloat16": 4e-3, "float16": 6e-4}
+
+
+class Filled:
+    """A pool whose blocks belong to nobody where no sequence has them, and queries."""
+
+    def __init__(
+        self, lengths: tuple[int, ...], block_size: int, heads: int = 16, q_len: int = 1, dtype: str = "bfloat16",
+        growth: float = 0.0, seed: int = 0,
+    ) -> None:  # fmt: skip
+        rng = np.random.default_rng(seed)
+        self.lengths, self.q_len, self.size = lengths, q_len, block_size
+        io = getattr(torch, dtype)
+        batch, longest = len(lengths), max(lengths)
+        self.rows = [rng.standard_normal((n, DIM)) * (1 + growth * np.arange(n))[:, None] for n in lengths]
+        self.rows = [torch.tensor(x, device="cuda").to(io) for x in self.rows]
+        self.q = torch.tensor(rng.standard_normal((batch, q_len, heads, DIM)), device="cuda").to(io)
+        self.lens = torch.tensor(lengths, dtype=torch.int32, device="cuda")
+        self.where: dict[str, Any] = {}
+        if block_size:
+            columns = -(-longest // block_size)
+            counts = [-(-n // block_size) for n in lengths]
+            pool = torch.full((sum(counts) + 2, block_size, 1, DIM), math.nan, dtype=io, device="cuda")
+            table = np.full((batch, columns), 2**31 - 1, np.int32)  # what is not needed is not looked at
+            order = iter(rng.permutation(len(pool)))
+            for b, (n, rows) in enumerate(zip(lengths, self.rows, strict=True)):
+                for i in range(counts[b]):
+                    block = int(next(order))
+                    table[b, i] = block
+                    some = rows[i * block_size : min((i + 1) * block_size, n), None]
+                    pool[block, : len(some)] = some
+            self.cache: Any = oa.PagedKVCache.from_arrays(pool, head_dim_v=DIM_V)
+            self.where["block_table"] = torch.tensor(table, device="cuda")
+        else:
+            pool = torch.full((batch, longest, 1, DIM), math.nan, dtype=io, device="cuda")
+            for b, rows in enumerate(self.rows):
+                pool[b, : len(rows), 0] = rows
+            self.cache = oa.KVCache.from_arrays(pool, head_dim_v=DIM_V)
+
+    def expected(
+        self, b: int, window: int = -1, softcap: float = 0.0, sinks: Any = None, scale: float = DIM**-0.5
+    ) -> tuple[Any, Any]:
+        """O and LSE of a sequence."""
+        q, rows, n = self.q[b].double(), self.rows[b].double(), self.lengths[b]
+        s = torch.einsum("qhd,kd->hqk", q, rows) * scale
+        if softcap:
+            s = softcap * torch.tanh(s / softcap)
+        own = torch.arange(self.q_len, device="cuda")[:, None] + n - self.q_len
+        key = torch.arange(n, device="cuda")
+        seen = (key <= own) & ((key >= own - window) if window >= 0 else torch.ones_like(key <= own))
+        s = s.masked_fill(~seen, -math.inf)
+        if sinks is not None:
+            s = torch.cat([s, sinks.double()[:, None, None].expand(*s.shape[:2], 1)], -1)
+        p = torch.softmax(s, -1)[..., :n].nan_to_num(0.0)
+        return torch.einsum("hqk,kd->qhd", p, rows[:, :DIM_V]), torch.logsumexp(s, -1)
+
+    def check(self, o: Any, lse: Any = None, **options: Any) -> None:
+        assert o.shape == (*self.q.shape[:-1], DIM_V)
+        for b in range(len(self.lengths)):
+            want, want_lse = self.expected(b, **options)
+            assert not o[b].isnan().any(), b
+            error = (o[b].double() - want).norm() / want.norm().clamp_min(1e-9)
+            assert error < BOUND[str(o.dtype).removeprefix("torch.")], (b, float(error))
+            if lse is not None:
+                finite = want_lse.isfinite()
+                assert torch.equal(finite, lse[b].isfinite()), b
+                assert ((lse[b].double() - want_lse)[finite].abs() < 2e-3).all(), b
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("block_size", [64, 16, 48, 256, 8, 7, 1, 0])
+@pytest.mark.parametrize(("heads", "q_len"), [(16, 1), (128, 1), (128, 2), (64, 1), (5, 8), (1, 1), (32, 3)])
+def test_rows_and_blocks(heads: int, q_len: int, block_size: int, dtype: str) -> None:
+    case = Filled((500, 64, 65, 127, 129, 1000, q_len), block_size, heads, q_len, dtype)
+    o, lse = oa.decode(case.q, case.cache, seq_lens=case.lens, return_lse=True, **case.where)
+    case.check(o, lse)
+
+
+@pytest.mark.parametrize("lengths", [(20000,), (300,) * 140, (1, 4096, 2, 777, 3000, 63)], ids=["one", "many", "mixed"])
+@pytest.mark.parametrize("heads", [16, 128])
+def test_keys_are_divided(lengths: tuple[int, ...], heads: int) -> None:
+    case = Filled(lengths, 64, heads)
+    case.check(*oa.decode(case.q, case.cache, seq_lens=case.lens, return_lse=True, **case.where))
+
+
+@pytest.mark.parametrize("growth", [0.004, 0.05], ids=["slowly", "fast"])
+def test_maxima_that_grow(growth: float) -> None:
+    """Blocks of both warpgroups raise the maximum, and O follows."""
+    case = Filled((1500, 640), 64, 128, 2, growth=growth)
+    case.check(*oa.decode(case.q, case.cache, seq_lens=case.lens, return_lse=True, **case.where))
+
+
+@pytest.mark.parametrize("block_size", [64, 16, 5, 0])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"window": (100, 0)},
+        {"window": (1000, 0)},
+        {"softcap": 3.0},
+        {"softmax_scale": -0.02},
+        {"softmax_scale": 0.1352},
+    ],
+    ids=["window 100", "window 1000", "softcap", "negative scale", "scale"],
+)
+def test_options(options: dict[str, Any], block_size: int) -> None:
+    case = Filled((2500, 333, 90), block_size, 40, 3)
+    o, lse = oa.decode(case.q, case.cache, seq_lens=case.lens, return_lse=True, **case.where, **options)
+    known = {"window": options.get("window", (-1, 0))[0], "softcap": options.get("softcap", 0.0)}
+    case.check(o, lse, scale=options.get("softmax_scale", DIM**-0.5), **known)
+
+
+def test_sinks_and_out() -> None:
+    case = Filled((2500, 90), 64, 128)
+    sinks = torch.randn(128, device="cuda") * 3
+    out = torch.full((2, 1, 128, 1024), 7.0, device="cuda", dtype=torch.bfloat16)[..., :DIM_V]
+    o, lse = oa.decode(
+        case.q, case.cache, seq_lens=case.lens, return_lse=True, sinks=sinks, out=out, **case.where
+    )  # fmt: skip
+    assert o.data_ptr() == out.data_ptr()
+    case.check(o, lse, sinks=sinks)
+
+
+def test_blocks_left_of_a_window_may_be_anybodys() -> None:
+    case = Filled((3000,), 64)
+    case.where["block_table"][0, :30] = torch.arange(30) * 1000003
+    o = oa.decode(case.q, case.cache, seq_lens=case.lens, window=(1000, 0), **case.where)
+    case.check(o, window=1000)
+
+
+def test_packed_queries_and_requests_without_any() -> None:
+    case = Filled((700, 64, 300, 2000), 64, 128, 3)
+    counts = (2, 0, 3, 1)
+    starts = torch.tensor(np.cumsum([0, *counts]), dtype=torch.int32, device="cuda")
+    rows = torch.cat([case.q[b, 3 - n :] for b, n in enumerate(counts)])
+    q = torch.cat([rows, rows[:2]])  # rows of nobody
+    o, lse = oa.attention_with_kvcache(
+        q, case.cache, seq_lens=case.lens, cu_seqlens_q=starts, max_seqlen_q=3, return_lse=True, **case.where
+    )  # fmt: skip
+    whole, whole_lse = oa.decode(case.q, case.cache, seq_lens=case.lens, return_lse=True, **case.where)
+    for b, n in enumerate(counts):
+        own = slice(int(starts[b]), int(starts[b + 1]))
+        assert (o[own].float() - whole[b, 3 - n :].float()).abs().amax(initial=0) < 2e-2 if n else True
+        if n:
+            assert (lse[:, own] - whole_lse[b, :, 3 - n :]).abs().max() < 1e-3
+    assert (o[6:] == 0).all()
+    assert lse[:, 6:].isneginf().all()
+
+
+def test_a_graph_is_replayed_with_other_lengths() -> None:
+    case, other = Filled((3000, 1, 2000), 64, 128), Filled((700, 2900, 64), 64, 128, seed=3)
+    pool = torch.full((200, 64, 1, DIM), math.nan, device="cuda", dtype=torch.bfloat16)
+    cache, table = oa.PagedKVCache.from_arrays(pool, head_dim_v=DIM_V), torch.zeros(3, 47, device="cuda").int()
+    lens, q = case.lens.clone(), case.q.clone()
+
+    def put(one: Filled) -> None:
+        own = one.where["block_table"]
+        table.zero_()
+        table[:, : own.shape[1]] = torch.where(own < 200, own, 0)
+        pool[: len(one.cache.k)] = one.cache.k
+        lens.copy_(one.lens)
+        q.copy_(one.q)
+
+    def call() -> Any:
+        return oa.decode(q, cache, seq_lens=lens, block_table=table, return_lse=True)
+
+    put(case)
+    call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        o, lse = call()
+    for one in (case, other, case):
+        put(one)
+        graph.replay()
+        one.check(o, lse)
+
+
+def test_deterministic_does_not_depend_on_the_batch() -> None:
+    case = Filled((3000, 64, 1111), 64, 128)
+    alone = oa.decode(
+        case.q[2:], case.cache, seq_lens=case.lens[2:], block_table=case.where["block_table"][2:], deterministic=True
+    )
+    o = oa.decode(case.q, case.cache, seq_lens=case.lens, deterministic=True, **case.where)
+    case.check(o)
+    assert torch.equal(o[2:], alone)
+
+
+def test_batch_index() -> None:
+    case = Filled((500, 700, 64), 0, 64)
+    order = torch.tensor([2, 0], dtype=torch.int32, device="cuda")
+    o = oa.attention_with_kvcache(case.q[order.long()], case.cache, seq_lens=case.lens[order.long()], batch_index=order)
+    for i, b in enumerate((2, 0)):
+        want, _ = case.expected(b)
+        assert (o[i].double() - want).norm() / want.norm() < BOUND["bfloat16"]
+
+
+def test_explain_names_the_kernels() -> None:
+    case = Filled((500,), 64)
+    said = str(oa.explain(oa.decode, case.q, case.cache, seq_lens=case.lens, **case.where))
+    assert "mla_decode_sm90_bf16_d576v512" in said
+    assert "the first 512 of them V" in said
+
+
+@pytest.mark.parametrize("block_size", [64, 4])
+def test_warps_that_come_at_random_times(block_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def delayed(dtype: str) -> Any:
+        row = registry_decode.latent_row(dtype)
+        return dataclasses.replace(row, defines=(*row.defines, ("RANDOM_DELAYS", "1")))
+
+    case = Filled((1500, 64, 333), block_size, 128, 2, growth=0.01)
+    monkeypatch.setattr(select_cache, "registered", lambda row: row)
+    monkeypatch.setattr(select_cache, "latent_row", delayed)
+    PLANS.clear()
+    try:
+        for _ in range(5):
+            case.check(*oa.decode(case.q, case.cache, seq_lens=case.lens, return_lse=True, **case.where))
+    finally:
+        PLANS.clear()

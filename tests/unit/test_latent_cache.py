@@ -1,0 +1,200 @@
+"""Latent caches (multi-head latent attention): rows that all query heads share, whose first channels are the value."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import omniattn as oa
+from omniattn.errors import ArgumentError, ShapeError, UnsupportedError
+from omniattn.kv.layout import CacheLayout
+from omniattn.launch.structs import DECODE, MLA_DECODE
+from omniattn.plan.others import plan_decode
+from omniattn.problems import DecodeProblem, Target
+from omniattn.runtime.record import LaunchRecord
+
+HOPPER = Target((9, 0), 227 << 10, 132)
+RNG = np.random.default_rng(5)
+
+
+def pool(blocks: int = 6, size: int = 4, dim: int = 24, dtype: Any = np.float16) -> Any:
+    return RNG.standard_normal((blocks, size, 1, dim)).astype(dtype)
+
+
+def expected(q: Any, rows: Any, dim_v: int, **options: Any) -> Any:
+    """By `attention` on the keys and values that the rows stand for."""
+    n, heads = q.shape[0], q.shape[1]
+    k = np.repeat(rows[None], heads, axis=2)
+    return oa.attention(q[None], k, k[..., :dim_v], causal=True, window=options.pop("window", None), **options)[0][:n]
+
+
+@pytest.mark.parametrize("paged", [True, False])
+@pytest.mark.parametrize(
+    "options", [{}, {"window": (5, 0)}, {"softcap": 2.0}, {"softmax_scale": 0.3}], ids=lambda o: next(iter(o), "plain")
+)
+def test_values_are_the_first_channels(paged: bool, options: dict[str, Any]) -> None:
+    latent, dim_v, lengths = pool(), 16, (9, 3)
+    table = np.array([[4, 0, 5], [2, 1, 3]], np.int32)
+    cache: Any
+    if paged:
+        cache = oa.PagedKVCache.from_arrays(latent, head_dim_v=dim_v)
+        rows = [latent[table[b]].reshape(-1, 1, 24)[:n] for b, n in enumerate(lengths)]
+        where: dict[str, Any] = {"block_table": table}
+    else:
+        latent = latent.reshape(2, 12, 1, 24)
+        cache, where = oa.KVCache.from_arrays(latent, head_dim_v=dim_v), {}
+        rows = [latent[b, :n] for b, n in enumerate(lengths)]
+    q = RNG.standard_normal((2, 2, 3, 24)).astype(np.float16)
+    lens = np.array(lengths, np.int32)
+    o, lse = oa.decode(q, cache, seq_lens=lens, return_lse=True, **where, **options)
+    packed = oa.attention_with_kvcache(
+        q.reshape(4, 3, 24), cache, seq_lens=lens, cu_seqlens_q=np.array([0, 2, 4], np.int32), max_seqlen_q=2, **where,
+        **options,
+    )  # fmt: skip
+    assert o.shape == (2, 2, 3, dim_v)
+    assert lse.shape == (2, 3, 2)
+    np.testing.assert_array_equal(packed.reshape(o.shape), o)
+    for b in range(2):
+        want = expected(q[b], rows[b], dim_v, **options)
+        np.testing.assert_allclose(o[b].astype(np.float32), want.astype(np.float32), atol=2e-3)
+
+
+def test_out_and_sinks() -> None:
+    latent = pool()
+    cache = oa.KVCache.from_arrays(latent.reshape(2, 12, 1, 24), head_dim_v=16)
+    q, lens = RNG.standard_normal((2, 1, 3, 24)).astype(np.float16), np.array([7, 0], np.int32)
+    out, sinks = np.ones((2, 1, 3, 16), np.float16), np.full(3, 50.0, np.float32)
+    assert oa.decode(q, cache, seq_lens=lens, out=out, sinks=sinks) is out
+    assert np.abs(out).max() < 1e-3  # the sink has nearly everything, and a sequence without tokens nothing
+    with pytest.raises(ShapeError, match="out"):
+        oa.decode(q, cache, seq_lens=lens, out=np.ones((2, 1, 3, 24), np.float16))
+
+
+def test_a_latent_cache_says_what_it_is() -> None:
+    latent = pool()
+    cache = oa.PagedKVCache.from_arrays(latent, head_dim_v=16)
+    assert cache.v is None
+    assert cache.k is latent
+    assert (cache.token_bytes, cache.nbytes) == (2 * 24, latent.nbytes)
+    assert cache.facts.is_latent
+    assert not oa.PagedKVCache.from_arrays(latent, latent.copy()).facts.is_latent
+
+
+def test_blocks_are_copied_and_swapped() -> None:
+    latent = pool()
+    before = latent.copy()
+    cache = oa.PagedKVCache.from_arrays(latent, head_dim_v=16)
+    oa.copy_blocks(cache, [(0, 1), (0, 2)])
+    np.testing.assert_array_equal(latent[1], before[0])
+    np.testing.assert_array_equal(latent[2], before[0])
+    np.testing.assert_array_equal(latent[3:], before[3:])
+    assert oa.SwapSpace(cache, 2).nbytes == 2 * latent[0].nbytes
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "said"),
+    [
+        ({"head_dim_v": 24}, ArgumentError, "head_dim_v.*a multiple of 8 below 24"),
+        ({"head_dim_v": 12}, ArgumentError, "head_dim_v.*a multiple of 8"),
+        ({"head_dim_v": "16"}, ArgumentError, "head_dim_v"),
+        ({"head_dim_v": 16, "v": pool()}, ArgumentError, "'v': expected None with head_dim_v"),
+        ({"head_dim_v": 16, "k_scale": np.ones(1, np.float32)}, ArgumentError, "'k_scale': expected None"),
+    ],
+)  # fmt: skip
+def test_what_it_may_be_given(given: dict[str, Any], error: type[Exception], said: str) -> None:
+    with pytest.raises(error, match=said):
+        oa.PagedKVCache.from_arrays(pool(), **given)
+
+
+def test_rows_that_are_none() -> None:
+    two_heads = RNG.standard_normal((6, 4, 2, 24)).astype(np.float16)
+    with pytest.raises(ShapeError, match="one head with head_dim_v"):
+        oa.PagedKVCache.from_arrays(two_heads, head_dim_v=16)
+    with pytest.raises(UnsupportedError, match="int8 rows"):
+        oa.PagedKVCache.from_arrays(np.zeros((6, 4, 1, 32), np.int8), head_dim_v=16)
+    with pytest.raises(ShapeError, match="from 8 to 576"):
+        oa.PagedKVCache.from_arrays(np.zeros((6, 4, 1, 584), np.float16), head_dim_v=512)
+
+
+def test_what_is_not_served_says_so() -> None:
+    latent = pool()
+    cache = oa.PagedKVCache.from_arrays(latent, head_dim_v=16)
+    table, lens = np.zeros((1, 6), np.int32), np.array([20], np.int32)
+    rows = np.zeros((1, 2, 1, 24), np.float16)
+    with pytest.raises(UnsupportedError, match="a latent cache"):
+        oa.append(cache, rows, rows, seq_lens=lens, block_table=table)
+    long = np.zeros((1, 17, 3, 24), np.float16)
+    with pytest.raises(UnsupportedError, match="a latent cache with 17 queries"):
+        oa.attention_with_kvcache(long, cache, seq_lens=lens, block_table=table)
+    with pytest.raises(UnsupportedError, match="shared_prefix over a latent cache"):
+        oa.decode(long[:, :1], cache, seq_lens=lens, block_table=table, shared_prefix=4)
+
+
+# Plans for a GPU
+
+
+def problem(heads: int = 128, q_len: int = 1, batch: int = 4, block_size: int = 64, **more: Any) -> DecodeProblem:
+    latent = np.zeros((2, 8, 1, 576), np.float16)
+    facts: CacheLayout = oa.PagedKVCache.from_arrays(latent, head_dim_v=512).facts
+    row = heads * 576
+    given = {
+        "dtype": "float16", "cache": facts, "batch": batch, "q_len": q_len, "num_q_heads": heads, "num_kv_heads": 1,
+        "head_dim": 576, "capacity": 65536, "block_size": block_size, "num_blocks": 2, "table_columns": 64,
+        "window_left": -1, "softmax_scale": 0.1, "softcap": 0.0, "sinks": "none", "deterministic": False,
+        "q_strides": (q_len * row, row, 576, 1), "o_strides": (q_len * heads * 512, heads * 512, 512, 1), **more,
+    }  # fmt: skip
+    return DecodeProblem(**given)
+
+
+def launches(asked: DecodeProblem, target: Target = HOPPER) -> tuple[LaunchRecord, LaunchRecord]:
+    main, combine = plan_decode(asked, target, None).records
+    return main, combine
+
+
+@pytest.mark.parametrize(
+    ("heads", "q_len", "blocks", "workers"), [(16, 1, 1, 132), (128, 1, 2, 64), (128, 2, 4, 32), (5, 16, 2, 64)]
+)
+def test_blocks_of_rows_share_the_sms(heads: int, q_len: int, blocks: int, workers: int) -> None:
+    main, combine = launches(problem(heads, q_len))
+    assert main.spec.name == "mla_decode_sm90_fp16_d576v512"
+    assert combine.spec.name == "decode_combine_sm80_fp16_d512_latent"
+    # 4 sequences: a whole number of CTAs each.
+    assert main.grid == (blocks, workers - workers % 4, 1)
+    assert main.threads == 384
+    assert combine.overlap
+
+
+@pytest.mark.parametrize(
+    ("block_size", "columns", "maps", "rows"),
+    [(64, 64, True, 64), (256, 16, True, 64), (48, 9, True, 16), (8, 9, True, 8), (4, 9, True, 0), (1, 9, True, 0),
+     (4097, 1, True, 64), (64, 64, False, 0)],
+)  # fmt: skip
+def test_rows_that_a_copy_brings(block_size: int, columns: int, maps: bool, rows: int) -> None:
+    main, _ = launches(problem(block_size=block_size, table_columns=columns, tensor_maps=maps))
+    at = MLA_DECODE.offsets["box_rows_log2"]
+    log2 = int.from_bytes(main.arguments[at : at + 4], "little")
+    assert len(main.tensor_maps) == (rows > 0)
+    assert (1 << log2 if log2 else 0) == rows
+    for map_ in main.tensor_maps:
+        assert map_.box == (64, rows, 1, 1)
+        assert map_.dims == (576, block_size, 1, 2)
+
+
+def test_partial_results_have_the_rows_of_all_blocks() -> None:
+    main, combine = launches(problem(128, 2))
+    size = plan_decode(problem(128, 2), HOPPER, None).workspace_bytes
+    workers, rows = main.grid[1], 4 * 64
+    assert size == 2 * workers * rows * (4 * 512 + 8)
+    at = DECODE.offsets["num_row_blocks"]
+    assert int.from_bytes(combine.arguments[at : at + 4], "little") == 4
+    assert combine.grid[0] == 4
+
+
+def test_other_gpus_and_widths_raise() -> None:
+    with pytest.raises(UnsupportedError, match=r"9\.0 only"):
+        launches(problem(), Target((8, 0), 163 << 10, 108))
+    narrow: CacheLayout = oa.PagedKVCache.from_arrays(pool(), head_dim_v=16).facts
+    with pytest.raises(UnsupportedError, match="rows of 24 channels, 16 of them V"):
+        launches(problem(cache=narrow, head_dim=24))
