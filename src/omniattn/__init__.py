@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from . import errors
     from .kv.blocks import BlockManager
     from .kv.cache import KVCache, PagedKVCache
+    from .kv.runs import SharedLevel, SharedPrefixes, SharedRuns
     from .kv.swap import SwapSpace
     from .ops.append import append, copy_blocks, copy_recent
     from .ops.attention import attention, attention_varlen
@@ -50,6 +51,9 @@ _ROOMS = {
     "QuantizedQK": "problems",
     "QuantizedV": "problems",
     "ScoreMod": "ops",
+    "SharedLevel": "kv.runs",
+    "SharedPrefixes": "kv.runs",
+    "SharedRuns": "kv.runs",
     "SwapSpace": "kv.swap",
     "append": "ops",
     "attention": "ops",
@@ -81,6 +85,9 @@ __all__ = [
     "QuantizedQK",
     "QuantizedV",
     "ScoreMod",
+    "SharedLevel",
+    "SharedPrefixes",
+    "SharedRuns",
     "SwapSpace",
     "__version__",
     "append",

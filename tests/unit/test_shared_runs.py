@@ -42,7 +42,9 @@ def brute(tables: list[list[int]], limits: list[int]) -> set[tuple[int, int, int
         while at < len(tables):
             end = at + 1
             if limits[at] > column:
-                while end < len(tables) and limits[end] > column and tables[end][: column + 1] == tables[at][: column + 1]:
+                while (
+                    end < len(tables) and limits[end] > column and tables[end][: column + 1] == tables[at][: column + 1]
+                ):
                     end += 1
             if end - at > 1:
                 here[at, end - at] = open_runs.get((at, end - at), column)
@@ -61,7 +63,11 @@ def test_runs_are_those_of_a_search_block_by_block(seed: int) -> None:
     assert {run[:4] for run in found} == brute(tables, limits)
     assert len({run[:4] for run in found}) == len(found)
     for run in found:
-        around = [x for x in found if x.first <= run.first and x.first + x.count >= run.first + run.count and x.end <= run.begin]
+        around = [
+            x
+            for x in found
+            if x.first <= run.first and x.first + x.count >= run.first + run.count and x.end <= run.begin
+        ]
         assert run.level == len(around)
         assert run.begin == max((x.end for x in around), default=0)
     order = order_of(tables, limits)

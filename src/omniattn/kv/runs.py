@@ -14,8 +14,7 @@ from ..arguments import check_int
 from ..errors import ArgumentError
 
 if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
+    pass
 
 #: Blocks that are compared first; each comparison behind it has twice as many.
 _FIRST_SLICE = 16

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import functools
+import operator
 from typing import Any
 
 from ..checks import with_cache as checks
 from ..checks.caches import check_cache
+from ..checks.cascade import is_of_decode
 from ..checks.memory import check_memory
 from ..checks.with_cache import WithCacheOptions
 from ..errors import ArgumentError
 from ..frameworks import FUNCTIONS, compiling
 from ..kv.cache import KVCache
+from ..kv.runs import SharedPrefixes
 from ..launch.score_mod import PREFIX
 from ..plan.engine import Call, Operation, repeated, run
 from ..plan.with_cache import plan_with_cache
 from ..runtime import env
 from . import on_cpu
+from .cascade import in_levels
 from .score_mod import ScoreMod
 from .traced import run_traced
 
@@ -56,7 +60,7 @@ def attention_with_kvcache(
     leftpad_k: Any = None,
     stream: Any = None,
     deterministic: bool = False,
-    shared_prefix: int = 0,
+    shared_prefix: int | SharedPrefixes = 0,
     num_splits: int | None = None,
 ) -> Any:
     """Attention of the newest tokens of each sequence, prompts and single ones, over all tokens that its cache holds.
@@ -152,6 +156,19 @@ def attention_with_kvcache(
     (Kwon et al. 2023).
     """
     check_cache(cache, _NAME)
+    if shared_prefix.__class__ is not int or shared_prefix:
+        shared = _in_levels(q, cache, shared_prefix, causal, packed=cu_seqlens_q is not None)
+        if shared is not None:
+            return in_levels(
+                attention_with_kvcache, q, cache, shared, seq_lens=seq_lens, block_table=block_table,
+                cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q, causal=causal, window=window, sinks=sinks,
+                return_lse=return_lse, out=out, stream=stream, deterministic=deterministic,
+                others={
+                    "score_mod": score_mod, "recent_slots": recent_slots, "batch_index": batch_index,
+                    "leftpad_k": leftpad_k,
+                },
+                scores={"softmax_scale": softmax_scale, "softcap": softcap, "num_splits": num_splits},
+            )  # fmt: skip
     said = (max_seqlen_q, causal, window, softmax_scale, softcap, return_lse, deterministic, shared_prefix, num_splits)
     objects = (q, seq_lens, block_table, cu_seqlens_q, sinks, recent_slots, batch_index, leftpad_k, out)
     if compiling():
@@ -168,6 +185,20 @@ def attention_with_kvcache(
     if len(results) == 1:
         return results[0]
     return results[0], _as_queries_lie(results[1], None if cu_seqlens_q is not None else q.shape)
+
+
+def _in_levels(q: Any, cache: KVCache, shared: Any, causal: Any, *, packed: bool) -> int | SharedPrefixes | None:
+    """What ``shared_prefix`` is of a call that runs in levels; None of one that does not, or that its check refuses."""
+    if isinstance(shared, SharedPrefixes):
+        return shared
+    try:
+        tokens = operator.index(shared)
+    except TypeError:
+        return None
+    by_decode = (
+        isinstance(shared, bool) or tokens <= 0 or is_of_decode(getattr(q, "shape", ()), cache, causal, packed=packed)
+    )
+    return None if by_decode or compiling() else tokens
 
 
 def _with_score_mod(objects: tuple[Any, ...], options: WithCacheOptions, stream: Any, cache: KVCache, mod: Any) -> Call:
