@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from .ops.append import append, copy_blocks, copy_recent
     from .ops.attention import attention, attention_varlen
     from .ops.attention_backward import attention_backward, attention_varlen_backward
+    from .ops.choose_runs import choose_shared_runs
     from .ops.decode import decode
     from .ops.explain import Explanation, explain
     from .ops.merge import merge_states
@@ -61,6 +62,7 @@ _ROOMS = {
     "attention_varlen": "ops",
     "attention_varlen_backward": "ops",
     "attention_with_kvcache": "ops",
+    "choose_shared_runs": "ops",
     "copy_blocks": "ops",
     "copy_recent": "ops",
     "decode": "ops",
@@ -96,6 +98,7 @@ __all__ = [
     "attention_varlen",
     "attention_varlen_backward",
     "attention_with_kvcache",
+    "choose_shared_runs",
     "copy_blocks",
     "copy_recent",
     "decode",

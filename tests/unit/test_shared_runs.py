@@ -60,8 +60,8 @@ def test_runs_are_those_of_a_search_block_by_block(seed: int) -> None:
     tables = tables_of(draw)
     limits = [draw.choice([len(t), draw.randrange(len(t) + 1)]) for t in tables]
     found = runs_of(tables, limits)
-    assert {run[:4] for run in found} == brute(tables, limits)
-    assert len({run[:4] for run in found}) == len(found)
+    assert {(run.first, run.count, run.begin, run.end) for run in found} == brute(tables, limits)
+    assert len({(run.first, run.count, run.begin, run.end) for run in found}) == len(found)
     for run in found:
         around = [
             x

@@ -66,7 +66,8 @@ class SharedPrefixes(NamedTuple):
         return SharedPrefixes(levels, function(self.seq_lens), function(self.block_table))
 
 
-class SharedRun(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class SharedRun:
     """Blocks that consecutive requests have in common.
 
     Attributes
@@ -117,6 +118,12 @@ class SharedRuns:
         """Levels that these runs are in."""
         return max((run.level + 1 for run in self.runs), default=0)
 
+    @property
+    def num_groups(self) -> int:
+        """Groups of the level that has most of them, requests without a run between others included."""
+        starts = [0] * (len(self.names) + 1)
+        return max((len(list(self._groups(level, starts))) for level in range(self.num_levels)), default=0)
+
     def shared(self) -> list[int]:
         """Blocks at the beginning of each request that runs have."""
         found = [0] * len(self.names)
@@ -125,8 +132,12 @@ class SharedRuns:
         return found
 
     def keep(self, runs: Collection[SharedRun]) -> SharedRuns:
-        """The same with these runs alone; blocks of others go to the runs within them, or to the requests."""
-        bounds = [(run.first, run.count, run.end) for run in self.runs if run in runs]
+        """The same with these runs alone; blocks of others go to the runs within them, or to the requests.
+
+        Of a run its requests and its end count, whichever level it is in.
+        """
+        wanted = {(run.first, run.count, run.end) for run in runs}
+        bounds = [place for run in self.runs if (place := (run.first, run.count, run.end)) in wanted]
         return SharedRuns(self.names, self.rows, self.lengths, self.tables, self.block_size, tuple(_nested(bounds)))
 
     def arrays(

@@ -51,8 +51,9 @@ class Sharing(ABC):
         """
         function = "shared_runs"
         if not isinstance(new, Mapping):
-            where = f"BlockManager.{function}"
-            raise ArgumentError("new", "a mapping, {sequence: new tokens}", repr(new), function=where)
+            raise ArgumentError(
+                "new", "a mapping, {sequence: new tokens}", repr(new), function=f"BlockManager.{function}"
+            )
         names = tuple(self._all_known(new, function))
         found = [self._sequences[name] for name in names]
         rows = tuple(
