@@ -10,7 +10,7 @@ import pytest
 
 import omniattn as oa
 from omniattn import BlockManager, KVCache, PagedKVCache, SharedLevel, SharedPrefixes
-from omniattn.errors import ArgumentError, OmniattnError, StrideError, UnsupportedError
+from omniattn.errors import ArgumentError, OmniattnError, UnsupportedError
 
 SIZE, HEADS, KV, DIM = 4, 4, 2, 16
 LIKE = np.zeros(1, dtype=np.float32)
