@@ -321,10 +321,37 @@ def test_torch_also_compiled(rows: int | None) -> None:
             torch.testing.assert_close(lse, expected_lse, rtol=0, atol=1e-5)
 
 
+@pytest.mark.frameworks
+@pytest.mark.parametrize("rows", [None, 3, 20])
+def test_jax_also_under_jit(rows: int | None) -> None:
+    jax = pytest.importorskip("jax")
+    import omniattn.jax  # noqa: F401 - makes pytrees of caches
+
+    step = Step(14, rows, count=5)
+    with jax.default_device(jax.devices("cpu")[0]):
+        pages = (jax.numpy.asarray(x, "float16") for x in exact_pages(step))
+        q, cache = jax.numpy.asarray(step.q), PagedKVCache.from_arrays(*pages)
+        places = {n: jax.numpy.asarray(x) for n, x in step.places.items() if isinstance(x, np.ndarray)}
+        fixed = {n: x for n, x in step.places.items() if isinstance(x, int)}
+        levels = step.runs.arrays(levels=3).map(jax.numpy.asarray)
+        least = int(min(n - r for n, r in zip(step.runs.lengths, step.runs.rows, strict=True))) // SIZE * SIZE
+        number = min(common(step), least)
+        expected = oa.attention_with_kvcache(q, cache, **places, **fixed, return_lse=True)
+
+        def function(q: Any, cache: Any, places: Any, shared: Any) -> Any:
+            return oa.attention_with_kvcache(q, cache, **places, **fixed, shared_prefix=shared, return_lse=True)
+
+        in_levels = jax.jit(function)(q, cache, places, levels)
+        by_number = jax.jit(lambda q, cache, places: function(q, cache, places, number))(q, cache, places)
+        for found in (function(q, cache, places, levels), function(q, cache, places, number), in_levels, by_number):
+            for x, y in zip(found, expected, strict=True):
+                np.testing.assert_allclose(x, y, rtol=0, atol=1e-5)
+
+
 def exact_pages(step: Step) -> tuple[Any, Any]:
     """Keys and values of the cache as (blocks, tokens, heads, channels)."""
     from omniattn.reference.decode import on_host, read_tokens
 
     host, count = on_host(step.cache), step.cache.num_blocks
     k, v = read_tokens(host, np.arange(count), count * SIZE, 0, 0, 0)
-    return tuple(np.asarray(x).reshape(count, SIZE, KV, DIM) for x in (k, v))  # type: ignore[return-value]
+    return tuple(np.clip(np.nan_to_num(x), -9, 9).reshape(count, SIZE, KV, DIM) for x in (k, v))  # type: ignore[return-value]

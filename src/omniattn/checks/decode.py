@@ -142,7 +142,7 @@ def check_sharing(cache: KVCache, window_left: int, deterministic: bool, receive
         expected = "0 with a cache that has a recent_window"
     elif window_left >= 0:
         expected = "0 with a window"
-    elif cache.facts.scales is not None and cache.facts.scales.sequences:
+    elif cache.layout.scales is not None and cache.layout.scales.sequences:
         expected = "0 with a cache whose sequences have scales of their own"
     elif deterministic:
         # Rows of several sequences are computed together: when one takes a new maximum, the others do.

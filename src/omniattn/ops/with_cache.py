@@ -124,8 +124,14 @@ def attention_with_kvcache(
     deterministic : bool
         The bits of a sequence do not depend on the rest of the batch, nor on max_seqlen_q. Repeated calls give the same
         bits in any case. Not for packed prompts over a cache with a recent_window.
-    shared_prefix : int
-        As in `decode`, likewise.
+    shared_prefix : int or SharedPrefixes
+        Keys that sequences have in the same blocks of a `PagedKVCache` are attended once for all their queries, and
+        results merged (cascade); seq_lens and block_table are as without it, and so are the values, up to rounding.
+        An int: so many first tokens of all sequences, as in `decode`, here of prompts and packed rows too. A packed
+        sequence that pauses (seq_lens 0) has no rows. `SharedPrefixes`: several levels, groups of sequences in each,
+        made by `SharedRuns.arrays`; they are what is read on a GPU, and checked against seq_lens and block_table on the
+        CPU. `choose_shared_runs` says whether it pays. Not with ``window`` on the left, ``deterministic``,
+        ``score_mod``, ``leftpad_k`` or a recent window. On a GPU the first two dimensions of a batch lie as one.
     num_splits : int, optional
         Parts at most into which the keys of a sequence are divided among CTAs; for few queries a part has 128, 256, 512
         ... keys. Unless given, selection finds how many are fastest. Not with deterministic, whose parts have 512 keys.
@@ -150,6 +156,9 @@ def attention_with_kvcache(
     same time: `explain` says which. The shape of the call alone decides. Scratch memory of prompts over quantized
     caches: up to 1 GiB, one sequence's keys and values at least (those of a window, where there is one), or a 64th of
     those of the whole batch; sequences that do not fit together go through it one after the other.
+
+    Shared keys of a level are those of attention over pages, of packed queries that see them all; then come the calls
+    over the sequences' own keys, and a `merge_states` a level. Which groups there are lies on the device.
 
     GPUs: compute capability 8.0 and newer; arrays on the CPU run the NumPy reference. Nothing is synchronized: a call
     captured in a CUDA graph may be replayed with other lengths, starts and tables in the same arrays. PagedAttention
