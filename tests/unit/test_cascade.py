@@ -273,6 +273,18 @@ def test_caches_it_is_not_for() -> None:
         oa.attention_with_kvcache(q, cache, seq_lens=lens, block_table=lens[:, None], shared_prefix=none)
 
 
+def test_queries_that_are_none() -> None:
+    step = Step(10)
+    for shared in (step.runs.arrays(), SIZE):
+        for q in (step.q[0], step.q[None], [[1.0]], step.q[..., :8], step.q.astype(np.int32)):
+            with pytest.raises(ArgumentError) as caught:
+                oa.attention_with_kvcache(q, step.cache, **step.places, shared_prefix=shared)
+            assert caught.value.argument == "q"
+        for name in ("seq_lens", "cu_seqlens_q"):
+            with pytest.raises(ArgumentError):
+                step.call(shared, **{name: None})
+
+
 def test_numbers_that_do_not_fit() -> None:
     step = Step(11)
     for shared, words in ((3, "a multiple of block_size 4"), (4000, "from 0 to"), (-4, "from 0"), (True, "an integer")):

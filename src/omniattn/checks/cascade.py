@@ -14,7 +14,8 @@ from ..kv.runs import SharedLevel, SharedPrefixes
 from ..problems.decode import MAX_Q_LEN, MOST_ROWS_OF_CODES
 from . import values
 from .caches import check_int32
-from .decode import check_prefix, check_sharing
+from .decode import check_prefix, check_queries, check_sharing
+from .with_cache import Queries, WithCacheOptions, check_extents
 
 _NAME = "attention_with_kvcache"
 #: The caller's arrays of a call in levels, those of levels aside.
@@ -32,11 +33,13 @@ def is_of_decode(shape: tuple[int, ...], cache: KVCache, causal: Any, *, packed:
 
 
 def check_levels(
-    shared: Any, cache: KVCache, others: Mapping[str, Any], window: Any, causal: Any, deterministic: Any
+    shared: int | SharedPrefixes, cache: KVCache, others: Mapping[str, Any], options: WithCacheOptions
 ) -> None:
     """What no call in levels may have, whatever its arrays are."""
-    left, _ = values.check_window(window, arguments.check_bool(causal, "causal", _NAME), _NAME)
-    deterministic = arguments.check_bool(deterministic, "deterministic", _NAME)
+    arguments.check_bool(options.return_lse, "return_lse", _NAME)
+    causal = arguments.check_bool(options.causal, "causal", _NAME)
+    left, _ = values.check_window(options.window, causal, _NAME)
+    deterministic = arguments.check_bool(options.deterministic, "deterministic", _NAME)
     received = "SharedPrefixes" if isinstance(shared, SharedPrefixes) else f"{shared}"
     check_sharing(cache, left, deterministic, received, _NAME)
     for name, given in others.items():
@@ -46,18 +49,12 @@ def check_levels(
 
 
 def check_arrays(
-    q: Tensor, tensors: Mapping[str, Tensor], cache: KVCache, longest: Any, shared: Any
-) -> tuple[int, int]:
-    """Shapes and dtypes; returns the sequences and the rows. ``shared``: a number of tokens, or `SharedPrefixes`."""
-    packed = "cu_seqlens_q" in tensors
-    if packed:
-        values.check_cu_seqlens(tensors["cu_seqlens_q"], "cu_seqlens_q", _NAME)
-        batch, rows = tensors["cu_seqlens_q"].shape[0] - 1, q.shape[0]
-        if longest is None:
-            expected = "an integer, with cu_seqlens_q: the queries of the longest sequence"
-            raise ArgumentError("max_seqlen_q", expected, "None", function=_NAME)
-    else:
-        batch, rows = q.shape[0], q.shape[0] * q.shape[1]
+    q: Tensor, tensors: Mapping[str, Tensor], cache: KVCache, longest: Any, shared: int | SharedPrefixes
+) -> Queries:
+    """Shapes and dtypes; how the queries lie."""
+    queries = check_extents(q, tensors.get("cu_seqlens_q"), longest)
+    check_queries(q, cache, _NAME)
+    batch, packed = queries.batch, queries.packed
     check_int32(tensors["seq_lens"], (batch,), f"({batch},)", _NAME)
     if "block_table" not in tensors:
         expected = f"an int32 array of shape ({batch}, max_blocks), with a PagedKVCache"
@@ -71,7 +68,7 @@ def check_arrays(
         if q.framework == "dlpack" or (q.device == "cuda" and tensors["seq_lens"].framework == "dlpack"):
             what = "a number as shared_prefix with prompts or packed rows, of a library that is known by DLPack alone"
             raise UnsupportedError(f"{_NAME}(): {what}", instead="SharedPrefixes, or arrays of torch, CuPy, JAX, NumPy")
-    return batch, rows
+    return queries
 
 
 def _check_rows_lie_as_one(t: Tensor) -> None:

@@ -105,7 +105,7 @@ def check_with_cache(call: Call, tensors: dict[str, Tensor]) -> WithCacheProblem
     left, right = values.check_window(options.window, causal, _NAME)
     softcap = values.check_softcap(options.softcap, _NAME)
     arrays.require_same_device([q, *(t for name, t in tensors.items() if name != "q"), *cache.tensors])
-    queries = _check_extents(q, tensors.get("cu_seqlens_q"), options.max_seqlen_q)
+    queries = check_extents(q, tensors.get("cu_seqlens_q"), options.max_seqlen_q)
     check_queries(q, cache, _NAME)
     batch = queries.batch
     check_int32(tensors["seq_lens"], (batch,), f"({batch},)", _NAME)
@@ -167,7 +167,7 @@ def check_with_cache(call: Call, tensors: dict[str, Tensor]) -> WithCacheProblem
     return problem
 
 
-def _check_extents(q: Tensor, starts: Tensor | None, longest: Any) -> Queries:
+def check_extents(q: Tensor, starts: Tensor | None, longest: Any) -> Queries:
     """How q lies."""
     rank = len(q.shape)
     if starts is None:

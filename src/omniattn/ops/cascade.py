@@ -13,6 +13,7 @@ from .. import arrays, runtime
 from ..arrays import Tensor
 from ..checks import cascade as checks
 from ..checks.cascade import ARRAYS
+from ..checks.with_cache import WithCacheOptions
 from ..errors import UnsupportedError
 from ..frameworks import compiling
 from ..kv.cache import KVCache
@@ -29,23 +30,12 @@ _NAME = "attention_with_kvcache"
 
 def in_levels(
     attend: Callable[..., Any],
-    q: Any,
     cache: KVCache,
-    shared: Any,
-    *,
-    seq_lens: Any,
-    block_table: Any,
-    cu_seqlens_q: Any,
-    max_seqlen_q: Any,
-    causal: Any,
-    window: Any,
-    sinks: Any,
-    return_lse: bool,
-    out: Any,
+    shared: int | SharedPrefixes,
+    objects: tuple[Any, ...],
+    options: WithCacheOptions,
+    score_mod: Any,
     stream: Any,
-    deterministic: Any,
-    others: dict[str, Any],
-    scores: dict[str, Any],
 ) -> Any:
     """`attention_with_kvcache` with ``shared_prefix``.
 
@@ -53,18 +43,23 @@ def in_levels(
     ----------
     attend : callable
         `attention_with_kvcache`.
+    cache : KVCache
     shared : int or SharedPrefixes
-    others : dict
-        Arguments that do not go with it.
-    scores : dict
-        Options of each level's call.
+    objects : tuple
+        The caller's arrays, as `checks.with_cache.ARRAYS` names them.
+    options : WithCacheOptions
+    score_mod, stream : optional
     """
-    checks.check_levels(shared, cache, others, window, causal, deterministic)
+    q, seq_lens, block_table, cu_seqlens_q, sinks, recent_slots, batch_index, leftpad_k, out = objects
+    others = {
+        "score_mod": score_mod, "recent_slots": recent_slots, "batch_index": batch_index, "leftpad_k": leftpad_k,
+    }  # fmt: skip
+    checks.check_levels(shared, cache, others, options)
     packed = cu_seqlens_q is not None
     given = (q, seq_lens, block_table, cu_seqlens_q, sinks, out)
     traced = compiling() or cache.traced or arrays.needs_operator(given)
     if not traced:
-        _check(given, cache, shared, max_seqlen_q, stream)
+        _check(given, cache, shared, options.max_seqlen_q, stream)
     rows = q if packed else q.reshape(-1, *q.shape[2:])
     batch = seq_lens.shape[0]
     paused = None
@@ -78,9 +73,13 @@ def in_levels(
             shared = _as_levels(shared, cache.block_size, seq_lens, block_table, cu_seqlens_q)
     own = {
         "seq_lens": shared.seq_lens, "block_table": shared.block_table, "cu_seqlens_q": cu_seqlens_q,
-        "max_seqlen_q": max_seqlen_q, "causal": causal, "window": window, "sinks": sinks, "out": out,
+        "max_seqlen_q": options.max_seqlen_q, "causal": options.causal, "window": options.window, "sinks": sinks,
+        "out": out,
     }  # fmt: skip
-    more = {"return_lse": True, "stream": stream, **scores}
+    more = {
+        "return_lse": True, "stream": stream, "softmax_scale": options.softmax_scale, "softcap": options.softcap,
+        "num_splits": options.num_splits,
+    }  # fmt: skip
     calls = [partial(attend, q, cache, **own, **more)]
     for level in reversed(shared.levels if rows.shape[0] else ()):
         places = {"seq_lens": level.seq_lens, "block_table": level.block_table, "causal": False}
@@ -100,7 +99,7 @@ def in_levels(
                 # What pauses has seen no shared key either.
                 lse_a = _hidden(lse_a, (paused == 0)[:, None, None])
         o, lse = merge_states(o_a, lse_a, o, lse, out=out, stream=stream)
-    return (o, lse) if return_lse else o
+    return (o, lse) if options.return_lse else o
 
 
 def _check(given: tuple[Any, ...], cache: KVCache, shared: Any, longest: Any, stream: Any) -> None:
@@ -112,12 +111,12 @@ def _check(given: tuple[Any, ...], cache: KVCache, shared: Any, longest: Any, st
         if x is not None or name in ("q", "seq_lens")
     }
     q = tensors["q"]
-    batch, rows = checks.check_arrays(q, tensors, cache, longest, shared)
+    queries = checks.check_arrays(q, tensors, cache, longest, shared)
     levels: SharedPrefixes | None = None
     found = list(tensors.values())
     if isinstance(shared, SharedPrefixes):
         levels = checks.describe_levels(shared, raw)
-        checks.check_own(levels, batch)
+        checks.check_own(levels, queries.batch)
         found += [levels.seq_lens, levels.block_table, *(t for level in levels.levels for t in level)]
     arrays.require_same_device([*found, *cache.tensors])
     if q.device != "cpu":
@@ -127,12 +126,10 @@ def _check(given: tuple[Any, ...], cache: KVCache, shared: Any, longest: Any, st
     def host(t: Tensor) -> Any:
         return arrays.to_numpy(t)
 
-    starts = (
-        host(tensors["cu_seqlens_q"]) if "cu_seqlens_q" in tensors else np.arange(batch + 1) * (rows // max(batch, 1))
-    )
+    starts = host(tensors["cu_seqlens_q"]) if queries.packed else np.arange(queries.batch + 1) * queries.q_len
     lens, table = host(tensors["seq_lens"]), host(tensors["block_table"])
     if levels is None:
-        checks.check_prefix_contents(shared, starts, lens, table, cache.block_size, packed="cu_seqlens_q" in tensors)
+        checks.check_prefix_contents(shared, starts, lens, table, cache.block_size, packed=queries.packed)
     else:
         checks.check_contents(levels.map(host), starts, lens, table, cache.block_size)
 

@@ -165,21 +165,12 @@ def attention_with_kvcache(
     (Kwon et al. 2023).
     """
     check_cache(cache, _NAME)
-    if shared_prefix.__class__ is not int or shared_prefix:
-        shared = _in_levels(q, cache, shared_prefix, causal, packed=cu_seqlens_q is not None)
-        if shared is not None:
-            return in_levels(
-                attention_with_kvcache, q, cache, shared, seq_lens=seq_lens, block_table=block_table,
-                cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q, causal=causal, window=window, sinks=sinks,
-                return_lse=return_lse, out=out, stream=stream, deterministic=deterministic,
-                others={
-                    "score_mod": score_mod, "recent_slots": recent_slots, "batch_index": batch_index,
-                    "leftpad_k": leftpad_k,
-                },
-                scores={"softmax_scale": softmax_scale, "softcap": softcap, "num_splits": num_splits},
-            )  # fmt: skip
     said = (max_seqlen_q, causal, window, softmax_scale, softcap, return_lse, deterministic, shared_prefix, num_splits)
     objects = (q, seq_lens, block_table, cu_seqlens_q, sinks, recent_slots, batch_index, leftpad_k, out)
+    if shared_prefix.__class__ is not int or shared_prefix:
+        shared = _levels(q, cache, shared_prefix, causal, packed=cu_seqlens_q is not None)
+        if shared is not None:
+            return in_levels(attention_with_kvcache, cache, shared, objects, WithCacheOptions(*said), score_mod, stream)
     if compiling():
         results = run_traced(Call(_WITH_CACHE, objects, WithCacheOptions(*said), stream, cache, None, score_mod))
     elif score_mod is None:
@@ -196,7 +187,7 @@ def attention_with_kvcache(
     return results[0], _as_queries_lie(results[1], None if cu_seqlens_q is not None else q.shape)
 
 
-def _in_levels(q: Any, cache: KVCache, shared: Any, causal: Any, *, packed: bool) -> int | SharedPrefixes | None:
+def _levels(q: Any, cache: KVCache, shared: Any, causal: Any, *, packed: bool) -> int | SharedPrefixes | None:
     """What ``shared_prefix`` is of a call that runs in levels; None of one that does not, or that its check refuses."""
     if isinstance(shared, SharedPrefixes):
         return shared
