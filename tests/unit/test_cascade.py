@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,10 @@ import pytest
 import omniattn as oa
 from omniattn import BlockManager, KVCache, PagedKVCache, SharedLevel, SharedPrefixes
 from omniattn.errors import ArgumentError, OmniattnError, UnsupportedError
+from omniattn.ops import cascade
+from omniattn.plan.engine import Described, Plan
+from omniattn.plan.others import plan_decode
+from omniattn.problems import DecodeProblem, Target
 
 SIZE, HEADS, KV, DIM = 4, 4, 2, 16
 LIKE = np.zeros(1, dtype=np.float32)
@@ -367,3 +372,41 @@ def exact_pages(step: Step) -> tuple[Any, Any]:
     host, count = on_host(step.cache), step.cache.num_blocks
     k, v = read_tokens(host, np.arange(count), count * SIZE, 0, 0, 0)
     return tuple(np.clip(np.nan_to_num(x), -9, 9).reshape(count, SIZE, KV, DIM) for x in (k, v))  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("levels", [0, 1, 2])
+def test_explain_has_the_launches_of_all_levels(levels: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of described calls as on a GPU: the own keys' plan, and behind it each level's and a merge."""
+    cache = PagedKVCache(64, 16, 2, 64, like=np.zeros(1, np.float16), k_dtype="fp16")
+    row = 4 * 64
+    target = Target((9, 0), 232448, 132)
+    problem = DecodeProblem(
+        "float16", cache.facts, 3, 1, 4, 2, 64, 320, 16, 64, 20, -1, 0.125, 0.0, "none", False, 0, True,
+        (row, row, 64, 1), (row, row, 64, 1),
+    )  # fmt: skip
+    launches = plan_decode(problem, target, None)
+    q = SimpleNamespace(dtype="float16", shape=(3, 1, 4, 64))
+    calls = []
+
+    def described() -> None:
+        calls.append(None)
+        raise Described(
+            SimpleNamespace(operation=SimpleNamespace(name="x")), Plan(problem, launches, None, 0), {"q": q}
+        )  # type: ignore[arg-type, dict-item]
+
+    monkeypatch.setattr(
+        cascade.runtime,
+        "device_info",
+        lambda _: SimpleNamespace(
+            cc=target.cc, max_smem_optin=target.max_smem, sm_count=132, clock_mhz=0.0, memory_gb_s=0.0, name="H100"
+        ),
+    )
+    monkeypatch.setattr(cascade, "target_of", lambda _: target)
+    got = cascade._described([described] * (1 + levels))
+    assert len(calls) == 1 + levels
+    found = got.plan.launches
+    assert found is not None
+    ops = [record.spec.op for record in found.records]
+    assert ops == ["decode", "decode_combine"] + levels * ["decode", "decode_combine", "merge_states"]
+    assert found.workspace_bytes == launches.workspace_bytes
+    assert any("levels of shared keys" in reason for reason in found.selection.why) == (levels > 0)
