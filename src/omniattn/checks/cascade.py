@@ -65,9 +65,11 @@ def check_arrays(
             _check_rows_lie_as_one(tensors[name])
     if isinstance(shared, int):
         check_prefix(shared, cache, tensors["block_table"].shape[1] * cache.block_size, -1, False, _NAME)
-        if q.framework == "dlpack" or (q.device == "cuda" and tensors["seq_lens"].framework == "dlpack"):
-            what = "a number as shared_prefix with prompts or packed rows, of a library that is known by DLPack alone"
-            raise UnsupportedError(f"{_NAME}(): {what}", instead="SharedPrefixes, or arrays of torch, CuPy, JAX, NumPy")
+    if "dlpack" in (q.framework, tensors["seq_lens"].framework) and (isinstance(shared, int) or not packed):
+        raise UnsupportedError(
+            f"{_NAME}(): shared_prefix of arrays of a library that is known by DLPack alone",
+            instead="SharedPrefixes with packed queries, or arrays of torch, CuPy, JAX or NumPy",
+        )
     return queries
 
 
