@@ -374,7 +374,7 @@ class BlockManager(Swapping, Sharing):
             columns = check_int(max_blocks, "max_blocks", "BlockManager.block_table", least=columns, most=_MOST)
         table = np.zeros((len(found), columns), dtype=np.int32)
         for row, s in enumerate(found):
-            table[row, : len(s.table)] = entries(s)
+            table[row, : len(s.table)] = np.fromiter(entries(s), np.int32, len(s.table))
         return table
 
     def seq_lens(self, sequences: Iterable[Hashable]) -> npt.NDArray[np.int32]:
