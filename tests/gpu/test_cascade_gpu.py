@@ -316,6 +316,22 @@ def test_a_stream_of_the_callers(levels: bool) -> None:
     engine.compare(found, expected)
 
 
+@pytest.mark.parametrize("library", ["cupy", "jax"])
+def test_arrays_of_other_libraries(library: str) -> None:
+    module = pytest.importorskip(library)
+    of = module.from_dlpack if library == "cupy" else module.dlpack.from_dlpack
+    for rows, packed in (((40,) * 5, False), (MIXED, True)):
+        engine = of_one_system(rows, dtype="float16")
+        q, places = engine.queries(packed=packed), engine.places(packed=packed)
+        expected = oa.attention_with_kvcache(q, engine.cache, **places, return_lse=True)
+        torch.cuda.synchronize()
+        cache = oa.PagedKVCache.from_arrays(of(engine.cache.k), of(engine.cache.v), layout="HND")
+        their = {name: of(x) if isinstance(x, torch.Tensor) else x for name, x in places.items()}
+        for shared in (SYSTEM, engine.shared(engine.blocks.shared_runs(engine.new)).map(of)):
+            found = oa.attention_with_kvcache(of(q), cache, **their, shared_prefix=shared, return_lse=True)
+            engine.compare([torch.from_dlpack(x) for x in found], expected)
+
+
 def test_compiled() -> None:
     engine = Engine(SINGLE, dim=128)
     q, places, shared = engine.queries(packed=False), engine.places(packed=False), engine.shared()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..arguments import check_int
@@ -109,7 +109,7 @@ class SharedRuns:
     names: tuple[Hashable, ...]
     rows: tuple[int, ...]
     lengths: tuple[int, ...]
-    tables: tuple[list[int], ...]
+    tables: tuple[list[int], ...] = field(repr=False)
     block_size: int
     runs: tuple[SharedRun, ...]
 
