@@ -11,7 +11,8 @@ from ..arrays import Tensor
 from ..errors import ArgumentError, StrideError, UnsupportedError
 from ..kv.cache import KVCache
 from ..kv.runs import SharedLevel, SharedPrefixes
-from ..problems.decode import MAX_Q_LEN, MOST_ROWS_OF_CODES
+from ..problems.decode import MAX_Q_LEN
+from ..select.model import rules
 from . import values
 from .caches import check_int32
 from .decode import check_prefix, check_queries, check_sharing
@@ -28,7 +29,7 @@ def is_of_decode(shape: tuple[int, ...], cache: KVCache, causal: Any, *, packed:
         return len(shape) != 3 or not packed
     most = MAX_Q_LEN
     if cache.k_format.quantized or cache.v_format.quantized:
-        most = max(most, MOST_ROWS_OF_CODES // max(shape[2] // cache.num_kv_heads, 1))
+        most = max(most, rules().rows_of_codes // max(shape[2] // cache.num_kv_heads, 1))
     return shape[0] > 0 and 1 <= shape[1] <= most and (causal is True or shape[1] == 1)
 
 

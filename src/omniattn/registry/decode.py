@@ -23,6 +23,8 @@ ROW_DIMS, MIN_GROUP = (64, 128, 256), 32
 _MOST_CTA, _MOST_SM = (99 << 10) - 128, 220 << 10
 #: Shared memory of CTAs that have an SM each: more of it takes memory and L2 from the other kernel.
 _MOST_BESIDE = 136 << 10
+#: Query rows of the smallest tile.
+TILE_ROWS = 8
 #: Tiles of 8 query rows of a warp, and warps of a CTA that share keys, of kernels for 16-bit caches with more than 16
 #: rows a kv head: from few rows to many, by width of a cache's rows.
 SHARED_TILES: dict[int, tuple[tuple[int, int], ...]] = {

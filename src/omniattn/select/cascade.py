@@ -15,14 +15,14 @@ from typing import NamedTuple
 from ..kv.runs import SharedRun, SharedRuns
 from ..problems import UNLIMITED, AttentionProblem, AttentionStrides, Pages, Target
 from ..problems.costs import DecodeCosts
-from ..problems.decode import MAX_Q_LEN, MOST_ROWS_OF_CODES
+from ..problems.decode import MAX_Q_LEN
 from ..problems.memory import ITEMSIZE
+from ..problems.target import WARP_ROWS
+from ..registry.decode import TILE_ROWS
 from .choose import ranked
 from .cost import copying_us, longest
-from .model import coefficients_of, costs_of
+from .model import coefficients_of, costs_of, rules
 
-#: Rows of the smallest tile of ``decode``'s kernels, and of a product.
-_TILE, _PRODUCT = 8, 16
 #: Counts are rounded up to so many steps between a power of two and the next: prices are remembered by them.
 _STEPS = 8
 
@@ -53,7 +53,7 @@ class Keys(NamedTuple):
     def few(self) -> int:
         """New tokens of a request at most that the kernels of ``decode`` run."""
         group = self.num_q_heads // self.num_kv_heads
-        return max(MAX_Q_LEN, MOST_ROWS_OF_CODES // group) if self.quantized else MAX_Q_LEN
+        return max(MAX_Q_LEN, rules().rows_of_codes // group) if self.quantized else MAX_Q_LEN
 
 
 class Price(NamedTuple):
@@ -169,7 +169,8 @@ def _few_us(requests: Sequence[tuple[int, int]], once: float, keys: Keys, target
     c, costs = coefficients_of(target), costs_of("decode", target)
     group = keys.num_q_heads // keys.num_kv_heads
     of_head = sum(length for _, length in requests)
-    products = sum(length * -(-n * group // _TILE) * _TILE for n, length in requests) * keys.head_dim / _PRODUCT
+    tiles = sum(length * -(-n * group // TILE_ROWS) for n, length in requests)
+    products = TILE_ROWS * tiles * keys.head_dim / WARP_ROWS
     busy = products * c.sync_product
     if keys.quantized and isinstance(costs, DecodeCosts):
         busy += 2 * of_head * keys.head_dim * costs.convert
