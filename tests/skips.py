@@ -1,8 +1,8 @@
 """The rule of skips: a test that does not run is news, unless what it lacks is known here.
 
 Tests marked ``frameworks`` need torch, JAX, transformers, diffusers, aiohttp or the weights of the example, which this
-package does not require. They are skipped where these are missing, and fail the run under ``-m frameworks``, which asks for
-them. Every other skip has to stand in :data:`ALLOWED`.
+package does not require. They are skipped where these are missing, and fail the run under ``-m frameworks``, which asks
+for them. Every other skip has to stand in :data:`ALLOWED`.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from tests.unit.smollm2_fakes import tiny_weights
 
 FOLDER = Path(__file__).resolve().parents[2] / "examples" / "serve"
 SMOLLM2 = FOLDER.parent / "smollm2"
-MODULES = ("array_backend", "model", "weights", "tokenizer", "network", "scheduler", "engine")
+MODULES = ("array_backend", "model", "weights", "tokenizer", "text", "network", "scheduler", "engine")
 VOCABULARY = 50
 
 
