@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -292,3 +293,19 @@ def test_random_histories(ex: Any, seed: int) -> None:
         assert r.tokens == tokens
         following = next_token(tuple(tokens))
         assert (r.reason == "cancelled") or (following in r.stop if r.reason == "stop" else len(r.answer) == r.limit)
+
+
+def test_real_weights(ex: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three layers of SmolLM2: the file's matrices, its heads and its tokenizer."""
+    read_config = ex.weights.read_config
+    monkeypatch.setattr(ex.network, "read_config", lambda reader: replace(read_config(reader), num_layers=3))
+    try:
+        network, tokenizer, stop = ex.network.load_smollm2(None, "cpu", 128)
+    except ex.weights.WeightsNotFoundError:
+        pytest.skip("SmolLM2's weights are not installed")
+    backend = ex.array_backend.TorchBackend("cpu", "float32")
+    model = ex.model.Model(network.config, network.weights, backend, ex.model.plain_attention(backend))
+    prompts = [tokenizer.encode(text).ids for text in ("Bees make", "The capital of France is", "The capital of Italy")]
+    engine = ex.engine.Engine(network, fakes.options(ex))
+    answers = fakes.run(engine, [ex.scheduler.Request(p, 6, stop=frozenset([stop])) for p in prompts])
+    assert answers == [ex.greedy(model, np.array(p), 6, stop=stop) for p in prompts]
