@@ -109,9 +109,7 @@ class Engine:
             return self.buckets[rows, few]
         requests, wanted = min(rows, o.max_requests), min(rows, o.max_requests * (1 + o.drafts))
         bucket = Bucket(rows, requests, wanted, self.columns, 1 + o.drafts if few else rows, self.device)
-        if o.buckets:
-            self.buckets[rows, few] = bucket
-        return bucket
+        return self.buckets.setdefault((rows, few), bucket) if o.buckets else bucket
 
     def _compute(self, bucket: Bucket) -> None:
         bucket.logits = self.network(bucket.step, self.attention)
@@ -140,7 +138,8 @@ class Engine:
 
 def draw(logits: Tensor, temperature: Tensor, top_p: Tensor, uniform: Tensor) -> Tensor:
     """Tokens (n,) of the likeliest that make up ``top_p``: those at which the running sum reaches ``uniform``."""
-    odds, order = torch.softmax(logits / temperature[:, None], -1).sort(dim=-1, descending=True, stable=True)
+    logits = logits / temperature.clamp(min=1e-3)[:, None]
+    odds, order = torch.softmax(logits, -1).sort(dim=-1, descending=True, stable=True)
     sums = odds.cumsum(-1)
     odds = odds * (sums - odds < top_p[:, None])  # the first one always stays
     sums = odds.cumsum(-1)

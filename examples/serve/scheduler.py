@@ -108,8 +108,7 @@ class Scheduler:
             if r.rest == 1 and self.drafts:
                 drafts[r] = r.draft(min(self.drafts, left, r.limit - len(r.answer) - 1))
                 left -= len(drafts[r])
-        events: list[Any] = []
-        preemptions = self.preemptions
+        events, preemptions = [], self.preemptions
         copies = self._make_room(rows, drafts, events)
         while self.waiting and left and len(self.running) < self.max_requests and self.preemptions == preemptions:
             r = self.waiting[0]

@@ -6,7 +6,7 @@ import argparse
 import asyncio
 import json
 import random
-import uuid
+import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -89,7 +89,8 @@ class Service:
             request = self._request(**body)
         except (TypeError, ValueError) as error:
             return web.json_response({"error": {"message": str(error), "type": "invalid_request_error"}}, status=400)
-        head = {"id": f"cmpl-{uuid.uuid4().hex}", "object": "text_completion", "model": body.get("model", "smollm2")}
+        head = {"id": f"cmpl-{random.getrandbits(96):x}", "object": "text_completion", "created": int(time.time())}
+        head["model"] = body.get("model", "smollm2")
         events = web.StreamResponse(headers={"Content-Type": "text/event-stream"}) if body.get("stream") else None
         whole = reason = ""
         self.queues[request] = asyncio.Queue()
@@ -136,7 +137,8 @@ def main() -> None:
     given = parser.parse_args()
     options = Options(num_blocks=given.blocks, swap_blocks=given.blocks, kv=given.kv)
     network, tokenizer, stop = load_smollm2(given.gguf, given.device, options.max_tokens)
-    web.run_app(make_app(Engine(network, options), tokenizer, stop), port=given.port, handler_cancellation=True)
+    app = make_app(Engine(network, options), tokenizer, stop)
+    web.run_app(app, host="localhost", port=given.port, handler_cancellation=True)
 
 
 if __name__ == "__main__":

@@ -197,7 +197,7 @@ def test_draw(ex: Any) -> None:
 
     assert counts(1.0, 1.0) == [50, 500, 150, 300]
     assert counts(1.0, 0.7) == [0, 625, 0, 375]
-    assert counts(1.0, 0.5) == counts(0.01, 1.0) == counts(1.0, 1e-6) == [0, 1000, 0, 0]
+    assert counts(1.0, 0.5) == counts(0.01, 1.0) == counts(1e-45, 1.0) == counts(1.0, 1e-6) == [0, 1000, 0, 0]
     squared = (odds**2 / (odds**2).sum() * 1000).tolist()
     assert counts(0.5, 1.0) == pytest.approx(squared, abs=1)
     last = ex.engine.draw(odds.log()[None], *torch.tensor([[1.0], [1.0], [1.0]]))

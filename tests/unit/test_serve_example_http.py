@@ -249,4 +249,4 @@ def test_command_line(ex: Any, network: Any, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("sys.argv", ["server.py", "--kv", "int4", "--blocks", "99", "--port", "81"])
     ex.server.main()
     assert (ran[0].kv, ran[0].num_blocks, ran[0].swap_blocks) == ("int4", 99, 99)
-    assert ran[1] == {"port": 81, "handler_cancellation": True}
+    assert ran[1] == {"host": "localhost", "port": 81, "handler_cancellation": True}
