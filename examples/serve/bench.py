@@ -315,7 +315,10 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         print(f"not run: {name}, {reason}")
     facts = environment(torch, ["transformers", "tokenspeed-fa3"]) if network.like.is_cuda else {
         **reference_environment(), "torch": torch.__version__}  # fmt: skip
-    command = " ".join(["python examples/serve/bench.py", *(sys.argv[1:] if arguments is None else arguments)])
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if given.out is not None:  # which is left out: the file may lie anywhere
+        del words[words.index("--out") : words.index("--out") + 2]
+    command = " ".join(["python examples/serve/bench.py", *words])
     report = document(
         "engine", protocol="engine", command=command,
         environment=facts, rows=rows, missing=reasons, config=asdict(network.config), options=asdict(options),

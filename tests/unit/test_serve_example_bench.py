@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from build_tools import engine_tables
 from omniattn.bench import document
 from tests.unit import serve_fakes as fakes
 
@@ -39,6 +40,7 @@ def test_the_program(ex: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert said.count("100%") == 6
     assert (report["environment"]["device"], report["weights"]) == ("CPU", "random")
     ex.plot.main([str(out), str(tmp_path / "again.svg")])
+    assert report["command"] == f"python examples/serve/bench.py {' '.join(arguments)} --tokens 8 --plot {figure}"
     text = figure.read_text(encoding="utf-8")
     assert text == (tmp_path / "again.svg").read_text(encoding="utf-8")
     assert text.count("<polyline") == 3 * 5
@@ -111,3 +113,20 @@ def test_the_network_of_transformers_is_the_same(ex: Any) -> None:
         theirs = model(torch.from_numpy(tokens)[None]).logits[0]
         ours = network.alone.logits(network.alone.hidden(tokens[None])[0])
     assert (theirs - ours).abs().max() <= 1e-5 * ours.abs().max()
+
+
+def test_tables_of_the_page() -> None:
+    rows = [
+        {"contender": name, "requests": n, "tokens_per_second": 1234.5 * n, "first_token_ms_p50": 1.0,
+         "first_token_ms_p99": 2.25, "token_ms_p50": 0.5, "token_ms_p99": 0.75, "same_tokens": 0.984}
+        for name, n in (("omniattn", 1), ("omniattn", 16), ("SDPA", 1))
+    ]  # fmt: skip
+    report = {"rows": rows, "missing": {"transformers": "it failed"}, "environment": {"device": "NVIDIA Test"},
+              "date": "2026-01-02", "protocol": "engine", "command": "python examples/serve/bench.py"}  # fmt: skip
+    page = engine_tables.engine(report)
+    assert "| tokens/s; requests at once: | 1 | 16 |" in page
+    assert "| omniattn | 1,234 | 19,752 |" in page
+    assert "| SDPA | 1.0 / 2.2 | – |" in page
+    assert "| omniattn | 98% | 98% |" in page
+    assert "Not run: transformers, it failed." in page
+    assert "bursts of requests" in page
