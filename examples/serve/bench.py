@@ -125,12 +125,13 @@ def continuous_batching(network: Network, count: int) -> Iterator[Run]:
     import transformers
 
     model = llama(network)
-    model.set_attn_implementation("sdpa")
     config = transformers.GenerationConfig(do_sample=False, pad_token_id=0, eos_token_id=-1, max_new_tokens=count)
     batching = transformers.ContinuousBatchingConfig()
+    # Otherwise it would take flash attention where that is installed; before there was this option, by the name alone.
+    model.set_attn_implementation("sdpa" if hasattr(batching, "auto_switch_to_flash") else "paged|sdpa")
     batching.auto_switch_to_flash = False
     manager = model.init_continuous_batching(generation_config=config, continuous_batching_config=batching)
-    if "flash" in model.config._attn_implementation:
+    if "sdpa" not in model.config._attn_implementation:
         raise RuntimeError(f"transformers has chosen {model.config._attn_implementation} in place of SDPA")
     manager.warmup()
     manager.start()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -130,3 +131,19 @@ def test_tables_of_the_page() -> None:
     assert "| omniattn | 98% | 98% |" in page
     assert "Not run: transformers, it failed." in page
     assert "bursts of requests" in page
+
+
+def test_continuous_batching_of_transformers(ex: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the same weights it gives the same tokens, and a time for each."""
+    transformers = pytest.importorskip("transformers")
+    # Of a GPU it would take most of the memory; a CPU's is cleared first, which takes a minute.
+    small = functools.partial(transformers.ContinuousBatchingConfig, num_blocks=8, max_batch_tokens=64)
+    monkeypatch.setattr(transformers, "ContinuousBatchingConfig", small)
+    network = ex.bench.random_network(ex.bench.SMALL, "cpu", 1024)
+    prompts = fakes.prompts(4, common=2)
+    with ex.bench.continuous_batching(network, 8) as run:
+        burst = run(prompts, 8)
+    with ex.bench.loop(network, fakes.options(ex), "omniattn") as run:
+        assert run(prompts, 8).answers == burst.answers
+    assert [len(times) for times in burst.times] == [8] * 4
+    assert all(0 < times[0] < burst.seconds and times == sorted(times) for times in burst.times)
