@@ -38,27 +38,28 @@ class Bucket:
     """Steps of up to ``rows`` rows: their numbers side by side in one array of the host and one of the GPU."""
 
     def __init__(self, rows: int, requests: int, wanted: int, columns: int, longest: int, device: torch.device) -> None:
-        sizes = [rows, rows, wanted, requests + 1, requests, requests * columns]
+        sizes = [requests * columns, rows, rows, wanted, requests, requests + 1]
         self.host = torch.zeros(sum(sizes), dtype=torch.int32, pin_memory=device.type == "cuda")
         self.there = self.host.to(device)
         self.arrays = [x.numpy() for x in self.host.split(sizes)]
-        views = self.there.split(sizes)
-        self.step = Step(*views[:5], views[5].view(requests, columns), longest)
+        table, *others = self.there.split(sizes)
+        self.step = Step(table.view(requests, columns), *others, longest)
         self.graph: torch.cuda.CUDAGraph | None = None
 
     def fill(self, parts: Sequence[Part], table: np.ndarray) -> None:
         """Write a step's numbers, and begin to copy them."""
         ends = list(itertools.accumulate(len(part.tokens) for part in parts))
         values = (
+            table.ravel(),
             [token for p in parts for token in p.tokens],
             [position for p in parts for position in range(p.begin, p.begin + len(p.tokens))],
             [row for p, end in zip(parts, ends, strict=True) for row in range(end - p.wanted, end)],
-            [0, *ends], [p.begin + len(p.tokens) for p in parts], table.ravel(),
-        )  # fmt: skip
-        for array, value, padding in zip(self.arrays, values, (0, 0, 0, ends[-1], 0, 0), strict=True):
+            [p.begin + len(p.tokens) for p in parts],
+            [0, *ends],
+        )
+        for array, value, padding in zip(self.arrays, values, (0, 0, 0, 0, 0, ends[-1]), strict=True):
             array[: len(value)], array[len(value) :] = value, padding
-        if self.there is not self.host:
-            self.there.copy_(self.host, non_blocking=True)
+        self.there.copy_(self.host, non_blocking=True)  # on the CPU they are one
 
 
 class Engine:

@@ -31,12 +31,12 @@ from weights import load_weights, locate_gguf, metadata, open_gguf, read_config
 class Step:
     """What a step computes, in int32. Requests without rows, and rows behind the last request, are padding."""
 
+    table: Tensor  # (requests, max_blocks): blocks of each request
     tokens: Tensor  # (rows,)
     positions: Tensor  # (rows,)
     wanted: Tensor  # (n,): rows whose logits are asked for
-    starts: Tensor  # (requests + 1,): first row of each request, and the end of the last one's
     seq_lens: Tensor  # (requests,): tokens of each request, the new ones included
-    table: Tensor  # (requests, max_blocks): blocks of each request
+    starts: Tensor  # (requests + 1,): first row of each request, and the end of the last one's
     longest: int  # rows of a request at most
 
 

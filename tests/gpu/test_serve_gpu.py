@@ -89,7 +89,7 @@ def scores(ex: Any, network: Any, request: Any, kv: str) -> Any:
 
     rows = int32(range(n - wanted, n))
     step = ex.network.Step(
-        int32(tokens), int32(range(n)), rows, int32([0, n]), int32([n]), int32([list(range(blocks))]), n
+        int32([list(range(blocks))]), int32(tokens), int32(range(n)), rows, int32([n]), int32([0, n]), n
     )  # fmt: skip
     with torch.no_grad():
         return network(step, attention).float()
