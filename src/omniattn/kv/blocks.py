@@ -415,9 +415,11 @@ class BlockManager(Swapping, Sharing):
             )
 
     def _growth(self, sequence: Hashable, count: Any, function: str) -> int:
+        length = self._sequences[sequence].length
+        if type(count) is int and 0 <= count <= _MOST - length:
+            return count  # without the name's text, which may be a long one
         argument, where = f"growth[{sequence!r}]", f"BlockManager.{function}"
         number = check_int(count, argument, where, least=0, most=_MOST)
-        length = self._sequences[sequence].length
         if length + number > _MOST:
             # What the int32 arrays of append and decode can hold.
             expected = f"at most {_MOST - length} tokens more than the {length} there are"
