@@ -196,6 +196,10 @@ def test_names_are_spelled_out_in_errors_alone() -> None:
     manager.commit(name, [1, 2, 3])
     manager.truncate(name, 3)
     manager.block_table([name])
+    manager.shared_runs({name: 1})
+    manager.sharing_order([name])
     assert Name.spelled <= 1  # of NumPy's integer
     with pytest.raises(ArgumentError, match="growth\\[<a request>\\]"):
         manager.extend({name: -1})
+    with pytest.raises(ArgumentError, match="new\\[<a request>\\]"):
+        manager.shared_runs({name: 4})

@@ -57,7 +57,10 @@ class Sharing(ABC):
         names = tuple(self._all_known(new, function))
         found = [self._sequences[name] for name in names]
         rows = tuple(
-            check_int(count, f"new[{name!r}]", f"BlockManager.{function}", least=1, most=s.length)
+            # The name's text, which may be a long one, is for errors alone.
+            count
+            if type(count) is int and 1 <= count <= s.length
+            else check_int(count, f"new[{name!r}]", f"BlockManager.{function}", least=1, most=s.length)
             for s, (name, count) in zip(found, new.items(), strict=True)
         )
         tables = tuple(list(s.table) for s in found)
