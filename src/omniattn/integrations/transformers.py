@@ -21,7 +21,7 @@ import omniattn
 from ..errors import ArgumentError, ShapeError, UnsupportedError
 from . import transformers_paged as paged
 from .masks import StructuredMask, band, taken
-from .transformers_keywords import PACKED, TESTED, as_int32, check, ignore as ignore_keywords, of_dtype
+from .transformers_keywords import IGNORED, PACKED, TESTED, as_int32, check, of_dtype
 
 __all__ = ["attention_mask", "register"]
 
@@ -66,7 +66,7 @@ def register(*, ignore: Iterable[str] = ()) -> None:
     transformers 5.17 and 5.23.
     """
     _check_version()
-    ignore_keywords(ignore)
+    IGNORED.update(ignore)
     for name, precision in (("omniattn", "exact"), ("omniattn_int8", "int8")):
         AttentionInterface.register(name, _attention_function(precision))
         AttentionMaskInterface.register(name, attention_mask)

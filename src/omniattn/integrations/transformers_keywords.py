@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
+from transformers import Cache
+from transformers.generation.continuous_batching import PagedAttentionCache
 
 from ..errors import UnsupportedError
 
@@ -36,12 +37,8 @@ _NOT_SERVED = {
     "sinks": "sinks that differ between queries are not taken (s_aux, one for each head, is)",
 }
 
-_ignored: set[str] = set(_NOT_OF_ATTENTION)
-
-
-def ignore(names: Iterable[str]) -> None:
-    """Let keywords pass that are not known."""
-    _ignored.update(names)
+#: With those that the user named.
+IGNORED: set[str] = set(_NOT_OF_ATTENTION)
 
 
 def check(dropout: float, kwargs: dict[str, Any], known: frozenset[str]) -> None:
@@ -54,9 +51,12 @@ def check(dropout: float, kwargs: dict[str, Any], known: frozenset[str]) -> None
     for name, what in kwargs.items():
         if name in known or what is None or what is False:
             continue
+        if name == "cache" and isinstance(what, Cache) and not isinstance(what, PagedAttentionCache):
+            # From 5.24 on what was ``past_key_values``: some models hand it on, updated.
+            continue
         if name in _NOT_SERVED:
             raise UnsupportedError(f"{name} of attention: {_NOT_SERVED[name]}", instead=EAGER)
-        if name not in _ignored:
+        if name not in IGNORED:
             raise UnsupportedError(
                 f"keyword {name!r} of attention is not known, and could change its result",
                 instead=f"{EAGER}, or register(ignore=[{name!r}]) if it does not concern attention",

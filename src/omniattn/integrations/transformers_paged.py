@@ -232,7 +232,7 @@ class _Layer:
         Of the model; and of what has a block table and indices of its own.
     kind : str
         "full_attention", or "sliding_attention": a ring without a table.
-    pages : PagedKVCache or None
+    pages : _Pages or None
         K and V of all requests; None of a ring, and on the CPU of float32.
     by_kwargs : bool
         ``update`` takes the keywords of the step.
@@ -241,7 +241,7 @@ class _Layer:
     index: int
     group: int
     kind: str
-    pages: PagedKVCache | None
+    pages: _Pages | None
     by_kwargs: bool
 
 
@@ -275,15 +275,59 @@ def _describe(cache: Any, index: int) -> _Layer:
         raise _refused(f"layers of {kind}")
     pages = None
     if arrays is not None and arrays[0].dtype in _CACHE_DTYPES:
-        pages = PagedKVCache.from_arrays(*arrays)
+        pages = _Pages.on(*arrays)
     return _Layer(index, group, kind, pages, hasattr(cache, "layer_to_allocator"))
 
 
-_pages: dict[int, tuple[weakref.ref[torch.Tensor], PagedKVCache]] = {}
+@dataclass(frozen=True, slots=True)
+class _Pages:
+    """K and V of one layer, of all requests.
+
+    Attributes
+    ----------
+    cache : PagedKVCache
+    apart : int
+        Pages of the memory from one page of K to the next. From 5.20 on a page of K and its page of V lie side by side,
+        and the arrays that come for the two contain each other's pages: tables and slots there count both.
+    """
+
+    cache: PagedKVCache
+    apart: int
+
+    @classmethod
+    def on(cls, k: torch.Tensor, v: torch.Tensor) -> _Pages:
+        """Of arrays (pages, tokens, heads, head_dim), which somebody else keeps."""
+        if k.untyped_storage().data_ptr() != v.untyped_storage().data_ptr():
+            return cls(PagedKVCache.from_arrays(k.detach(), v.detach()), 1)
+        if not k.is_contiguous() or v.storage_offset() - k.storage_offset() != k.stride(0):
+            raise _refused("pages of V do not lie behind those of K")
+        return cls(PagedKVCache.from_arrays(k.detach()[::2], v.detach()[::2]), 2)
+
+    def table(self, entries: torch.Tensor) -> torch.Tensor:
+        """A block table, of transformers' one."""
+        return entries if self.apart == 1 else entries.div(self.apart, rounding_mode="floor")
+
+    def slots(self, rows: torch.Tensor) -> torch.Tensor:
+        """A slot mapping, of rows of K's array."""
+        if self.apart == 1:
+            return rows
+        tokens = self.cache.block_size
+        return rows.div(tokens * self.apart, rounding_mode="floor").mul_(-tokens * (self.apart - 1)).add_(rows)
+
+    def table_of_rows(self, rows: torch.Tensor, starts: torch.Tensor, longest: int) -> torch.Tensor:
+        """A block table, of the rows of K's array that hold the tokens of each request, one behind the other."""
+        tokens = self.cache.block_size
+        firsts = torch.arange(0, longest, tokens, dtype=torch.int32, device=starts.device)
+        # Behind a request's last page are those of the next: nobody looks at them.
+        places = (starts[:-1, None] + firsts).clamp_(max=rows.shape[0] - 1)
+        return rows[places].div_(tokens * self.apart, rounding_mode="floor").to(torch.int32)
 
 
-def _on_pages(k: torch.Tensor, v: torch.Tensor) -> PagedKVCache:
-    """The cache on arrays that the caller keeps; it must not keep them from being freed."""
+_pages: dict[int, tuple[weakref.ref[torch.Tensor], _Pages]] = {}
+
+
+def _pages_on(k: torch.Tensor, v: torch.Tensor) -> _Pages:
+    """Of arrays that are the same ones in every step; what is kept of them must not keep them from being freed."""
     key = id(k)
     found = _pages.get(key)
     if found is not None and found[0]() is k:
@@ -293,7 +337,7 @@ def _on_pages(k: torch.Tensor, v: torch.Tensor) -> PagedKVCache:
         if key in _pages and _pages[key][0] is reference:
             del _pages[key]
 
-    made = PagedKVCache.from_arrays(k.detach(), v.detach())
+    made = _Pages.on(k, v)
     _pages[key] = weakref.ref(k, forget), made
     return made
 
@@ -309,16 +353,17 @@ class _Step:
         That used this last. Layers of a step come in order: the same one again, or one before it, is another step,
         whose tensor may be the same (a graph is captured behind a trial).
     seq_lens : tensor, (requests,), int32
-    tables : dict
-        Block tables by group, where they are made here.
+    slots, tables : dict
+        Slot mappings and block tables by group.
     """
 
-    __slots__ = ("layer", "seq_lens", "starts", "tables")
+    __slots__ = ("layer", "seq_lens", "slots", "starts", "tables")
 
     def __init__(self, starts: torch.Tensor, layer: int) -> None:
         self.starts = weakref.ref(starts)
         self.layer = layer
         self.seq_lens = as_int32(starts[1:] - starts[:-1])
+        self.slots: dict[int, torch.Tensor] = {}
         self.tables: dict[int, torch.Tensor] = {}
 
 
@@ -355,8 +400,10 @@ def _attend_updated(
     """5.24: the model has called ``cache.update``, and this is what that gave."""
     starts_k, table = kwargs["cu_seq_lens_k"], kwargs.get("block_table")
     if table is not None:
-        pages = _on_pages(kwargs["k_cache"], kwargs["v_cache"])
-        return _decode(_step_of(starts_k, index), pages, query, key, value, table, kwargs["cu_seq_lens_q"], options)
+        pages = _pages_on(kwargs["k_cache"], kwargs["v_cache"])
+        step = _step_of(starts_k, index)
+        # One kind of layers has tables; there is one table for it.
+        return _decode(step, 0, pages, query, key, value, table, kwargs["cu_seq_lens_q"], options)
     return _attend_packed(
         query, key, value, kwargs["cu_seq_lens_q"], starts_k, kwargs["max_length_q"], kwargs["max_length_k"], options,
         precision,
@@ -387,24 +434,25 @@ def _attend_cache(
         if pages is None:
             raise _refused(f"a block table of layers of {layer.kind}, in {key.dtype}")
         step = _step_of(starts_k, layer.index)
-        return _decode(step, pages, query, key, value, table[layer.group], starts_q, options)
+        return _decode(step, layer.group, pages, query, key, value, table[layer.group], starts_q, options)
     if pages is None or (precision != "exact" and longest_q > 1):
         key, value = _gathered(layer, cache, key, value, kwargs)
         return _attend_packed(query, key, value, starts_q, starts_k, longest_q, longest_k, options, precision)
-    omniattn.append(
-        pages, key[0].transpose(0, 1), value[0].transpose(0, 1), slot_mapping=kwargs["write_index"][layer.group]
-    )  # fmt: skip
-    read_index = kwargs["read_index"][layer.group]
-    if not read_index.shape[0]:
+    step = _step_of(starts_k, layer.index)
+    slots = step.slots.get(layer.group)
+    if slots is None:
+        slots = step.slots[layer.group] = pages.slots(kwargs["write_index"][layer.group])
+    omniattn.append(pages.cache, key[0].transpose(0, 1), value[0].transpose(0, 1), slot_mapping=slots)
+    rows = kwargs["read_index"][layer.group]
+    if not rows.shape[0]:
         # Prompts from their beginning: nothing else is in the cache.
         return _attend_packed(query, key, value, starts_q, starts_k, longest_q, longest_k, options, precision)
-    step = _step_of(starts_k, layer.index)
-    made = step.tables.get(layer.group)
-    if made is None:
-        made = step.tables[layer.group] = _table(read_index, starts_k, longest_k, pages.block_size)
+    table = step.tables.get(layer.group)
+    if table is None:
+        table = step.tables[layer.group] = pages.table_of_rows(rows, starts_k, longest_k)
     out = omniattn.attention_with_kvcache(
-        query[0].transpose(0, 1), pages, seq_lens=step.seq_lens, block_table=made, cu_seqlens_q=as_int32(starts_q),
-        max_seqlen_q=longest_q, **options,
+        query[0].transpose(0, 1), pages.cache, seq_lens=step.seq_lens, block_table=table,
+        cu_seqlens_q=as_int32(starts_q), max_seqlen_q=longest_q, **options,
     )  # fmt: skip
     return out[None]
 
@@ -420,31 +468,27 @@ def _gathered(
     return k.transpose(0, 1)[None], v.transpose(0, 1)[None]
 
 
-def _table(read_index: torch.Tensor, starts: torch.Tensor, longest: int, tokens: int) -> torch.Tensor:
-    """(requests, pages) of the rows of the cache in which each request's tokens lie, one behind the other."""
-    firsts = torch.arange(0, longest, tokens, dtype=torch.int32, device=starts.device)
-    # Behind a request's last page are those of the next: nobody looks at them.
-    places = (starts[:-1, None] + firsts).clamp_(max=read_index.shape[0] - 1)
-    return read_index[places].div_(tokens, rounding_mode="floor").to(torch.int32)
-
-
 def _decode(
     step: _Step,
-    pages: PagedKVCache,
+    group: int,
+    pages: _Pages,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    table: torch.Tensor,
+    entries: torch.Tensor,
     starts_q: torch.Tensor,
     options: dict[str, Any],
 ) -> torch.Tensor:
     """One new token of each request: into its page, then attention over its pages."""
+    table = step.tables.get(group)
+    if table is None:
+        table = step.tables[group] = pages.table(entries)
     omniattn.append(
-        pages, key[0].transpose(0, 1), value[0].transpose(0, 1), cu_seqlens=as_int32(starts_q), seq_lens=step.seq_lens,
-        block_table=table,
+        pages.cache, key[0].transpose(0, 1), value[0].transpose(0, 1), cu_seqlens=as_int32(starts_q),
+        seq_lens=step.seq_lens, block_table=table,
     )  # fmt: skip
     out = omniattn.decode(
-        query.permute(2, 0, 1, 3), pages, seq_lens=step.seq_lens, block_table=table, **options
+        query.permute(2, 0, 1, 3), pages.cache, seq_lens=step.seq_lens, block_table=table, **options
     )  # fmt: skip
     return out.transpose(0, 1)
 
