@@ -40,7 +40,8 @@ def prompts(count: int = 64, longest: int = 40, shared: int = 17) -> list[list[i
 def generate_batch(model: Any, attention: str, requests: list[list[int]], new: int = NEW, **options: Any) -> Any:
     """Tokens that ``model.generate_batch`` makes of each request; an error of one of them is raised.
 
-    ``page`` of the options is the size of a page, which versions name differently; ``warmup`` is generate_batch's own.
+    ``page`` of the options is the size of a page, which versions name differently; ``warmup`` is generate_batch's own,
+    and ``keep`` its persistent_manager.
     """
     import transformers
 
@@ -52,10 +53,11 @@ def generate_batch(model: Any, attention: str, requests: list[list[int]], new: i
         options.setdefault("auto_switch_to_flash", False)
     config = transformers.GenerationConfig(max_new_tokens=new, do_sample=False, eos_token_id=None, pad_token_id=0)
     model.set_attn_implementation(attention)
-    warmup = options.pop("warmup", True)
+    own = {"warmup": options.pop("warmup", True), "persistent_manager": options.pop("keep", False)}
     made = model.generate_batch(
-        requests, generation_config=config, continuous_batching_config=kind(**options), warmup=warmup
+        requests, generation_config=config, continuous_batching_config=kind(**options), **own
     )  # fmt: skip
+    # Numbers of requests go on where a manager is kept.
     results = sorted(made.values(), key=lambda result: int(result.request_id.rpartition("_")[2]))
     errors = {result.error for result in results if result.error}
     if errors or len(results) != len(requests):
@@ -87,17 +89,20 @@ def generate(model: Any, attention: str, requests: list[list[int]], new: int = N
     return made[:, longest:].tolist()  # type: ignore[no-any-return]
 
 
-def check_same(exact: Any, requests: list[list[int]], want: Any, got: Any, rounding: float) -> None:
+def check_same(
+    exact: Any, requests: list[list[int]], want: Any, got: Any, rounding: float, most: float = 0.125
+) -> None:
     """Nearly all requests have the same tokens; where they part, the two tokens are a tie but for rounding.
 
-    ``exact`` is the model in float32, with eager attention, and judges by its logits.
+    ``exact`` is the model in float32, with eager attention, and judges by its logits: ``rounding`` is a part of the
+    largest, and ``most`` the part of the requests that may differ.
     """
     import torch
 
     assert [len(tokens) for tokens in got] == [len(tokens) for tokens in want]
     exact.set_attn_implementation("eager")
     apart = [i for i in range(len(want)) if want[i] != got[i]]
-    assert len(apart) <= len(want) // 8, f"{len(apart)} of {len(want)} requests differ"
+    assert len(apart) <= most * len(want), f"{len(apart)} of {len(want)} requests differ"
     for i in apart:
         at = next(j for j, (a, b) in enumerate(zip(want[i], got[i], strict=True)) if a != b)
         ids = torch.tensor([requests[i] + want[i][:at]], device=exact.device)

@@ -388,6 +388,11 @@ def _step_of(starts: torch.Tensor, layer: int) -> _Step:
     return step
 
 
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    """(1, heads, rows, head_dim) as (rows, heads, head_dim)."""
+    return x.squeeze(0).transpose(0, 1)
+
+
 def _attend_updated(
     index: int,
     query: torch.Tensor,
@@ -442,7 +447,7 @@ def _attend_cache(
     slots = step.slots.get(layer.group)
     if slots is None:
         slots = step.slots[layer.group] = pages.slots(kwargs["write_index"][layer.group])
-    omniattn.append(pages.cache, key[0].transpose(0, 1), value[0].transpose(0, 1), slot_mapping=slots)
+    omniattn.append(pages.cache, _rows(key), _rows(value), slot_mapping=slots)
     rows = kwargs["read_index"][layer.group]
     if not rows.shape[0]:
         # Prompts from their beginning: nothing else is in the cache.
@@ -451,7 +456,7 @@ def _attend_cache(
     if table is None:
         table = step.tables[layer.group] = pages.table_of_rows(rows, starts_k, longest_k)
     out = omniattn.attention_with_kvcache(
-        query[0].transpose(0, 1), pages.cache, seq_lens=step.seq_lens, block_table=table,
+        _rows(query), pages.cache, seq_lens=step.seq_lens, block_table=table,
         cu_seqlens_q=as_int32(starts_q), max_seqlen_q=longest_q, **options,
     )  # fmt: skip
     return out[None]
@@ -484,7 +489,7 @@ def _decode(
     if table is None:
         table = step.tables[group] = pages.table(entries)
     omniattn.append(
-        pages.cache, key[0].transpose(0, 1), value[0].transpose(0, 1), cu_seqlens=as_int32(starts_q),
+        pages.cache, _rows(key), _rows(value), cu_seqlens=as_int32(starts_q),
         seq_lens=step.seq_lens, block_table=table,
     )  # fmt: skip
     out = omniattn.decode(
@@ -506,7 +511,7 @@ def _attend_packed(
 ) -> torch.Tensor:
     """Attention over gathered keys."""
     out = omniattn.attention_varlen(
-        query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1),
+        _rows(query), _rows(key), _rows(value),
         cu_seqlens_q=as_int32(starts_q), cu_seqlens_k=as_int32(starts_k), max_seqlen_q=longest_q,
         max_seqlen_k=longest_k, causal=True, precision="exact" if longest_q == 1 else precision, **options,
     )  # fmt: skip
