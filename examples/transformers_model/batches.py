@@ -167,7 +167,8 @@ def main(argv: Sequence[str] | None = None) -> list[Row]:
         row, tokens = measure(batches, name, expected)
         rows.append(row)
         expected = tokens if expected is None else expected
-    print(f"{sizes.requests} requests, {sizes.requests * sizes.new} new tokens, transformers {transformers.__version__}")
+    new = sizes.requests * sizes.new
+    print(f"{sizes.requests} requests, {new} new tokens, transformers {transformers.__version__}")
     print(table(rows))
     if arguments.out is not None:
         where = reference_environment() if device == "cpu" else environment(torch)

@@ -190,8 +190,8 @@ def _attention_function(precision: str) -> Callable[..., tuple[torch.Tensor, Non
         }
         cache, index = kwargs.get("cache"), module.layer_idx
         if cache is None:
-            return _attend_updated(index, query, key, value, kwargs, options, precision), None  # type: ignore[arg-type]
-        layer = _layer_of(cache, index)  # type: ignore[arg-type]
+            return _attend_updated(index, query, key, value, kwargs, options, precision), None
+        layer = _layer_of(cache, index)
         return _attend_cache(layer, cache, query, key, value, kwargs, options, precision), None
 
     # Nothing of it is for torch.compile: it keeps what it knows of a step, and of pages, by the identity of tensors.
@@ -467,7 +467,7 @@ def _gathered(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values of all requests, (1, heads, rows, head_dim); the new ones are in the cache then."""
     if layer.by_kwargs:
-        return cache.update(key, value, layer.index, kwargs=dict(kwargs))  # type: ignore[no-any-return]
+        return cache.update(key, value, layer.index, kwargs=dict(kwargs))
     indices = {name: kwargs[name] for name in ("read_index", "write_index")}
     k, v = cache.update(key, value, layer.index, **indices)
     return k.transpose(0, 1)[None], v.transpose(0, 1)[None]
