@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import types
 from collections.abc import Iterator
+from inspect import signature
 from typing import Any
 
 import pytest
@@ -22,12 +23,13 @@ from transformers.generation.continuous_batching import initialization  # noqa: 
 
 from omniattn.integrations import transformers as integration  # noqa: E402
 from omniattn.integrations import transformers_paged as paged  # noqa: E402
+from omniattn.integrations import transformers_pages as pages_of  # noqa: E402
 
 pytestmark = pytest.mark.frameworks
 
 #: 64 tokens a step: prompts come in chunks, and together with single tokens.
 SMALL: dict[str, Any] = {"page": 8, "num_blocks": 512, "max_batch_tokens": 64}
-_GETS_CACHE = "cache" in paged._names(transformers.AttentionInterface().get("flash_attention_2"))
+_GETS_CACHE = "cache" in signature(transformers.AttentionInterface()["flash_attention_2"]).parameters
 _GETS_CACHE |= sdpa_of_batches() == "paged|sdpa"
 
 
@@ -182,8 +184,9 @@ def test_models_that_name_their_flash_attentions() -> None:
 def test_a_manager_that_stays() -> None:
     model, requests = model_of("llama"), prompts(8)
     want = generate(model, "eager", requests)
-    options = {**SMALL, "page_size" if "page_size" in _config() else "block_size": SMALL["page"]}
-    del options["page"]
+    known = signature(transformers.ContinuousBatchingConfig).parameters
+    options = {name: x for name, x in SMALL.items() if name != "page"}
+    options["page_size" if "page_size" in known else "block_size"] = SMALL["page"]
     config = transformers.GenerationConfig(max_new_tokens=batches.NEW, do_sample=False, eos_token_id=-1, pad_token_id=0)
     model.set_attn_implementation("omniattn")
     cached = transformers.ContinuousBatchingConfig(**options)
@@ -197,16 +200,12 @@ def test_a_manager_that_stays() -> None:
     assert generate(model, "omniattn", requests) == want
 
 
-def _config() -> list[str]:
-    return paged._names(transformers.ContinuousBatchingConfig)
-
-
 def test_inference_mode() -> None:
     """Up to 5.23 the thread that generates is outside of it, and cannot write into what was made inside."""
     model, requests = model_of("llama").half(), prompts(8)
     exact = model_of("llama")
     loop = continuous_batching.ContinuousBatchingManager._run_generation_loop
-    with torch.inference_mode("use_inference_mode" in paged._names(loop)):
+    with torch.inference_mode("use_inference_mode" in signature(loop).parameters):
         got = generate_batch(model, "omniattn", requests, **SMALL)
     check_same(exact, requests, generate(model, "eager", requests), got, 0.01)
 
@@ -214,22 +213,22 @@ def test_inference_mode() -> None:
 def test_nothing_of_a_cache_is_kept(on_pages: dict[str, Any]) -> None:
     generate_batch(model_of("llama").half(), "omniattn", prompts(4), **on_pages)
     gc.collect()
-    assert not paged._pages
-    assert not paged._layers
+    assert not pages_of._pages
+    assert not pages_of._layers
 
 
 def test_a_step_is_known_by_its_first_layer() -> None:
     """Layers of one step share its lengths; a step on the same tensor, written anew, does not."""
     starts = torch.tensor([0, 3, 7], dtype=torch.int32)
-    first = paged._step_of(starts, 0)
-    assert paged._step_of(starts, 1) is first
+    first = pages_of.step_of(starts, 0)
+    assert pages_of.step_of(starts, 1) is first
     assert first.seq_lens.tolist() == [3, 4]
     starts[1:] += 1
-    second = paged._step_of(starts, 0)
+    second = pages_of.step_of(starts, 0)
     assert second.seq_lens.tolist() == [4, 4]
-    assert paged._step_of(starts, 1) is second
-    assert paged._step_of(starts, 1) is not second
-    assert paged._step_of(starts.clone(), 2) is not second
+    assert pages_of.step_of(starts, 1) is second
+    assert pages_of.step_of(starts, 1) is not second
+    assert pages_of.step_of(starts.clone(), 2) is not second
 
 
 @pytest.mark.parametrize("apart", [1, 2])
@@ -238,7 +237,7 @@ def test_pages_of_both_layouts(apart: int) -> None:
     tokens, pages = 4, 12
     memory = torch.arange(pages * 2 * tokens * 16, dtype=torch.float16).view(2 * pages, tokens, 2, 8)
     k, v = (memory[2:-1], memory[3:]) if apart == 2 else (memory[:pages].clone(), memory[pages:].clone())
-    made = paged._Pages.on(k, v)
+    made = pages_of.Pages.on(k, v)
     entries = torch.tensor([[4, 0, 6, -1], [8, 2, -1, -1]], dtype=torch.int32)
     table = made.table(entries)
     assert table.dtype == torch.int32
@@ -263,7 +262,7 @@ def test_pages_of_both_layouts(apart: int) -> None:
 def test_an_unknown_layout_is_refused() -> None:
     memory = torch.zeros(8, 4, 2, 8, dtype=torch.float16)
     with pytest.raises(UnsupportedError, match="pages of V"):
-        paged._Pages.on(memory[:-2], memory[2:])
+        pages_of.Pages.on(memory[:-2], memory[2:])
 
 
 @pytest.mark.parametrize("missing", ["update", "switch_to_cb_friendly_attn", "_lazy_imports"])
@@ -299,6 +298,22 @@ def test_keywords_that_are_not_known() -> None:
         attention(torch.nn.Module(), q, q, q, torch.zeros(3, 3), write_index=[q])
     with pytest.raises(UnsupportedError, match="not causal"):
         attention(torch.nn.Module(), q, q, q, None, write_index=[q], is_causal=False)
+
+
+def test_steps_that_are_not_known() -> None:
+    """What a step has to bring and does not is named, and nothing is guessed."""
+    attention, q = transformers.AttentionInterface()[paged.BATCHING["omniattn"]], torch.zeros(1, 2, 3, 8)
+    module, starts = torch.nn.Module(), torch.tensor([0, 3], dtype=torch.int32)
+    module.layer_idx, module.config = 0, transformers.LlamaConfig()
+    step = {"write_index": [starts], "cu_seq_lens_q": starts}
+    with pytest.raises(UnsupportedError, match="a step without cu_seq_lens_k"):
+        attention(module, q, q, q, None, **step)
+    with pytest.raises(UnsupportedError, match="a step without max_length_q"):
+        attention(module, q, q, q, None, **step, cu_seq_lens_k=starts)
+    with pytest.raises(UnsupportedError, match="a step without k_cache"):
+        attention(module, q, q, q, None, **step, cu_seq_lens_k=starts, block_table=starts)
+    with pytest.raises(UnsupportedError, match="lengths of all kinds"):
+        attention(module, q, q, q, None, **step, cu_seq_lens_k={"full_attention": starts})
 
 
 def test_other_flash_attentions_are_imported_as_before() -> None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import Cache
-from transformers.generation.continuous_batching import PagedAttentionCache
+import transformers
 
 from ..errors import UnsupportedError
 
@@ -51,7 +50,7 @@ def check(dropout: float, kwargs: dict[str, Any], known: frozenset[str]) -> None
     for name, what in kwargs.items():
         if name in known or what is None or what is False:
             continue
-        if name == "cache" and isinstance(what, Cache) and not isinstance(what, PagedAttentionCache):
+        if name == "cache" and isinstance(what, transformers.Cache) and type(what).__name__ != "PagedAttentionCache":
             # From 5.24 on what was ``past_key_values``: some models hand it on, updated.
             continue
         if name in _NOT_SERVED:
@@ -61,6 +60,14 @@ def check(dropout: float, kwargs: dict[str, Any], known: frozenset[str]) -> None
                 f"keyword {name!r} of attention is not known, and could change its result",
                 instead=f"{EAGER}, or register(ignore=[{name!r}]) if it does not concern attention",
             )
+
+
+def refused(what: str) -> UnsupportedError:
+    """That continuous batching is not what it was."""
+    return UnsupportedError(
+        f"continuous batching of transformers {transformers.__version__}: {what}",
+        instead=f'{TESTED}, or attn_implementation="sdpa"',
+    )
 
 
 def of_dtype(x: torch.Tensor | None, query: torch.Tensor) -> torch.Tensor | None:

@@ -19,23 +19,20 @@ Layers with a window have rings without a table, which the cache gathers.
 from __future__ import annotations
 
 import functools
+import importlib
 import inspect
-import threading
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-import transformers
-from transformers import AttentionInterface, modeling_flash_attention_utils
-from transformers.generation import continuous_batching
+from transformers import AttentionInterface
 
 import omniattn
-from omniattn import PagedKVCache
 
 from ..errors import ShapeError, UnsupportedError
-from .transformers_keywords import PACKED, TESTED, as_int32, check, of_dtype
+from .transformers_keywords import PACKED, as_int32, check, of_dtype, refused
+from .transformers_pages import Layer, Pages, Step, layer_of, pages_on, step_of
 
 __all__ = ["BATCHING", "register"]
 
@@ -44,8 +41,6 @@ BATCHING = {"omniattn": "omniattn_flash3", "omniattn_int8": "omniattn_int8_flash
 
 _PREFIX = "paged|"
 _FUNCTION = "generate_batch"
-_FULL = "full_attention"
-_CACHE_DTYPES = (torch.float16, torch.bfloat16)
 #: Keywords of a step of continuous batching.
 _OF_BATCHES = frozenset((
     *PACKED, "max_seqlen_q", "max_seqlen_k", "block_table", "k_cache", "v_cache", "cache", "read_index", "write_index",
@@ -64,26 +59,39 @@ def register() -> None:
     what = _what_is_missing()
     for name, batching in BATCHING.items():
         function = _attention_function("int8" if "int8" in name else "exact") if what is None else _refusal(what)
-        for key in (batching, _PREFIX + batching, _PREFIX + name):
-            AttentionInterface.register(key, function)
-    flash: Any = modeling_flash_attention_utils
+        AttentionInterface.register(batching, function)
+        if what is None and "read_index" in _names(_cache(), "update"):
+            # 5.17 puts the prefix before the name that a model has.
+            AttentionInterface.register(_PREFIX + batching, function)
+            AttentionInterface.register(_PREFIX + name, function)
     if what is None:
-        _wrap(flash, "_lazy_imports", _importing)
-    manager = getattr(continuous_batching, "ContinuousBatchingManager", None)
-    if hasattr(manager, "switch_to_cb_friendly_attn"):
-        _wrap(manager, "switch_to_cb_friendly_attn", _switching)
+        _wrap(_flash(), "_lazy_imports", _importing)
+    if hasattr(_manager(), "switch_to_cb_friendly_attn"):
+        _wrap(_manager(), "switch_to_cb_friendly_attn", _switching)
+
+
+def _part(module: str, name: str | None = None) -> Any:
+    """A module of transformers, or what it has by a name; None where there is none."""
+    try:
+        found = importlib.import_module(f"transformers.{module}")
+    except ImportError:
+        return None
+    return found if name is None else getattr(found, name, None)
+
+
+_flash = functools.partial(_part, "modeling_flash_attention_utils")
+_manager = functools.partial(_part, "generation.continuous_batching", "ContinuousBatchingManager")
+_cache = functools.partial(_part, "generation.continuous_batching", "PagedAttentionCache")
 
 
 def _what_is_missing() -> str | None:
     """What of the interfaces that are known this version lacks."""
-    cache = getattr(continuous_batching, "PagedAttentionCache", None)
-    manager = getattr(continuous_batching, "ContinuousBatchingManager", None)
-    update = _names(getattr(cache, "update", None))
+    update = _names(_cache(), "update")
     if update != [*_UPDATE, "kwargs"] and update != [*_UPDATE, "read_index", "write_index"]:
         return f"PagedAttentionCache.update takes {', '.join(update) or 'nothing that is known'}"
-    if _names(getattr(manager, "switch_to_cb_friendly_attn", None))[:2] != ["self", "model"]:
+    if _names(_manager(), "switch_to_cb_friendly_attn")[:2] != ["self", "model"]:
         return "ContinuousBatchingManager has no switch_to_cb_friendly_attn(model)"
-    if _names(getattr(modeling_flash_attention_utils, "_lazy_imports", None))[:1] != ["implementation"]:
+    if _names(_flash(), "_lazy_imports")[:1] != ["implementation"]:
         return "modeling_flash_attention_utils has no _lazy_imports(implementation)"
     return None
 
@@ -91,20 +99,15 @@ def _what_is_missing() -> str | None:
 _UPDATE = ("self", "key_states", "value_states", "layer_idx")
 
 
-def _names(function: Any) -> list[str]:
-    return [] if function is None else list(inspect.signature(function).parameters)
-
-
-def _refused(what: str) -> UnsupportedError:
-    return UnsupportedError(
-        f"continuous batching of transformers {transformers.__version__}: {what}",
-        instead=f'{TESTED}, or attn_implementation="sdpa"',
-    )
+def _names(owner: Any, function: str) -> list[str]:
+    """Arguments of a function; none where it is not there."""
+    found = getattr(owner, function, None)
+    return [] if found is None else list(inspect.signature(found).parameters)
 
 
 def _refusal(what: str) -> Callable[..., Any]:
     def attention(*_arguments: Any, **_keywords: Any) -> Any:
-        raise _refused(what)
+        raise refused(what)
 
     return attention
 
@@ -124,7 +127,7 @@ def _importing(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(implementation, *arguments, **keywords)
         from ..compat import flash_attn_interface as ours
 
-        theirs: Any = modeling_flash_attention_utils
+        theirs = _flash()
         functions = (ours.flash_attn_func, ours.flash_attn_varlen_func, ours.flash_attn_with_kvcache)
         return *functions, theirs._pad_input, theirs._unpad_input
 
@@ -139,8 +142,10 @@ def _switching(original: Callable[..., Any]) -> Callable[..., Any]:
             original(self, model, *arguments, **keywords)
             return
         what = _what_is_missing()
+        if what is None and not hasattr(self, "_original_attn_impl"):
+            what = "ContinuousBatchingManager has no _original_attn_impl to come back to"
         if what is not None:
-            raise _refused(what)
+            raise refused(what)
         for part in model.modules():
             # Models with sinks name the flash attentions that have them, and would take another one for this.
             compatible = getattr(part, "_compatible_flash_implementations", None)
@@ -191,7 +196,7 @@ def _attention_function(precision: str) -> Callable[..., tuple[torch.Tensor, Non
         cache, index = kwargs.get("cache"), module.layer_idx
         if cache is None:
             return _attend_updated(index, query, key, value, kwargs, options, precision), None
-        layer = _layer_of(cache, index)
+        layer = layer_of(cache, index)
         return _attend_cache(layer, cache, query, key, value, kwargs, options, precision), None
 
     # Nothing of it is for torch.compile: it keeps what it knows of a step, and of pages, by the identity of tensors.
@@ -222,175 +227,16 @@ def _window_of(module: Any) -> int | None:
     return window
 
 
-@dataclass(frozen=True, slots=True)
-class _Layer:
-    """What the cache of batches has of one layer, where attention gets that cache.
-
-    Attributes
-    ----------
-    index, group : int
-        Of the model; and of what has a block table and indices of its own.
-    kind : str
-        "full_attention", or "sliding_attention": a ring without a table.
-    pages : _Pages or None
-        K and V of all requests; None of a ring, and on the CPU of float32.
-    by_kwargs : bool
-        ``update`` takes the keywords of the step.
-    """
-
-    index: int
-    group: int
-    kind: str
-    pages: _Pages | None
-    by_kwargs: bool
-
-
-_layers: weakref.WeakKeyDictionary[Any, dict[int, _Layer]] = weakref.WeakKeyDictionary()
-
-
-def _layer_of(cache: Any, index: int) -> _Layer:
-    known = _layers.get(cache)
-    if known is None:
-        known = _layers[cache] = {}
-    layer = known.get(index)
-    if layer is None:
-        layer = known[index] = _describe(cache, index)
-    return layer
-
-
-def _describe(cache: Any, index: int) -> _Layer:
-    if hasattr(cache, "layer_to_allocator"):
-        # 5.20, 5.23: an allocator for all layers of a kind.
-        allocator = cache.layer_to_allocator[index]
-        kind = allocator.layer_type
-        arrays = allocator.get_cache_for_block_table(index) if kind == _FULL else None
-        group = allocator.index
-    else:
-        # 5.17: groups of as many layers each, which share arrays.
-        group, place = cache.layer_index_to_group_indices[index]
-        kind = _FULL if cache.sliding_windows[index] == 1 else "sliding_attention"
-        shape = (-1, cache.block_size, cache.num_key_value_heads, cache.head_dim)
-        arrays = (cache.key_cache[place].view(shape), cache.value_cache[place].view(shape)) if kind == _FULL else None
-    if kind not in (_FULL, "sliding_attention"):
-        raise _refused(f"layers of {kind}")
-    pages = None
-    if arrays is not None and arrays[0].dtype in _CACHE_DTYPES:
-        pages = _Pages.on(*arrays)
-    return _Layer(index, group, kind, pages, hasattr(cache, "layer_to_allocator"))
-
-
-@dataclass(frozen=True, slots=True)
-class _Pages:
-    """K and V of one layer, of all requests.
-
-    Attributes
-    ----------
-    cache : PagedKVCache
-    apart : int
-        Pages of the memory from one page of K to the next. From 5.20 on a page of K and its page of V lie side by side,
-        and the arrays that come for the two contain each other's pages: tables and slots there count both.
-    """
-
-    cache: PagedKVCache
-    apart: int
-
-    @classmethod
-    def on(cls, k: torch.Tensor, v: torch.Tensor) -> _Pages:
-        """Of arrays (pages, tokens, heads, head_dim), which somebody else keeps."""
-        if k.untyped_storage().data_ptr() != v.untyped_storage().data_ptr():
-            return cls(PagedKVCache.from_arrays(k.detach(), v.detach()), 1)
-        if not k.is_contiguous() or v.storage_offset() - k.storage_offset() != k.stride(0):
-            raise _refused("pages of V do not lie behind those of K")
-        return cls(PagedKVCache.from_arrays(k.detach()[::2], v.detach()[::2]), 2)
-
-    def table(self, entries: torch.Tensor) -> torch.Tensor:
-        """A block table, of transformers' one."""
-        return entries if self.apart == 1 else entries.div(self.apart, rounding_mode="floor")
-
-    def slots(self, rows: torch.Tensor) -> torch.Tensor:
-        """A slot mapping, of rows of K's array."""
-        if self.apart == 1:
-            return rows
-        tokens = self.cache.block_size
-        return rows.div(tokens * self.apart, rounding_mode="floor").mul_(-tokens * (self.apart - 1)).add_(rows)
-
-    def table_of_rows(self, rows: torch.Tensor, starts: torch.Tensor, longest: int) -> torch.Tensor:
-        """A block table, of the rows of K's array that hold the tokens of each request, one behind the other."""
-        tokens = self.cache.block_size
-        firsts = torch.arange(0, longest, tokens, dtype=torch.int32, device=starts.device)
-        # Behind a request's last page are those of the next: nobody looks at them.
-        places = (starts[:-1, None] + firsts).clamp_(max=rows.shape[0] - 1)
-        return rows[places].div_(tokens * self.apart, rounding_mode="floor").to(torch.int32)
-
-
-_pages: dict[int, tuple[weakref.ref[torch.Tensor], _Pages]] = {}
-
-
-def _pages_on(k: torch.Tensor, v: torch.Tensor) -> _Pages:
-    """Of arrays that are the same ones in every step; what is kept of them must not keep them from being freed."""
-    key = id(k)
-    found = _pages.get(key)
-    if found is not None and found[0]() is k:
-        return found[1]
-
-    def forget(reference: weakref.ref[torch.Tensor]) -> None:
-        if key in _pages and _pages[key][0] is reference:
-            del _pages[key]
-
-    made = _Pages.on(k, v)
-    _pages[key] = weakref.ref(k, forget), made
-    return made
-
-
-class _Step:
-    """What all layers of a step share: made by the first of them.
-
-    Attributes
-    ----------
-    starts : weak reference
-        To the tensor that says where each request's keys begin; one tensor a step.
-    layer : int
-        That used this last. Layers of a step come in order: the same one again, or one before it, is another step,
-        whose tensor may be the same (a graph is captured behind a trial).
-    seq_lens : tensor, (requests,), int32
-    slots, tables : dict
-        Slot mappings and block tables by group.
-    """
-
-    __slots__ = ("layer", "seq_lens", "slots", "starts", "tables")
-
-    def __init__(self, starts: torch.Tensor, layer: int) -> None:
-        self.starts = weakref.ref(starts)
-        self.layer = layer
-        self.seq_lens = as_int32(starts[1:] - starts[:-1])
-        self.slots: dict[int, torch.Tensor] = {}
-        self.tables: dict[int, torch.Tensor] = {}
-
-
-class _Steps(threading.local):
-    """Managers of batches run in threads of their own."""
-
-    def __init__(self) -> None:
-        self.known: dict[int, _Step] = {}
-
-
-_steps = _Steps()
-
-
-def _step_of(starts: torch.Tensor, layer: int) -> _Step:
-    known = _steps.known
-    step = known.get(id(starts))
-    if step is None or step.starts() is not starts or layer <= step.layer:
-        if len(known) >= 8:
-            known.clear()
-        step = known[id(starts)] = _Step(starts, layer)
-    step.layer = layer
-    return step
-
-
 def _rows(x: torch.Tensor) -> torch.Tensor:
     """(1, heads, rows, head_dim) as (rows, heads, head_dim)."""
     return x.squeeze(0).transpose(0, 1)
+
+
+def _of(kwargs: dict[str, Any], name: str) -> Any:
+    """What a step has to bring."""
+    if kwargs.get(name) is None:
+        raise refused(f"a step without {name}")
+    return kwargs[name]
 
 
 def _attend_updated(
@@ -403,20 +249,19 @@ def _attend_updated(
     precision: str,
 ) -> torch.Tensor:
     """5.24: the model has called ``cache.update``, and this is what that gave."""
-    starts_k, table = kwargs["cu_seq_lens_k"], kwargs.get("block_table")
+    starts_q, starts_k, table = _of(kwargs, "cu_seq_lens_q"), _of(kwargs, "cu_seq_lens_k"), kwargs.get("block_table")
+    if isinstance(starts_k, dict):
+        raise refused("lengths of all kinds of layers, and no cache that says which are a layer's")
     if table is not None:
-        pages = _pages_on(kwargs["k_cache"], kwargs["v_cache"])
-        step = _step_of(starts_k, index)
+        pages = pages_on(_of(kwargs, "k_cache"), _of(kwargs, "v_cache"))
         # One kind of layers has tables; there is one table for it.
-        return _decode(step, 0, pages, query, key, value, table, kwargs["cu_seq_lens_q"], options)
-    return _attend_packed(
-        query, key, value, kwargs["cu_seq_lens_q"], starts_k, kwargs["max_length_q"], kwargs["max_length_k"], options,
-        precision,
-    )  # fmt: skip
+        return _decode(step_of(starts_k, index), 0, pages, query, key, value, table, starts_q, options)
+    longest = _of(kwargs, "max_length_q"), _of(kwargs, "max_length_k")
+    return _attend_packed(query, key, value, starts_q, starts_k, *longest, options, precision)
 
 
 def _attend_cache(
-    layer: _Layer,
+    layer: Layer,
     cache: Any,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -426,29 +271,26 @@ def _attend_cache(
     precision: str,
 ) -> torch.Tensor:
     """5.17 to 5.23: the cache is updated here, or its pages are written and read without it."""
-    starts_q, starts_k, table = kwargs["cu_seq_lens_q"], kwargs["cu_seq_lens_k"], kwargs.get("block_table")
-    longest_q, longest_k = (
-        (kwargs["max_length_q"], kwargs["max_length_k"])
-        if layer.by_kwargs
-        else (kwargs["max_seqlen_q"], kwargs["max_seqlen_k"])
-    )
+    starts_q, starts_k, table = _of(kwargs, "cu_seq_lens_q"), _of(kwargs, "cu_seq_lens_k"), kwargs.get("block_table")
+    longest = "max_length" if layer.by_kwargs else "max_seqlen"
+    longest_q, longest_k = _of(kwargs, f"{longest}_q"), _of(kwargs, f"{longest}_k")
     if isinstance(starts_k, dict):
         starts_k, longest_k = starts_k[layer.kind], longest_k[layer.kind]
     pages = layer.pages
     if table is not None:
         if pages is None:
-            raise _refused(f"a block table of layers of {layer.kind}, in {key.dtype}")
-        step = _step_of(starts_k, layer.index)
+            raise refused(f"a block table of layers of {layer.kind}, in {key.dtype}")
+        step = step_of(starts_k, layer.index)
         return _decode(step, layer.group, pages, query, key, value, table[layer.group], starts_q, options)
     if pages is None or (precision != "exact" and longest_q > 1):
         key, value = _gathered(layer, cache, key, value, kwargs)
         return _attend_packed(query, key, value, starts_q, starts_k, longest_q, longest_k, options, precision)
-    step = _step_of(starts_k, layer.index)
+    step = step_of(starts_k, layer.index)
     slots = step.slots.get(layer.group)
     if slots is None:
-        slots = step.slots[layer.group] = pages.slots(kwargs["write_index"][layer.group])
+        slots = step.slots[layer.group] = pages.slots(_of(kwargs, "write_index")[layer.group])
     omniattn.append(pages.cache, _rows(key), _rows(value), slot_mapping=slots)
-    rows = kwargs["read_index"][layer.group]
+    rows = _of(kwargs, "read_index")[layer.group]
     if not rows.shape[0]:
         # Prompts from their beginning: nothing else is in the cache.
         return _attend_packed(query, key, value, starts_q, starts_k, longest_q, longest_k, options, precision)
@@ -463,20 +305,20 @@ def _attend_cache(
 
 
 def _gathered(
-    layer: _Layer, cache: Any, key: torch.Tensor, value: torch.Tensor, kwargs: dict[str, Any]
+    layer: Layer, cache: Any, key: torch.Tensor, value: torch.Tensor, kwargs: dict[str, Any]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values of all requests, (1, heads, rows, head_dim); the new ones are in the cache then."""
     if layer.by_kwargs:
         return cache.update(key, value, layer.index, kwargs=dict(kwargs))
-    indices = {name: kwargs[name] for name in ("read_index", "write_index")}
+    indices = {name: _of(kwargs, name) for name in ("read_index", "write_index")}
     k, v = cache.update(key, value, layer.index, **indices)
     return k.transpose(0, 1)[None], v.transpose(0, 1)[None]
 
 
 def _decode(
-    step: _Step,
+    step: Step,
     group: int,
-    pages: _Pages,
+    pages: Pages,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
