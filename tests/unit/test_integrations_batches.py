@@ -318,6 +318,10 @@ def test_steps_that_are_not_known() -> None:
 
 def test_other_flash_attentions_are_imported_as_before() -> None:
     imports = transformers.modeling_flash_attention_utils._lazy_imports
+    switch = continuous_batching.ContinuousBatchingManager.switch_to_cb_friendly_attn
+    integration.register()
+    assert transformers.modeling_flash_attention_utils._lazy_imports is imports
+    assert continuous_batching.ContinuousBatchingManager.switch_to_cb_friendly_attn is switch
     with pytest.raises(ImportError):
         imports("flash_attention_3")
     functions = imports(paged.BATCHING["omniattn_int8"])
