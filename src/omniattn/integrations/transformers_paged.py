@@ -121,15 +121,19 @@ def _wrap(owner: Any, name: str, wrapper: Callable[..., Callable[..., Any]]) -> 
         setattr(owner, name, wrapped)
 
 
+def _outside(*_arguments: Any, **_keywords: Any) -> Any:
+    """What is imported for `BATCHING`'s names. It only has to be there: attention has a function of its own."""
+    raise UnsupportedError(
+        f"attention named {BATCHING['omniattn']!r} outside of generate_batch", instead='attn_implementation="omniattn"'
+    )
+
+
 def _importing(original: Callable[..., Any]) -> Callable[..., Any]:
     def lazy_imports(implementation: str | None, *arguments: Any, **keywords: Any) -> Any:
         if implementation is None or implementation.removeprefix(_PREFIX) not in BATCHING.values():
             return original(implementation, *arguments, **keywords)
-        from ..compat import flash_attn_interface as ours
-
         theirs = _flash()
-        functions = (ours.flash_attn_func, ours.flash_attn_varlen_func, ours.flash_attn_with_kvcache)
-        return *functions, theirs._pad_input, theirs._unpad_input
+        return _outside, _outside, _outside, theirs._pad_input, theirs._unpad_input
 
     return lazy_imports
 
@@ -177,9 +181,7 @@ def _attention_function(precision: str) -> Callable[..., tuple[torch.Tensor, Non
         """o of one layer, (1, rows, num_q_heads, head_dim), for q, k, v of (1, heads, rows, head_dim)."""
         check(dropout, kwargs, _OF_BATCHES)
         if kwargs.get("write_index") is None:
-            raise UnsupportedError(
-                f"attention named {BATCHING['omniattn']!r} outside of generate_batch", instead="omniattn"
-            )
+            _outside()
         if attention_mask is not None or position_bias is not None or is_causal is False:
             what = "a mask" if attention_mask is not None else "a bias or attention that is not causal"
             raise UnsupportedError(f"{what} in generate_batch", instead='attn_implementation="sdpa"')
