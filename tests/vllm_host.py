@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from tests.vllm_steps import reference
+
 for _name in ("vllm._C", "vllm._C_stable_libtorch"):
     sys.modules.setdefault(_name, types.ModuleType(_name))
 
@@ -188,35 +190,7 @@ class Engine:
         return results
 
 
-def reference(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    causal: bool = True,
-    window: tuple[int, int] | None = None,
-    softcap: float = 0.0,
-    sinks: torch.Tensor | None = None,
-    scale: float = DIM**-0.5,
-) -> torch.Tensor:
-    """Attention in fp64, (rows, heads, dim): the queries are the last tokens."""
-    rows, keys, group = q.shape[0], k.shape[0], q.shape[1] // k.shape[1]
-    q, k, v = q.double(), k.double().repeat_interleave(group, 1), v.double().repeat_interleave(group, 1)
-    scores = torch.einsum("qhd,khd->hqk", q, k) * scale
-    if softcap:
-        scores = softcap * (scores / softcap).tanh()
-    behind = torch.arange(keys)[None, :] - (torch.arange(rows)[:, None] + keys - rows)
-    seen = behind <= 0 if causal else torch.ones_like(behind, dtype=torch.bool)
-    if window is not None:
-        seen &= (behind >= -window[0]) & (behind <= window[1])
-    scores = scores.masked_fill(~seen, float("-inf"))
-    if sinks is not None:
-        scores = torch.cat([scores, sinks.double()[:, None, None].expand(-1, rows, 1)], -1)
-    weights = scores.softmax(-1)[..., :keys]
-    return torch.einsum("hqk,khd->qhd", weights, v)
-
-
 def check(results: Sequence[Any], atol: float = 2e-3, **options: Any) -> None:
-    """Each request's o against `reference`; at is what the cache's format and fp16 round."""
+    """Each request's o against `reference`; atol is what the cache's format and fp16 round."""
     for o, q, k, v in results:
-        torch.testing.assert_close(o.double(), reference(q, k, v, **options), rtol=0, atol=atol)
+        torch.testing.assert_close(o.double(), reference(q, k, v, scale=DIM**-0.5, **options), rtol=0, atol=atol)

@@ -179,9 +179,10 @@ def test_values_of_another_size_and_batches_that_are_not_served() -> None:
 def test_a_version_that_has_moved(monkeypatch: pytest.MonkeyPatch) -> None:
     import dataclasses
 
-    from omniattn.integrations.vllm.versions import TRIED, check_version
     from vllm.v1 import kv_cache_interface
     from vllm.v1.attention import backend
+
+    from omniattn.integrations.vllm.versions import TRIED, check_version
 
     check_version()
     assert vllm.__version__ in TRIED

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -46,7 +46,7 @@ def _refused(what: str) -> UnsupportedError:
 class OmniattnBackend(AttentionBackend):
     """What vLLM may ask of the backend: layers that it refuses are refused by vLLM itself, with the reason."""
 
-    supported_kv_cache_dtypes = list(calls.FORMATS)
+    supported_kv_cache_dtypes: ClassVar[list[str]] = list(calls.FORMATS)
     forward_includes_kv_cache_update = False
     supports_kv_cache_update_bypass = True
 
@@ -306,4 +306,3 @@ class OmniattnImpl(AttentionImpl[calls.Step]):
 def _first(x: torch.Tensor, rows: int) -> torch.Tensor:
     """The first rows, without the price of a view where it is all."""
     return x if x.shape[0] == rows else x[:rows]
-

@@ -1,7 +1,7 @@
 """What the backend calls, on vLLM's arrays; nothing of vLLM is imported here.
 
-A layer's keys and values are one tensor (blocks, num_kv_heads, block_size, row) of any strides. Its rows are K | V, or
-with one scale for each token and head K | V | scale of K | scale of V | 8 bytes of padding, which keep rows on 16 bytes.
+A layer's keys and values are one tensor (blocks, num_kv_heads, block_size, row) of any strides. Its rows are K | V, or,
+with a scale for each token and head, K | V | scale of K | scale of V | 8 bytes of padding, which keep rows on 16 bytes.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import omniattn
 from ...errors import ShapeError
 
 __all__ = [
-    "FORMATS", "Layer", "Scales", "Step", "attend", "attend_divided", "attend_encoder", "pool_of", "row_bytes", "why_not",
-    "write",
+    "FORMATS", "Layer", "Scales", "Step", "attend", "attend_divided", "attend_encoder", "pool_of", "row_bytes",
+    "why_not", "write",
 ]  # fmt: skip
 
 _FUNCTION = "omniattn.integrations.vllm"
@@ -32,6 +32,8 @@ _CODES = {
 _EXACT = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 #: Formats that are served.
 FORMATS = ("auto", *_EXACT, *_CODES)
+#: Of (o, lse) over some keys, those over all keys.
+Combine = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 #: Scales of K and of V, fp32, one or one for each kv head; read where the cache has none of its own.
 Scales = tuple[Any, Any]
 _SCALE_BYTES = 16
@@ -141,10 +143,9 @@ def pool_of(kv_cache: torch.Tensor, layer: Layer, scales: Scales) -> Any:
         kv_cache = kv_cache.view(dtype)
     if not each_row:
         return omniattn.PagedKVCache.from_arrays(kv_cache, layout="HND", k_scale=scales[0], v_scale=scales[1])
-    of_rows = kv_cache[..., 2 * dim : 2 * dim + 8].view(torch.float32)
-    return omniattn.PagedKVCache.from_arrays(
-        kv_cache[..., :dim], kv_cache[..., dim : 2 * dim], layout="HND", k_scale=of_rows[..., 0], v_scale=of_rows[..., 1]
-    )
+    k, v, of_rows = kv_cache.split([dim, dim, _SCALE_BYTES], dim=3)
+    of_k, of_v, *_ = of_rows.view(torch.float32).unbind(3)
+    return omniattn.PagedKVCache.from_arrays(k, v, layout="HND", k_scale=of_k, v_scale=of_v)
 
 
 def write(
@@ -181,7 +182,8 @@ def attend_encoder(
 
 def attend_divided(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv_cache: torch.Tensor, layer: Layer, step: Step,
-    out: torch.Tensor, sinks: Any, gather: Callable[[torch.Tensor], torch.Tensor], combine: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]], scales: Scales,
+    out: torch.Tensor, sinks: Any, gather: Callable[[torch.Tensor], torch.Tensor], combine: Combine,
+    scales: Scales,
 ) -> None:  # fmt: skip
     """`attend` under context parallelism of decoding: each rank's pool has a part of each request's tokens.
 
@@ -206,4 +208,3 @@ def attend_divided(
     )  # fmt: skip
     older, lse = combine(older, lse.transpose(0, 1).contiguous())
     omniattn.merge_states(new, lse_new, older, lse.transpose(0, 1), out=out)
-
