@@ -341,9 +341,7 @@ def test_cross_attention() -> None:
         for news, keys in (((("a", 2), ("b", 7)), (k, v)), ((("a", 1), ("b", 1)), (None, None))):
             counts = [count for _, count in news]
             starts = torch.tensor([0, counts[0], sum(counts)], dtype=torch.int32)
-            table = torch.zeros(2, 4, dtype=torch.int32)
-            for i, name in enumerate(lengths):
-                table[i, : len(run.requests[name].blocks)] = torch.tensor(run.requests[name].blocks)
+            table = _table(run, *lengths)
             encoder = torch.tensor(list(lengths.values()), dtype=torch.int32)
             # In the second step the encoder's tokens are there already.
             bound = starts.diff() if keys[0] is not None else starts.diff() + 3
@@ -375,6 +373,40 @@ def test_chunks_of_local_attention() -> None:
         run.step(("a", 48))
         [(o, q, k, v)] = run.step(("a", 10))
         host.check([(o, q, k[32:], v[32:])])
+
+
+def test_prompts_of_layers_that_share_are_cut_to_what_is_needed() -> None:
+    """vLLM's builder of ``kv_sharing_fast_prefill`` copies our metadata into a class that is made of it."""
+    from vllm.v1.attention.backends.utils import create_fast_prefill_custom_backend
+
+    with host.config() as made:
+        run = engine(made)
+        kind = create_fast_prefill_custom_backend("FastPrefill_", run.layer.get_attn_backend()).get_builder_cls()
+        builder = kind(run.spec, [run.name], made, torch.device("cpu"))
+        [(_, q, k, v), _] = run.step(("a", 20), ("b", 1))
+        # Of the step's 21 rows the last one of each request is looked at.
+        common = host.CommonAttentionMetadata(
+            query_start_loc=torch.tensor([0, 20, 21], dtype=torch.int32),
+            query_start_loc_cpu=torch.tensor([0, 20, 21], dtype=torch.int32),
+            seq_lens=torch.tensor([20, 1], dtype=torch.int32), num_reqs=2, num_actual_tokens=21, max_query_len=20,
+            max_seq_len=20, block_table_tensor=_table(run, "a", "b"), slot_mapping=torch.zeros(21, dtype=torch.int64),
+            logits_indices_padded=torch.tensor([19, 20]), num_logits_indices=2, max_logits_per_req=1,
+            seq_lens_cpu_upper_bound=torch.tensor([20, 1], dtype=torch.int32),
+        )  # fmt: skip
+        built = builder.build(0, common)
+        assert built.num_logits_indices == 2
+        q = torch.cat([q[19:], run.random(1, host.HEADS, host.DIM)])
+        out = torch.empty_like(q)
+        run.layer.impl.forward(run.layer, q, q, q, run.layer.kv_cache, built, out)
+        host.check([(out[:1], q[:1], k, v)])
+
+
+def _table(run: host.Engine, *names: str) -> Any:
+    """The blocks of requests, as a step has them."""
+    table = torch.zeros(len(names), host.BLOCKS, dtype=torch.int32)
+    for row, name in zip(table, names, strict=True):
+        row[: len(run.requests[name].blocks)] = torch.tensor(run.requests[name].blocks, dtype=torch.int32)
+    return table
 
 
 def test_another_groups_pools_get_the_same_step() -> None:

@@ -54,6 +54,17 @@ def test_windows_softcap_sinks_and_padding(causal: bool) -> None:
         run.check_padding()
 
 
+def test_steps_of_nothing() -> None:
+    run = steps(layer_of(dim=32))
+    run.prepare(("a", 20))
+    run.run(run.exact())
+    run.prepare()
+    for many in (0, 6):
+        step = calls.Step(0, 1, 0, run.starts[: many + 1], run.lens[:many], run.table[:many], run.slots[:0], True)
+        run.run(step)
+        calls.attend_encoder(run.q[:0], run.k[:0], run.v[:0], run.layer, step, False, None, run.out[:0])
+
+
 def test_another_layouts_pool() -> None:
     run = steps(layer_of(dim=32))
     run.prepare(("a", 3))

@@ -48,7 +48,6 @@ class OmniattnBackend(AttentionBackend):
 
     supported_kv_cache_dtypes: ClassVar[list[str]] = list(calls.FORMATS)
     forward_includes_kv_cache_update = False
-    supports_kv_cache_update_bypass = True
 
     @staticmethod
     def get_name() -> str:
