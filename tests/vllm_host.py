@@ -40,6 +40,10 @@ class HostPlatform(NonNvmlCudaPlatform):  # type: ignore[misc]
         return "CPU"
 
     @classmethod
+    def is_pin_memory_available(cls) -> bool:
+        return False  # there is no driver that could pin any
+
+    @classmethod
     def opaque_attention_op(cls) -> bool:
         return False  # layers call attention directly, and not by an operator of CUDA
 
@@ -48,7 +52,7 @@ vllm.platforms._current_platform = HostPlatform()
 
 from vllm.utils import torch_utils  # noqa: E402
 
-torch_utils.PIN_MEMORY = False  # there is no driver that could pin any
+torch_utils.PIN_MEMORY = False  # some versions have asked the platform by now, others ask it later
 
 from vllm.config import AttentionConfig, VllmConfig, set_current_vllm_config  # noqa: E402
 from vllm.forward_context import set_forward_context  # noqa: E402
