@@ -1,0 +1,572 @@
+"""The backend for SGLang, called by SGLang's own classes on the CPU, against a plain reference in float64."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import omniattn as oa
+from omniattn.errors import UnsupportedError
+
+torch = pytest.importorskip("torch")
+sglang = pytest.importorskip("sglang")
+transformers = pytest.importorskip("transformers")
+
+from sglang.srt import plugins, runtime_context  # noqa: E402
+from sglang.srt.configs.model_config import AttentionArch  # noqa: E402
+from sglang.srt.environ import envs  # noqa: E402
+from sglang.srt.layers.attention import attention_registry  # noqa: E402
+from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend  # noqa: E402
+from sglang.srt.layers.radix_attention import AttentionType, RadixAttention  # noqa: E402
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool, ReqToTokenPool  # noqa: E402
+from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool  # noqa: E402
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode  # noqa: E402
+from sglang.srt.model_executor.forward_context import ForwardContext, forward_context  # noqa: E402
+from sglang.srt.model_executor.model_runner_components import attention_backend_setup  # noqa: E402
+from sglang.srt.server_args import ServerArgs  # noqa: E402
+
+from omniattn.integrations import sglang as integration  # noqa: E402
+from omniattn.integrations import sglang_backend  # noqa: E402
+from tests.slot_requests import Batch, Requests  # noqa: E402
+
+pytestmark = pytest.mark.frameworks
+
+HEADS, KV_HEADS, DIM, SCALE, CONTEXT, PAGES = 4, 2, 16, 0.3, 320, 24
+E4M3 = torch.float8_e4m3fn
+
+LLAMA = transformers.LlamaConfig(architectures=["LlamaForCausalLM"])
+
+integration.register()
+
+
+@pytest.fixture(autouse=True)
+def _configuration() -> Any:
+    """SGLang's configuration of a process."""
+    with runtime_context.get_context().override_server_args(attention_backend="omniattn", device="cpu"):
+        yield
+
+
+class Server:
+    """A model of one layer or a few, its pools, and requests; what SGLang's scheduler would make of them."""
+
+    def __init__(
+        self,
+        page_size: int = 16,
+        *,
+        layer: dict[str, Any] | None = None,
+        cache_dtype: Any = torch.float16,
+        dtype: Any = torch.float32,
+        scales: tuple[float, float] | None = None,
+        window_pool: bool = False,
+        **of_runner: Any,
+    ) -> None:
+        size = PAGES * max(page_size, 16)
+        self.slots = ReqToTokenPool(8, CONTEXT, "cpu", False)
+        sizes = {"page_size": page_size, "dtype": cache_dtype, "head_num": KV_HEADS, "head_dim": DIM, "device": "cpu"}
+        if window_pool:
+            pool = SWAKVPool(size, size, swa_attention_layer_ids=[0], full_attention_layer_ids=[1], **sizes)
+            pool.register_mapping(_mapping(size, page_size))
+        else:
+            pool = MHATokenToKVPool(size, layer_num=2, enable_memory_saver=False, **sizes)
+        self.pool = pool
+        options = {"logit_cap": 0.0, "sliding_window_size": -1, **(layer or {})}
+        self.layers = torch.nn.ModuleList(
+            RadixAttention(HEADS, DIM, SCALE, KV_HEADS, layer_id=i, **options) for i in range(2)
+        )
+        for x in self.layers:
+            if scales is not None:
+                x.k_scale, x.v_scale = (torch.nn.Parameter(torch.tensor(s), requires_grad=False) for s in scales)
+        self.runner = runner(self.pool, self.slots, page_size, self.layers, **of_runner)
+        self.backend = attention_backend_setup.build_attention_backends(model_runner=self.runner).attn_backend
+        self.requests = Requests(
+            self.slots.req_to_token, size // page_size, page_size, heads=HEADS,
+            kv_heads=KV_HEADS, dim=DIM, dtype=dtype, cache_dtype=cache_dtype, scales=scales or (1.0, 1.0),
+        )  # fmt: skip
+
+    def batch(self, step: Batch, mode: Any = ForwardMode.EXTEND, **more: Any) -> Any:
+        return ForwardBatch(**step.fields(mode, counts_new=not mode.is_target_verify()), **more)
+
+    def call(self, step: Batch, batch: Any, layer: int = 0, backend: Any = None, **more: Any) -> Any:
+        """The layer's own call, as a model makes it."""
+        with forward_context(ForwardContext(attn_backend=backend or self.backend)):
+            return self.layers[layer](
+                step.q.reshape(-1, HEADS * DIM), step.k.clone(), step.v.clone(), batch, **more
+            )  # fmt: skip
+
+    def run(self, new: dict[int, int], mode: Any = ForwardMode.EXTEND, layer: int = 0, **more: Any) -> tuple[Any, Any]:
+        """A step in one layer: what came, and the step."""
+        step = self.requests.step(new)
+        batch = self.batch(step, mode)
+        self.backend.init_forward_metadata(batch)
+        return self.call(step, batch, layer, **more), step
+
+    def check(self, got: Any, step: Batch, atol: float = 2e-5, **options: Any) -> None:
+        want, _ = self.requests.expected(step, scale=SCALE, **options)
+        assert got.shape == (sum(step.new), HEADS * DIM)
+        torch.testing.assert_close(got.double().view_as(want), want, rtol=0, atol=atol)
+
+
+def runner(pool: Any, slots: Any, page_size: int, model: Any, **more: Any) -> Any:
+    """What the backend and SGLang's builder of backends read of a ModelRunner."""
+    config = SimpleNamespace(
+        attention_arch=AttentionArch.MHA, is_encoder_decoder=False, is_local_attention_model=False,
+        hf_config=LLAMA, hf_text_config=LLAMA, linear_attn_registry_result=None, is_draft_model=False, quantization=None,
+    )  # fmt: skip
+    return SimpleNamespace(
+        **{
+            "model_config": config, "model": model, "token_to_kv_pool": pool, "req_to_token_pool": slots,
+            "page_size": page_size, "device": "cpu", "use_mla_backend": False, "is_draft_worker": False,
+            "kv_index_translator": None, "draft_attention_backend": None, "prefill_attention_backend_str": "omniattn",
+            "decode_attention_backend_str": "omniattn", "server_args": runtime_context.get_server_args(), **more,
+        }
+    )  # fmt: skip
+
+
+def _mapping(size: int, page_size: int) -> Any:
+    """Slots of the windows' pool: its pages in another order, and a sentinel for -1, as SGLang's allocator has it."""
+    pages = size // page_size
+    order = torch.cat((torch.zeros(1, dtype=torch.int64), torch.roll(torch.arange(1, pages + 1), 5)))
+    slots = (order[:, None] * page_size + torch.arange(page_size)).reshape(-1)
+    return torch.cat((slots, torch.tensor([-1])))
+
+
+STEPS: tuple[tuple[Any, dict[int, int]], ...] = (
+    (ForwardMode.EXTEND, {3: 70, 1: 1, 5: 33}),  # prompts
+    (ForwardMode.EXTEND, {1: 40, 3: 7}),  # chunks behind others
+    (ForwardMode.DECODE, {5: 1, 3: 1, 1: 1}),
+    (ForwardMode.MIXED, {2: 65, 5: 1, 1: 16, 3: 1}),
+    (ForwardMode.DECODE, {2: 1}),
+)
+
+
+def check_steps(server: Server, layer: int = 0, atol: float = 2e-5, kwargs: Any = None, **options: Any) -> None:
+    for mode, new in STEPS:
+        got, step = server.run(new, mode, layer, **(kwargs or {}))
+        server.check(got, step, atol, **options)
+
+
+# Found, chosen, built.
+
+
+@pytest.fixture
+def _installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The entry points of pyproject.toml, as pip installs them."""
+    import tomllib  # Python 3.11, as SGLang's wheels
+
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    folder = tmp_path / "omniattn_entry_points-0.dist-info"
+    folder.mkdir()
+    lines = [
+        line
+        for group, points in project["entry-points"].items()
+        for line in (f"[{group}]", *(f"{name} = {value}" for name, value in points.items()))
+    ]
+    (folder / "entry_points.txt").write_text("\n".join(lines), encoding="utf-8")
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: omniattn-entry-points\nVersion: 0\n", "utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+
+@pytest.mark.usefixtures("_installed")
+def test_the_plugin_is_found_and_can_be_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plugins, "_plugins_loaded", False)
+    monkeypatch.delitem(attention_registry.ATTENTION_BACKENDS, "omniattn")
+    plugins.load_plugins()
+    assert attention_registry.ATTENTION_BACKENDS["omniattn"] is integration._create
+    parser = argparse.ArgumentParser()
+    ServerArgs.add_cli_args(parser)
+    for option in ("attention", "prefill-attention", "decode-attention"):
+        chosen = parser.parse_args(["--model-path", "x", f"--{option}-backend", "omniattn"])
+        assert getattr(chosen, option.replace("-", "_") + "_backend") == "omniattn"
+
+
+def test_deterministic_inference_may_choose_it() -> None:
+    from sglang.srt.server_args import DETERMINISTIC_ATTENTION_BACKEND_CHOICES
+
+    integration.register()
+    assert DETERMINISTIC_ATTENTION_BACKEND_CHOICES.count("omniattn") == 1
+
+
+def test_sglang_builds_it() -> None:
+    server = Server()
+    assert type(server.backend) is sglang_backend.OmniattnBackend
+    assert server.backend.prefill_attention_backend_str == "omniattn"
+    assert not server.backend.needs_cpu_seq_lens
+    assert not server.backend.deterministic
+
+
+def test_importing_omniattn_imports_no_sglang() -> None:
+    code = "import sys, omniattn, omniattn.integrations, omniattn.integrations.token_slots as s; print('sglang' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+
+
+# The steps of a server.
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+@pytest.mark.parametrize("order", ["nhd", "hnd"])
+def test_steps(page_size: int, order: str) -> None:
+    with envs.SGLANG_USE_HND_KVCACHE.override(order == "hnd"):
+        server = Server(page_size)
+    assert server.pool.kv_cache_layout == order
+    check_steps(server)
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("window", [0, 5, 31])
+def test_windows(page_size: int, window: int) -> None:
+    # 0 is no window for SGLang's layers.
+    check_steps(Server(page_size, layer={"sliding_window_size": window}), left=window or -1)
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+def test_windows_with_a_pool_of_their_own(page_size: int) -> None:
+    server = Server(page_size, layer={"sliding_window_size": 20}, window_pool=True)
+    for mode, new in STEPS:
+        step = server.requests.step(new)
+        batch = server.batch(step, mode)
+        server.backend.init_forward_metadata(batch)
+        for layer in (0, 1):  # that of windows, and the other one
+            server.check(server.call(step, batch, layer), step, left=20)
+    slots = server.slots.req_to_token[3, :5].long()
+    there = server.pool.full_to_swa_index_mapping[slots]
+    assert not torch.equal(there, slots)
+    k = server.pool.swa_kv_pool.k_buffer[0][there].double()
+    assert torch.equal(k, server.requests._kept[3][0][:5])
+
+
+def test_softcap() -> None:
+    check_steps(Server(layer={"logit_cap": 1.5}), softcap=1.5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sinks(dtype: Any) -> None:
+    sinks = torch.tensor([0.5, -1.0, 2.0, 0.0], dtype=dtype)
+    check_steps(Server(), kwargs={"sinks": sinks}, sinks=sinks)
+
+
+def test_all_options_at_once() -> None:
+    sinks = torch.tensor([0.5, -1.0, 2.0, 0.0])
+    server = Server(64, layer={"logit_cap": 2.0, "sliding_window_size": 17}, scales=(0.5, 0.25), cache_dtype=E4M3)
+    check_steps(server, kwargs={"sinks": sinks}, sinks=sinks, softcap=2.0, left=17)
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+@pytest.mark.parametrize("scales", [None, (0.5, 0.125)])
+def test_e4m3(page_size: int, scales: Any) -> None:
+    check_steps(Server(page_size, scales=scales, cache_dtype=E4M3))
+
+
+def test_scales_that_change_are_seen() -> None:
+    server = Server(scales=(0.5, 0.25), cache_dtype=E4M3)
+    server.run({1: 20})
+    for x in server.layers:  # as for weights that are loaded anew
+        x.k_scale.data.fill_(1.0)
+        x.v_scale.data.fill_(0.5)
+    server.requests.scales = (1.0, 0.5)
+    got, step = server.run({2: 20})
+    server.check(got, step)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_16_bits(dtype: Any) -> None:
+    check_steps(Server(dtype=dtype, cache_dtype=dtype), atol=3e-3 if dtype == torch.float16 else 2e-2)
+
+
+@pytest.mark.parametrize("mode", [ForwardMode.EXTEND, ForwardMode.DECODE])
+def test_lse(mode: Any) -> None:
+    server = Server()
+    server.run({1: 20, 2: 5})
+    (o, lse), step = server.run({1: 1, 2: 1}, mode, return_lse=True)
+    server.check(o, step)
+    _, want = server.requests.expected(step, scale=SCALE)
+    assert lse.dtype == torch.float32
+    assert lse.is_contiguous()
+    torch.testing.assert_close(lse.double(), want, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("kind", [AttentionType.ENCODER_ONLY, AttentionType.DECODER_BIDIRECTIONAL])
+@pytest.mark.parametrize("window", [-1, 6])
+def test_bidirectional_prompts(kind: Any, window: int) -> None:
+    server = Server(layer={"attn_type": kind, "sliding_window_size": window})
+    got, step = server.run({1: 30, 2: 17})
+    server.check(got, step, left=window, right=window)
+    if kind is AttentionType.DECODER_BIDIRECTIONAL:
+        got, step = server.run({1: 1}, ForwardMode.DECODE)
+        server.check(got, step, left=window)
+    with pytest.raises(UnsupportedError, match="have not seen the new ones"):
+        server.run({2: 4})
+
+
+def test_keys_that_are_there_already() -> None:
+    """A layer that shares another one's cache brings no keys; with save_kv_cache=False they were written before."""
+    server = Server()
+    step = server.requests.step({1: 20})
+    batch = server.batch(step)
+    server.backend.init_forward_metadata(batch)
+    server.call(step, batch)
+    before = [x.clone() for x in server.pool.get_kv_buffer(0)]
+    with forward_context(ForwardContext(attn_backend=server.backend)):
+        got = server.layers[0](step.q, None, None, batch)
+    server.check(got, step)
+    server.check(server.call(step, batch, save_kv_cache=False), step)
+    assert all(torch.equal(x, y) for x, y in zip(before, server.pool.get_kv_buffer(0), strict=True))
+
+
+def test_rows_of_padding() -> None:
+    """Prompts that SGLang pads for other ranks: their rows are 0, and nothing of them is written."""
+    server = Server()
+    step = server.requests.step({1: 20, 2: 3})
+    batch = server.batch(step)
+    batch.global_num_token_non_padded_cpu = 23
+    batch.out_cache_loc = torch.cat((step.slots, torch.zeros(3, dtype=torch.int64)))
+    server.backend.init_forward_metadata(batch)
+    q, k, v = (torch.cat((x, torch.full((3, *x.shape[1:]), float("nan")))) for x in (step.q, step.k, step.v))
+    with forward_context(ForwardContext(attn_backend=server.backend)):
+        got = server.layers[0](q.reshape(26, -1), k, v, batch)
+    server.check(got[:23].reshape(23, -1), step)
+    assert not got[23:].any()
+
+
+def test_idle() -> None:
+    server = Server()
+    batch = server.batch(server.requests.step({}), ForwardMode.IDLE)
+    server.backend.init_forward_metadata(batch)
+    with forward_context(ForwardContext(attn_backend=server.backend)):
+        assert server.layers[0](torch.zeros(0, HEADS * DIM), None, None, batch).shape == (0, HEADS * DIM)
+
+
+def test_like_sglangs_own_backend() -> None:
+    """On the same pool: torch_native, of SGLang."""
+    server = Server(1, dtype=torch.float16, layer={"sliding_window_size": 12})
+    other = TorchNativeAttnBackend(server.runner)
+    for mode, new in STEPS:
+        got, step = server.run(new, mode)
+        batch = server.batch(step, mode)
+        other.init_forward_metadata(batch)
+        want = server.call(step, batch, backend=other, save_kv_cache=False)
+        torch.testing.assert_close(got, want, rtol=0, atol=3e-3)
+
+
+# Speculative decoding, graphs, determinism.
+
+
+def _guess(topk: int = 1, **more: Any) -> Any:
+    return SimpleNamespace(topk=topk, custom_mask=None, ragged_verify_layout=None, **more)
+
+
+def test_verification_of_a_chain() -> None:
+    server = Server(16, layer={"sliding_window_size": 30})
+    server.run({1: 37, 4: 5})
+    for _ in range(2):
+        step = server.requests.step({4: 4, 1: 4})
+        batch = server.batch(step, ForwardMode.TARGET_VERIFY, spec_info=_guess())
+        server.backend.init_forward_metadata(batch)
+        server.check(server.call(step, batch), step, left=30)
+        server.requests.drop(4, 3)
+        server.requests.drop(1, 1)
+
+
+@pytest.mark.parametrize("window_pool", [False, True])
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_graphs(window_pool: bool, tokens: int) -> None:
+    """What SGLang's graph runner calls: tables are made anew in the graph, of arrays that stay, with padded requests."""
+    server = Server(16, layer={"sliding_window_size": 40}, window_pool=window_pool)
+    backend, bs = server.backend, 4
+    server.run({1: 37, 2: 5, 3: 1})
+    backend.init_cuda_graph_state(8, 8 * tokens)
+    verify = tokens > 1
+    mode = ForwardMode.TARGET_VERIFY if verify else ForwardMode.DECODE
+    fill = backend.get_cuda_graph_seq_len_fill_value()
+    static = ForwardBatch(
+        forward_mode=mode, batch_size=bs, input_ids=torch.zeros(bs * tokens, dtype=torch.int64),
+        req_pool_indices=torch.zeros(bs, dtype=torch.int64), seq_lens=torch.full((bs,), fill),
+        out_cache_loc=torch.zeros(bs * tokens, dtype=torch.int64), seq_lens_sum=0, spec_info=_guess() if verify else None,
+    )  # fmt: skip
+    backend.init_forward_metadata_out_graph(static, in_capture=True)
+    backend.init_forward_metadata_in_graph(static)
+    addresses = backend.forward_metadata.table.data_ptr(), backend.forward_metadata.seq_lens.data_ptr()
+    for rows in ((2, 1, 3), (3, 1)):
+        step = server.requests.step(dict.fromkeys(rows, tokens))
+        fields = step.fields(mode, counts_new=not verify)
+        for name, padding in (("req_pool_indices", 0), ("seq_lens", fill), ("out_cache_loc", 0)):
+            getattr(static, name).fill_(padding)[: fields[name].shape[0]] = fields[name]
+        backend.init_forward_metadata_out_graph(static)
+        backend.init_forward_metadata_in_graph(static)
+        q, k, v = (torch.zeros((bs * tokens, *x.shape[1:])) for x in (step.q, step.k, step.v))
+        for full, x in ((q, step.q), (k, step.k), (v, step.v)):
+            full[: x.shape[0]] = x
+        with forward_context(ForwardContext(attn_backend=backend)):
+            got = server.layers[0](q.reshape(bs * tokens, -1), k, v, static)
+        server.check(got[: sum(step.new)], step, left=40)
+        assert (backend.forward_metadata.table.data_ptr(), backend.forward_metadata.seq_lens.data_ptr()) == addresses
+
+
+def test_deterministic_inference() -> None:
+    with runtime_context.get_context().override_server_args(enable_deterministic_inference=True, device="cpu"):
+        server = Server()
+    assert server.backend.deterministic
+    calls: list[Any] = []
+    attention = oa.attention_with_kvcache
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(oa, "attention_with_kvcache", lambda *a, **k: calls.append(k) or attention(*a, **k))
+        check_steps(server)
+    assert len(calls) == len(STEPS)
+    assert all(options["deterministic"] for options in calls)
+
+
+# What is not served.
+
+
+@pytest.mark.parametrize(
+    ("of_runner", "says"),
+    [
+        ({"use_mla_backend": True}, "MLA"),
+        ({"is_draft_worker": True}, "draft model"),
+        ({"prefill_aware_swa": True}, "prefill_aware_swa"),
+        ({"enable_hisparse": True}, "hisparse"),
+        ({"kv_index_translator": SimpleNamespace(is_translating=True)}, "unified-memory"),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_runners_that_are_refused(of_runner: Any, says: str) -> None:
+    with pytest.raises(UnsupportedError, match=says):
+        Server(**of_runner)
+
+
+@pytest.mark.parametrize(
+    ("of_layer", "says"),
+    [
+        ({"is_cross_attention": True}, "cross attention"),
+        ({"v_head_dim": 8}, "value heads of 8 beside key heads of 16"),
+        ({"use_irope": True}, "use_irope"),
+        ({"logit_cap": 3.0, "logit_capping_method": "clamp"}, "capped by clamp"),
+        ({"pos_encoding_mode": "ALIBI"}, "positions"),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_layers_that_are_refused_when_the_model_is_loaded(of_layer: Any, says: str) -> None:
+    with pytest.raises(UnsupportedError, match=says):
+        Server(layer=of_layer)
+
+
+def test_other_models_that_are_refused() -> None:
+    for name, says in (("is_encoder_decoder", "cross attention"), ("is_local_attention_model", "chunks")):
+        server = Server()
+        setattr(server.runner.model_config, name, True)
+        with pytest.raises(UnsupportedError, match=says):
+            attention_registry.ATTENTION_BACKENDS["omniattn"](server.runner)
+
+
+def test_pools_that_are_refused() -> None:
+    with pytest.raises(UnsupportedError, match="e5m2"):
+        Server(cache_dtype=torch.float8_e5m2)
+    server = Server()
+    pool = MLATokenToKVPool(
+        64, page_size=16, dtype=torch.bfloat16, kv_lora_rank=64, qk_rope_head_dim=16, layer_num=1, device="cpu",
+        enable_memory_saver=False,
+    )  # fmt: skip
+    server.runner.token_to_kv_pool = pool
+    with pytest.raises(UnsupportedError, match="MLATokenToKVPool"):
+        attention_registry.ATTENTION_BACKENDS["omniattn"](server.runner)
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"speculative_algorithm": "EAGLE", "speculative_eagle_topk": 4}, "trees"),
+        ({"speculative_algorithm": "DFLASH"}, "DFLASH"),
+    ],
+)
+def test_speculation_that_is_refused(fields: Any, says: str) -> None:
+    context = runtime_context.get_context()
+    with context.override_server_args(device="cpu", **fields), pytest.raises(UnsupportedError, match=says):
+        Server()
+
+
+def test_a_chain_may_be_verified() -> None:
+    fields = {"speculative_algorithm": "EAGLE", "speculative_eagle_topk": 1, "device": "cpu"}
+    with runtime_context.get_context().override_server_args(**fields):
+        Server()
+
+
+@pytest.mark.parametrize("name", ["attn_dcp_size", "attn_cp_size"])
+def test_context_parallelism_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    widths = SimpleNamespace(**{"attn_dcp_size": 1, "attn_cp_size": 1, name: 2})
+    server = Server()
+    monkeypatch.setattr(runtime_context, "get_parallel", lambda: widths)
+    with pytest.raises(UnsupportedError, match=name):
+        attention_registry.ATTENTION_BACKENDS["omniattn"](server.runner)
+
+
+def test_steps_that_are_refused() -> None:
+    server = Server()
+    server.run({1: 20})
+    server.backend.init_cuda_graph_state(4, 16)
+    step = server.requests.step({1: 2})
+    for mode, guess, says in (
+        (ForwardMode.TARGET_VERIFY, _guess(3), "trees"),
+        (ForwardMode.TARGET_VERIFY, SimpleNamespace(topk=1, ragged_verify_layout=object()), "differ between requests"),
+        (ForwardMode.DECODE, _guess(), "draft model"),
+        (ForwardMode.DRAFT_EXTEND_V2, _guess(), "draft model"),
+        (ForwardMode.DLLM_EXTEND, None, "dLLM"),
+    ):
+        with pytest.raises(UnsupportedError, match=says):
+            server.backend.init_forward_metadata(server.batch(step, mode, spec_info=guess))
+    with pytest.raises(UnsupportedError, match="CUDA graph of EXTEND"):
+        server.backend.init_forward_metadata_out_graph(server.batch(step), in_capture=True)
+    for field in ("encoder_lens", "multi_item_delimiter_indices"):
+        batch = server.batch(step)
+        setattr(batch, field, [torch.ones(1)])
+        with pytest.raises(UnsupportedError):
+            server.backend.init_forward_metadata(batch)
+
+
+@pytest.mark.parametrize("name", ["q_rope", "rel_bias", "score_mod", "something_new"])
+def test_keywords_that_are_refused(name: str) -> None:
+    with pytest.raises(UnsupportedError, match=name):
+        Server().run({1: 3}, **{name: torch.zeros(3, 1)})
+
+
+# Other versions.
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "says"),
+    [
+        ("base_attn_backend.AttentionBackend", "init_forward_metadata_in_graph", "init_forward_metadata_in_graph"),
+        ("memory_pool", "KVWriteLoc", "KVWriteLoc"),
+    ],
+)
+def test_an_interface_that_has_moved(owner: str, name: str, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found: Any = sglang_backend
+    for part in owner.split("."):
+        found = getattr(found, part)
+    monkeypatch.delattr(found, name)
+    with pytest.raises(UnsupportedError, match=says) as raised:
+        integration.register()
+    assert "0.5.21, 0.5.22, 0.5.23" in str(raised.value)
+
+
+def test_an_argument_that_has_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MHATokenToKVPool, "set_kv_buffer", lambda self, layer, loc_info, cache_k, cache_v: None)
+    with pytest.raises(UnsupportedError, match=r"MHATokenToKVPool.set_kv_buffer\(k_scale=\)"):
+        integration._create(None)
+
+
+def test_a_registry_that_has_moved(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(attention_registry, "register_attention_backend")
+    with pytest.raises(UnsupportedError, match="register_attention_backend"):
+        integration.plugin()
+
+
+def test_an_unknown_version_is_told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(sglang_backend.metadata, "version", lambda name: "0.9.9")
+    integration.register()
+    assert "not with 0.9.9" in caplog.text
