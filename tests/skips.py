@@ -2,7 +2,8 @@
 
 Tests marked ``frameworks`` need torch, JAX, transformers, diffusers or the weights of the example, which this package
 does not require. They are skipped where these are missing, and fail the run under ``-m frameworks``, which asks for
-them, but for engines that have an environment of their own (:data:`APART`). Every other skip has to stand in :data:`ALLOWED`.
+them, but for engines that have an environment of their own (:data:`APART`). Every other skip has to stand in
+:data:`ALLOWED`.
 """
 
 from __future__ import annotations

@@ -26,6 +26,12 @@ class Batch:
     v: torch.Tensor
     device: Any
 
+    def beside(self, other: Batch) -> Batch:
+        """A step with another one's requests behind these."""
+        tensors = (torch.cat((getattr(self, x), getattr(other, x))) for x in ("slots", "q", "k", "v"))
+        lists = (self.rows + other.rows, self.before + other.before, self.new + other.new)
+        return Batch(*lists, *tensors, self.device)
+
     def fields(self, mode: Any, *, counts_new: bool = True) -> dict[str, Any]:
         """Those of a ForwardBatch. counts_new: seq_lens has the new tokens, as in every mode but verification."""
         more = self.new if counts_new else [0] * len(self.new)

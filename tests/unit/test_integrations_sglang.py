@@ -1,12 +1,12 @@
-"""The backend for SGLang, called by SGLang's own classes on the CPU, against a plain reference in float64."""
+"""SGLang's own classes call the backend on the CPU, against a plain reference in float64."""
 
 from __future__ import annotations
 
 import argparse
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,140 +15,31 @@ import omniattn as oa
 from omniattn.errors import UnsupportedError
 
 torch = pytest.importorskip("torch")
-sglang = pytest.importorskip("sglang")
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("sglang")
+pytest.importorskip("transformers")
 
-from sglang.srt import plugins, runtime_context  # noqa: E402
-from sglang.srt.configs.model_config import AttentionArch  # noqa: E402
+from sglang.srt import plugins  # noqa: E402
 from sglang.srt.environ import envs  # noqa: E402
 from sglang.srt.layers.attention import attention_registry  # noqa: E402
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend  # noqa: E402
-from sglang.srt.layers.radix_attention import AttentionType, RadixAttention  # noqa: E402
-from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool, ReqToTokenPool  # noqa: E402
-from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool  # noqa: E402
+from sglang.srt.layers.radix_attention import AttentionType  # noqa: E402
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode  # noqa: E402
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context  # noqa: E402
-from sglang.srt.model_executor.model_runner_components import attention_backend_setup  # noqa: E402
-from sglang.srt.server_args import ServerArgs  # noqa: E402
+from sglang.srt.server_args import DETERMINISTIC_ATTENTION_BACKEND_CHOICES, ServerArgs  # noqa: E402
 
 from omniattn.integrations import sglang as integration  # noqa: E402
 from omniattn.integrations import sglang_backend  # noqa: E402
-from tests.slot_requests import Batch, Requests  # noqa: E402
+from tests.unit.sglang_server import DIM, HEADS, SCALE, STEPS, Server, check_steps, configuration, guess  # noqa: E402
+
+E4M3 = torch.float8_e4m3fn
 
 pytestmark = pytest.mark.frameworks
 
-HEADS, KV_HEADS, DIM, SCALE, CONTEXT, PAGES = 4, 2, 16, 0.3, 320, 24
-E4M3 = torch.float8_e4m3fn
-
-LLAMA = transformers.LlamaConfig(architectures=["LlamaForCausalLM"])
-
-integration.register()
-
 
 @pytest.fixture(autouse=True)
-def _configuration() -> Any:
-    """SGLang's configuration of a process."""
-    with runtime_context.get_context().override_server_args(attention_backend="omniattn", device="cpu"):
+def _configuration() -> Iterator[None]:
+    with configuration():
         yield
-
-
-class Server:
-    """A model of one layer or a few, its pools, and requests; what SGLang's scheduler would make of them."""
-
-    def __init__(
-        self,
-        page_size: int = 16,
-        *,
-        layer: dict[str, Any] | None = None,
-        cache_dtype: Any = torch.float16,
-        dtype: Any = torch.float32,
-        scales: tuple[float, float] | None = None,
-        window_pool: bool = False,
-        **of_runner: Any,
-    ) -> None:
-        size = PAGES * max(page_size, 16)
-        self.slots = ReqToTokenPool(8, CONTEXT, "cpu", False)
-        sizes = {"page_size": page_size, "dtype": cache_dtype, "head_num": KV_HEADS, "head_dim": DIM, "device": "cpu"}
-        if window_pool:
-            pool = SWAKVPool(size, size, swa_attention_layer_ids=[0], full_attention_layer_ids=[1], **sizes)
-            pool.register_mapping(_mapping(size, page_size))
-        else:
-            pool = MHATokenToKVPool(size, layer_num=2, enable_memory_saver=False, **sizes)
-        self.pool = pool
-        options = {"logit_cap": 0.0, "sliding_window_size": -1, **(layer or {})}
-        self.layers = torch.nn.ModuleList(
-            RadixAttention(HEADS, DIM, SCALE, KV_HEADS, layer_id=i, **options) for i in range(2)
-        )
-        for x in self.layers:
-            if scales is not None:
-                x.k_scale, x.v_scale = (torch.nn.Parameter(torch.tensor(s), requires_grad=False) for s in scales)
-        self.runner = runner(self.pool, self.slots, page_size, self.layers, **of_runner)
-        self.backend = attention_backend_setup.build_attention_backends(model_runner=self.runner).attn_backend
-        self.requests = Requests(
-            self.slots.req_to_token, size // page_size, page_size, heads=HEADS,
-            kv_heads=KV_HEADS, dim=DIM, dtype=dtype, cache_dtype=cache_dtype, scales=scales or (1.0, 1.0),
-        )  # fmt: skip
-
-    def batch(self, step: Batch, mode: Any = ForwardMode.EXTEND, **more: Any) -> Any:
-        return ForwardBatch(**step.fields(mode, counts_new=not mode.is_target_verify()), **more)
-
-    def call(self, step: Batch, batch: Any, layer: int = 0, backend: Any = None, **more: Any) -> Any:
-        """The layer's own call, as a model makes it."""
-        with forward_context(ForwardContext(attn_backend=backend or self.backend)):
-            return self.layers[layer](
-                step.q.reshape(-1, HEADS * DIM), step.k.clone(), step.v.clone(), batch, **more
-            )  # fmt: skip
-
-    def run(self, new: dict[int, int], mode: Any = ForwardMode.EXTEND, layer: int = 0, **more: Any) -> tuple[Any, Any]:
-        """A step in one layer: what came, and the step."""
-        step = self.requests.step(new)
-        batch = self.batch(step, mode)
-        self.backend.init_forward_metadata(batch)
-        return self.call(step, batch, layer, **more), step
-
-    def check(self, got: Any, step: Batch, atol: float = 2e-5, **options: Any) -> None:
-        want, _ = self.requests.expected(step, scale=SCALE, **options)
-        assert got.shape == (sum(step.new), HEADS * DIM)
-        torch.testing.assert_close(got.double().view_as(want), want, rtol=0, atol=atol)
-
-
-def runner(pool: Any, slots: Any, page_size: int, model: Any, **more: Any) -> Any:
-    """What the backend and SGLang's builder of backends read of a ModelRunner."""
-    config = SimpleNamespace(
-        attention_arch=AttentionArch.MHA, is_encoder_decoder=False, is_local_attention_model=False,
-        hf_config=LLAMA, hf_text_config=LLAMA, linear_attn_registry_result=None, is_draft_model=False, quantization=None,
-    )  # fmt: skip
-    return SimpleNamespace(
-        **{
-            "model_config": config, "model": model, "token_to_kv_pool": pool, "req_to_token_pool": slots,
-            "page_size": page_size, "device": "cpu", "use_mla_backend": False, "is_draft_worker": False,
-            "kv_index_translator": None, "draft_attention_backend": None, "prefill_attention_backend_str": "omniattn",
-            "decode_attention_backend_str": "omniattn", "server_args": runtime_context.get_server_args(), **more,
-        }
-    )  # fmt: skip
-
-
-def _mapping(size: int, page_size: int) -> Any:
-    """Slots of the windows' pool: its pages in another order, and a sentinel for -1, as SGLang's allocator has it."""
-    pages = size // page_size
-    order = torch.cat((torch.zeros(1, dtype=torch.int64), torch.roll(torch.arange(1, pages + 1), 5)))
-    slots = (order[:, None] * page_size + torch.arange(page_size)).reshape(-1)
-    return torch.cat((slots, torch.tensor([-1])))
-
-
-STEPS: tuple[tuple[Any, dict[int, int]], ...] = (
-    (ForwardMode.EXTEND, {3: 70, 1: 1, 5: 33}),  # prompts
-    (ForwardMode.EXTEND, {1: 40, 3: 7}),  # chunks behind others
-    (ForwardMode.DECODE, {5: 1, 3: 1, 1: 1}),
-    (ForwardMode.MIXED, {2: 65, 5: 1, 1: 16, 3: 1}),
-    (ForwardMode.DECODE, {2: 1}),
-)
-
-
-def check_steps(server: Server, layer: int = 0, atol: float = 2e-5, kwargs: Any = None, **options: Any) -> None:
-    for mode, new in STEPS:
-        got, step = server.run(new, mode, layer, **(kwargs or {}))
-        server.check(got, step, atol, **options)
 
 
 # Found, chosen, built.
@@ -186,8 +77,6 @@ def test_the_plugin_is_found_and_can_be_chosen(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_deterministic_inference_may_choose_it() -> None:
-    from sglang.srt.server_args import DETERMINISTIC_ATTENTION_BACKEND_CHOICES
-
     integration.register()
     assert DETERMINISTIC_ATTENTION_BACKEND_CHOICES.count("omniattn") == 1
 
@@ -201,7 +90,7 @@ def test_sglang_builds_it() -> None:
 
 
 def test_importing_omniattn_imports_no_sglang() -> None:
-    code = "import sys, omniattn, omniattn.integrations, omniattn.integrations.token_slots as s; print('sglang' in sys.modules)"
+    code = "import sys, omniattn.integrations.token_slots; print('sglang' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
 
@@ -357,16 +246,12 @@ def test_like_sglangs_own_backend() -> None:
 # Speculative decoding, graphs, determinism.
 
 
-def _guess(topk: int = 1, **more: Any) -> Any:
-    return SimpleNamespace(topk=topk, custom_mask=None, ragged_verify_layout=None, **more)
-
-
 def test_verification_of_a_chain() -> None:
     server = Server(16, layer={"sliding_window_size": 30})
     server.run({1: 37, 4: 5})
     for _ in range(2):
         step = server.requests.step({4: 4, 1: 4})
-        batch = server.batch(step, ForwardMode.TARGET_VERIFY, spec_info=_guess())
+        batch = server.batch(step, ForwardMode.TARGET_VERIFY, spec_info=guess())
         server.backend.init_forward_metadata(batch)
         server.check(server.call(step, batch), step, left=30)
         server.requests.drop(4, 3)
@@ -376,7 +261,7 @@ def test_verification_of_a_chain() -> None:
 @pytest.mark.parametrize("window_pool", [False, True])
 @pytest.mark.parametrize("tokens", [1, 3])
 def test_graphs(window_pool: bool, tokens: int) -> None:
-    """What SGLang's graph runner calls: tables are made anew in the graph, of arrays that stay, with padded requests."""
+    """What SGLang's graph runner calls: the graph writes tables anew, into arrays that stay, with padded requests."""
     server = Server(16, layer={"sliding_window_size": 40}, window_pool=window_pool)
     backend, bs = server.backend, 4
     server.run({1: 37, 2: 5, 3: 1})
@@ -387,7 +272,8 @@ def test_graphs(window_pool: bool, tokens: int) -> None:
     static = ForwardBatch(
         forward_mode=mode, batch_size=bs, input_ids=torch.zeros(bs * tokens, dtype=torch.int64),
         req_pool_indices=torch.zeros(bs, dtype=torch.int64), seq_lens=torch.full((bs,), fill),
-        out_cache_loc=torch.zeros(bs * tokens, dtype=torch.int64), seq_lens_sum=0, spec_info=_guess() if verify else None,
+        out_cache_loc=torch.zeros(bs * tokens, dtype=torch.int64), seq_lens_sum=0,
+        spec_info=guess() if verify else None,
     )  # fmt: skip
     backend.init_forward_metadata_out_graph(static, in_capture=True)
     backend.init_forward_metadata_in_graph(static)
@@ -409,7 +295,7 @@ def test_graphs(window_pool: bool, tokens: int) -> None:
 
 
 def test_deterministic_inference() -> None:
-    with runtime_context.get_context().override_server_args(enable_deterministic_inference=True, device="cpu"):
+    with configuration(enable_deterministic_inference=True):
         server = Server()
     assert server.backend.deterministic
     calls: list[Any] = []
@@ -419,154 +305,3 @@ def test_deterministic_inference() -> None:
         check_steps(server)
     assert len(calls) == len(STEPS)
     assert all(options["deterministic"] for options in calls)
-
-
-# What is not served.
-
-
-@pytest.mark.parametrize(
-    ("of_runner", "says"),
-    [
-        ({"use_mla_backend": True}, "MLA"),
-        ({"is_draft_worker": True}, "draft model"),
-        ({"prefill_aware_swa": True}, "prefill_aware_swa"),
-        ({"enable_hisparse": True}, "hisparse"),
-        ({"kv_index_translator": SimpleNamespace(is_translating=True)}, "unified-memory"),
-    ],
-    ids=lambda x: x if isinstance(x, str) else "",
-)
-def test_runners_that_are_refused(of_runner: Any, says: str) -> None:
-    with pytest.raises(UnsupportedError, match=says):
-        Server(**of_runner)
-
-
-@pytest.mark.parametrize(
-    ("of_layer", "says"),
-    [
-        ({"is_cross_attention": True}, "cross attention"),
-        ({"v_head_dim": 8}, "value heads of 8 beside key heads of 16"),
-        ({"use_irope": True}, "use_irope"),
-        ({"logit_cap": 3.0, "logit_capping_method": "clamp"}, "capped by clamp"),
-        ({"pos_encoding_mode": "ALIBI"}, "positions"),
-    ],
-    ids=lambda x: x if isinstance(x, str) else "",
-)
-def test_layers_that_are_refused_when_the_model_is_loaded(of_layer: Any, says: str) -> None:
-    with pytest.raises(UnsupportedError, match=says):
-        Server(layer=of_layer)
-
-
-def test_other_models_that_are_refused() -> None:
-    for name, says in (("is_encoder_decoder", "cross attention"), ("is_local_attention_model", "chunks")):
-        server = Server()
-        setattr(server.runner.model_config, name, True)
-        with pytest.raises(UnsupportedError, match=says):
-            attention_registry.ATTENTION_BACKENDS["omniattn"](server.runner)
-
-
-def test_pools_that_are_refused() -> None:
-    with pytest.raises(UnsupportedError, match="e5m2"):
-        Server(cache_dtype=torch.float8_e5m2)
-    server = Server()
-    pool = MLATokenToKVPool(
-        64, page_size=16, dtype=torch.bfloat16, kv_lora_rank=64, qk_rope_head_dim=16, layer_num=1, device="cpu",
-        enable_memory_saver=False,
-    )  # fmt: skip
-    server.runner.token_to_kv_pool = pool
-    with pytest.raises(UnsupportedError, match="MLATokenToKVPool"):
-        attention_registry.ATTENTION_BACKENDS["omniattn"](server.runner)
-
-
-@pytest.mark.parametrize(
-    ("fields", "says"),
-    [
-        ({"speculative_algorithm": "EAGLE", "speculative_eagle_topk": 4}, "trees"),
-        ({"speculative_algorithm": "DFLASH"}, "DFLASH"),
-    ],
-)
-def test_speculation_that_is_refused(fields: Any, says: str) -> None:
-    context = runtime_context.get_context()
-    with context.override_server_args(device="cpu", **fields), pytest.raises(UnsupportedError, match=says):
-        Server()
-
-
-def test_a_chain_may_be_verified() -> None:
-    fields = {"speculative_algorithm": "EAGLE", "speculative_eagle_topk": 1, "device": "cpu"}
-    with runtime_context.get_context().override_server_args(**fields):
-        Server()
-
-
-@pytest.mark.parametrize("name", ["attn_dcp_size", "attn_cp_size"])
-def test_context_parallelism_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    widths = SimpleNamespace(**{"attn_dcp_size": 1, "attn_cp_size": 1, name: 2})
-    server = Server()
-    monkeypatch.setattr(runtime_context, "get_parallel", lambda: widths)
-    with pytest.raises(UnsupportedError, match=name):
-        attention_registry.ATTENTION_BACKENDS["omniattn"](server.runner)
-
-
-def test_steps_that_are_refused() -> None:
-    server = Server()
-    server.run({1: 20})
-    server.backend.init_cuda_graph_state(4, 16)
-    step = server.requests.step({1: 2})
-    for mode, guess, says in (
-        (ForwardMode.TARGET_VERIFY, _guess(3), "trees"),
-        (ForwardMode.TARGET_VERIFY, SimpleNamespace(topk=1, ragged_verify_layout=object()), "differ between requests"),
-        (ForwardMode.DECODE, _guess(), "draft model"),
-        (ForwardMode.DRAFT_EXTEND_V2, _guess(), "draft model"),
-        (ForwardMode.DLLM_EXTEND, None, "dLLM"),
-    ):
-        with pytest.raises(UnsupportedError, match=says):
-            server.backend.init_forward_metadata(server.batch(step, mode, spec_info=guess))
-    with pytest.raises(UnsupportedError, match="CUDA graph of EXTEND"):
-        server.backend.init_forward_metadata_out_graph(server.batch(step), in_capture=True)
-    for field in ("encoder_lens", "multi_item_delimiter_indices"):
-        batch = server.batch(step)
-        setattr(batch, field, [torch.ones(1)])
-        with pytest.raises(UnsupportedError):
-            server.backend.init_forward_metadata(batch)
-
-
-@pytest.mark.parametrize("name", ["q_rope", "rel_bias", "score_mod", "something_new"])
-def test_keywords_that_are_refused(name: str) -> None:
-    with pytest.raises(UnsupportedError, match=name):
-        Server().run({1: 3}, **{name: torch.zeros(3, 1)})
-
-
-# Other versions.
-
-
-@pytest.mark.parametrize(
-    ("owner", "name", "says"),
-    [
-        ("base_attn_backend.AttentionBackend", "init_forward_metadata_in_graph", "init_forward_metadata_in_graph"),
-        ("memory_pool", "KVWriteLoc", "KVWriteLoc"),
-    ],
-)
-def test_an_interface_that_has_moved(owner: str, name: str, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    found: Any = sglang_backend
-    for part in owner.split("."):
-        found = getattr(found, part)
-    monkeypatch.delattr(found, name)
-    with pytest.raises(UnsupportedError, match=says) as raised:
-        integration.register()
-    assert "0.5.21, 0.5.22, 0.5.23" in str(raised.value)
-
-
-def test_an_argument_that_has_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(MHATokenToKVPool, "set_kv_buffer", lambda self, layer, loc_info, cache_k, cache_v: None)
-    with pytest.raises(UnsupportedError, match=r"MHATokenToKVPool.set_kv_buffer\(k_scale=\)"):
-        integration._create(None)
-
-
-def test_a_registry_that_has_moved(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(attention_registry, "register_attention_backend")
-    with pytest.raises(UnsupportedError, match="register_attention_backend"):
-        integration.plugin()
-
-
-def test_an_unknown_version_is_told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(sglang_backend.metadata, "version", lambda name: "0.9.9")
-    integration.register()
-    assert "not with 0.9.9" in caplog.text

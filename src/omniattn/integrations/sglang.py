@@ -6,19 +6,16 @@ of SGLang's processes loads its plugins.
 
 from __future__ import annotations
 
-from importlib import metadata
 from typing import Any
 
 import sglang  # noqa: F401 - says what is missing
 
-from ..errors import UnsupportedError
+from .sglang_versions import unknown_version
 
-__all__ = ["NAME", "TESTED", "plugin", "register"]
+__all__ = ["NAME", "plugin", "register"]
 
 #: What ``--attention-backend`` is given.
 NAME = "omniattn"
-#: Versions of SGLang that the tests of this backend ran with.
-TESTED = ("0.5.21", "0.5.22", "0.5.23")
 
 
 def register() -> None:
@@ -35,11 +32,11 @@ def register() -> None:
 
     Notes
     -----
-    Served: decoding, prompts, chunks of prompts and mixtures of them, over pools in 16 bits and in e4m3 (with k_scale and
-    v_scale), in SGLang's layout by tokens and by heads, any page size, grouped-query attention, sliding windows with and
-    without a pool of their own, softcap, sinks, LSE, bidirectional attention over whole prompts, chains of guessed tokens,
-    CUDA graphs of decoding and verification, breakable graphs of prompts, ``--enable-deterministic-inference``.
-    docs/integrations/sglang.md has what is not, which raises when the model is loaded or at its first step.
+    Served: decoding, prompts, chunks of prompts and mixtures of them; pools in 16 bits and in e4m3 with k_scale and
+    v_scale, in SGLang's layout by tokens and by heads, of any page size; grouped-query attention; sliding windows, with
+    and without a pool of their own; softcap; sinks; LSE; bidirectional attention over whole prompts; chains of guessed
+    tokens; CUDA graphs of decoding and of verification, breakable graphs of prompts; deterministic inference. What is
+    not (docs/integrations/sglang.md) raises when the model is loaded, or at its first step.
     """
     from .sglang_backend import check_version
 
@@ -80,11 +77,3 @@ def _create(runner: Any) -> Any:
 
     check_version()
     return OmniattnBackend(runner)
-
-
-def unknown_version(missing: str) -> UnsupportedError:
-    """The error for an interface that has moved."""
-    return UnsupportedError(
-        f"sglang {metadata.version('sglang')}: its attention backends lack what omniattn looked for: {missing}",
-        instead=f"sglang {', '.join(TESTED)}, with which this was tested, or another --attention-backend",
-    )

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import inspect
 import logging
-from importlib import metadata
 from typing import Any
 
 import torch
 
 from ..errors import UnsupportedError
-from .sglang import TESTED, unknown_version
+from .sglang_versions import TESTED, unknown_version, version
 from .token_slots import SlotBackend, of_drafts, of_encoders, of_trees
 
 try:
@@ -89,14 +88,12 @@ def check_version() -> None:
         missing += [f"{name}({argument}=)" for argument in arguments if argument not in there]
     if missing:
         raise unknown_version(", ".join(missing))
-    version = metadata.version("sglang")
-    if version not in TESTED:
-        _LOGGER.warning(
-            "omniattn was tested with sglang %s, not with %s, whose interface looks the same", ", ".join(TESTED), version
-        )
+    if version() not in TESTED:
+        text = "omniattn was tested with sglang %s, not with %s, whose interface looks the same"
+        _LOGGER.warning(text, ", ".join(TESTED), version())
 
 
-class OmniattnBackend(SlotBackend, base_attn_backend.AttentionBackend):  # type: ignore[misc]
+class OmniattnBackend(SlotBackend, base_attn_backend.AttentionBackend):
     """The backend ``"omniattn"`` of one model.
 
     Parameters
@@ -114,6 +111,7 @@ class OmniattnBackend(SlotBackend, base_attn_backend.AttentionBackend):  # type:
         _check_runner(runner)
         pool = runner.token_to_kv_pool
         _check_pool(pool)
+        _check_gpu(runner, pool.dtype)
         execution = runtime_context.get_exec()
         super().__init__(
             pool, runner.req_to_token_pool.req_to_token, int(runner.page_size or 1),
@@ -186,3 +184,19 @@ def _check_pool(pool: Any) -> None:
             raise UnsupportedError(
                 f"omniattn with a KV cache in {part.dtype}", instead="--kv-cache-dtype auto, bfloat16 or fp8_e4m3"
             )
+
+
+def _check_gpu(runner: Any, cache: torch.dtype) -> None:
+    """What the kernels of a GPU do not take; on the CPU NumPy takes it."""
+    if torch.device(runner.device).type != "cuda":
+        return
+    capability = torch.cuda.get_device_capability(runner.gpu_id)
+    if capability < (8, 0):
+        found = ".".join(map(str, capability))
+        raise UnsupportedError(f"omniattn on a GPU of compute capability {found}", instead=f"8.0 or newer, {_OTHER}")
+    if runner.dtype not in (torch.float16, torch.bfloat16):
+        raise UnsupportedError(f"omniattn with a model in {runner.dtype}", instead="--dtype bfloat16 or float16")
+    if cache.itemsize == 2 and cache != runner.dtype:
+        raise UnsupportedError(
+            f"omniattn with a KV cache in {cache} of a model in {runner.dtype}", instead="--kv-cache-dtype auto"
+        )

@@ -13,6 +13,7 @@ import torch
 
 import omniattn
 
+from ..arguments import MAX_HEAD_DIM
 from ..errors import UnsupportedError
 
 __all__ = ["SlotBackend", "Step", "Tables", "of_drafts", "of_encoders", "of_trees"]
@@ -102,8 +103,7 @@ class Tables:
         has_windows = self.to_window is not None
 
         def numbers(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-            # Zeros: what a captured graph reads before it is replayed the first time are legal lengths and blocks.
-            return torch.zeros(shape, dtype=dtype, device=self._device)
+            return torch.empty(shape, dtype=dtype, device=self._device)
 
         return Step(
             numbers(requests), numbers(requests, width), numbers(requests, width) if has_windows else None,
@@ -149,7 +149,9 @@ class SlotBackend:
     Parameters
     ----------
     pool : object
-        ``get_kv_buffer(layer_id)`` gives K and V: (slots, heads, head_dim), or (pages, heads, page_size, head_dim).
+        ``get_kv_buffer(layer_id)`` gives K and V: (slots, heads, head_dim), or (pages, heads, page_size, head_dim);
+        ``dtype`` is float16, bfloat16 or float8_e4m3fn. A pair of pools, one of them for layers with a window, has
+        ``layers_mapping`` and ``full_to_swa_index_mapping`` besides.
     req_to_token : tensor, (rows, tokens), int32
     page_size : int
     deterministic : bool
@@ -233,7 +235,8 @@ class SlotBackend:
         self._check_batch(forward_batch)
         if state is None:
             raise UnsupportedError(
-                "omniattn in a CUDA graph before init_cuda_graph_state()", instead="SGLang's graph runners, which call it"
+                "omniattn in a CUDA graph before init_cuda_graph_state()",
+                instead="SGLang's graph runners, which call it",
             )
         slots = forward_batch.out_cache_loc
         rows = 0 if slots is None else slots.shape[0]
@@ -319,7 +322,7 @@ class SlotBackend:
         causal = not (is_extend and _kind(layer) != "decoder")
         if not causal and step.continues:
             raise UnsupportedError(
-                "omniattn for bidirectional attention over tokens from before the step, which have not seen the new ones",
+                "omniattn for bidirectional attention over tokens of before the step, which have not seen the new ones",
                 instead="--disable-radix-cache --chunked-prefill-size -1",
             )
         left = -1 if layer.sliding_window_size is None else layer.sliding_window_size
@@ -370,8 +373,7 @@ class SlotBackend:
         self._caches[layer.layer_id] = key, cache
         return cache
 
-    @staticmethod
-    def check_layer(layer: Any) -> None:
+    def check_layer(self, layer: Any) -> None:
         """Refuse what a layer has and attention has not.
 
         Raises
@@ -385,6 +387,12 @@ class SlotBackend:
         if layer.v_head_dim != layer.head_dim:
             raise UnsupportedError(
                 f"{where} with value heads of {layer.v_head_dim} beside key heads of {layer.head_dim}", instead=_OTHER
+            )
+        step = 16 // self.token_to_kv_pool.dtype.itemsize
+        if layer.head_dim % step or layer.head_dim > MAX_HEAD_DIM:
+            raise UnsupportedError(
+                f"{where} with heads of {layer.head_dim} in {self.token_to_kv_pool.dtype}",
+                instead=f"a multiple of {step} up to {MAX_HEAD_DIM}, or {_OTHER}",
             )
         if getattr(layer, "use_irope", False):
             raise UnsupportedError(f"{where} with attention in chunks (use_irope)", instead=_OTHER)
