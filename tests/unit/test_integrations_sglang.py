@@ -107,6 +107,17 @@ def test_steps(page_size: int, order: str) -> None:
     check_steps(server)
 
 
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+def test_tables_are_as_wide_as_they_have_to_be(page_size: int) -> None:
+    server = Server(page_size)
+    for new, tokens in ((70, 70), (70, 140), (1, 141), (110, 251)):  # one request of several chunks
+        got, step = server.run({1: new})
+        server.check(got, step)
+        pages = -(-tokens // page_size)
+        columns = server.backend.forward_metadata.table.shape[1]
+        assert pages <= columns <= min(2 * pages - 1, server.backend.tables.columns)
+
+
 @pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize("window", [0, 5, 31])
 def test_windows(page_size: int, window: int) -> None:
@@ -161,6 +172,11 @@ def test_scales_that_change_are_seen() -> None:
     server.requests.scales = (1.0, 0.5)
     got, step = server.run({2: 20})
     server.check(got, step)
+    for x in server.layers:  # other tensors
+        x.k_scale, x.v_scale = (torch.nn.Parameter(torch.tensor(s), requires_grad=False) for s in (0.25, 2.0))
+    server.requests.scales = (0.25, 2.0)
+    got, step = server.run({3: 20})
+    server.check(got, step)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -204,13 +220,17 @@ def test_keys_that_are_there_already() -> None:
     with forward_context(ForwardContext(attn_backend=server.backend)):
         got = server.layers[0](step.q, None, None, batch)
     server.check(got, step)
-    server.check(server.call(step, batch, save_kv_cache=False), step)
+    nans = torch.full_like(step.k, float("nan"))
+    with forward_context(ForwardContext(attn_backend=server.backend)):
+        got = server.layers[0](step.q, nans, nans, batch, save_kv_cache=False)
+    server.check(got, step)
     assert all(torch.equal(x, y) for x, y in zip(before, server.pool.get_kv_buffer(0), strict=True))
 
 
-def test_rows_of_padding() -> None:
+@pytest.mark.parametrize("window_pool", [False, True])
+def test_rows_of_padding(window_pool: bool) -> None:
     """Prompts that SGLang pads for other ranks: their rows are 0, and nothing of them is written."""
-    server = Server()
+    server = Server(window_pool=window_pool)
     step = server.requests.step({1: 20, 2: 3})
     batch = server.batch(step)
     batch.global_num_token_non_padded_cpu = 23
