@@ -1,4 +1,4 @@
-"""pytest, where torchvision may be built for CUDA and torch is not. SGLang imports torchvision, and calls nothing of it.
+"""pytest where torchvision may be built for CUDA and torch is not. SGLang imports torchvision, and calls nothing of it.
 
 Such a torchvision cannot load its operators, and looks for two of them when it is imported.
 """
