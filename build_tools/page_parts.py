@@ -104,6 +104,7 @@ def _conditions(report: Report) -> str:
         "perplexity": "perplexity of SmolLM2-135M",
         "training": "one training after the other, from the same seed",
         "context_parallel": "contenders in turn, the longest time of all GPUs, medians",
+        "engine": "bursts of requests, one after the other",
         "wall": "wall time of whole calls, medians",
     }.get(report["protocol"], "medians")
     return f"{', '.join([facts['device'], *known])}; {report['date']}; {how}"

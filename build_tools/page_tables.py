@@ -10,6 +10,7 @@ from build_tools import (
     backward_tables,
     context_parallel_tables,
     decode_tables,
+    engine_tables,
     figures,
     jax_tables,
     model_tables,
@@ -93,6 +94,7 @@ SOURCES: dict[str, Source] = {
     **accuracy_tables.SOURCES,
     **perplexity_tables.SOURCES,
     **serve_tables.SOURCES,
+    **engine_tables.SOURCES,
 }
 
 
@@ -361,4 +363,5 @@ PARTS: dict[str, Part] = {
     **accuracy_tables.PARTS,
     **perplexity_tables.PARTS,
     **serve_tables.PARTS,
+    **engine_tables.PARTS,
 }

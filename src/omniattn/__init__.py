@@ -14,10 +14,12 @@ if TYPE_CHECKING:
     from . import errors
     from .kv.blocks import BlockManager
     from .kv.cache import KVCache, PagedKVCache
+    from .kv.runs import SharedLevel, SharedPrefixes, SharedRuns
     from .kv.swap import SwapSpace
     from .ops.append import append, copy_blocks, copy_recent
     from .ops.attention import attention, attention_varlen
     from .ops.attention_backward import attention_backward, attention_varlen_backward
+    from .ops.choose_runs import choose_shared_runs
     from .ops.decode import decode
     from .ops.explain import Explanation, explain
     from .ops.merge import merge_states
@@ -50,6 +52,9 @@ _ROOMS = {
     "QuantizedQK": "problems",
     "QuantizedV": "problems",
     "ScoreMod": "ops",
+    "SharedLevel": "kv.runs",
+    "SharedPrefixes": "kv.runs",
+    "SharedRuns": "kv.runs",
     "SwapSpace": "kv.swap",
     "append": "ops",
     "attention": "ops",
@@ -57,6 +62,7 @@ _ROOMS = {
     "attention_varlen": "ops",
     "attention_varlen_backward": "ops",
     "attention_with_kvcache": "ops",
+    "choose_shared_runs": "ops",
     "copy_blocks": "ops",
     "copy_recent": "ops",
     "decode": "ops",
@@ -81,6 +87,9 @@ __all__ = [
     "QuantizedQK",
     "QuantizedV",
     "ScoreMod",
+    "SharedLevel",
+    "SharedPrefixes",
+    "SharedRuns",
     "SwapSpace",
     "__version__",
     "append",
@@ -89,6 +98,7 @@ __all__ = [
     "attention_varlen",
     "attention_varlen_backward",
     "attention_with_kvcache",
+    "choose_shared_runs",
     "copy_blocks",
     "copy_recent",
     "decode",

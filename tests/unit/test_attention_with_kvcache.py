@@ -275,7 +275,7 @@ FOUR = MIXED.batch(3)
     (Q, {"softcap": -1.0}, ArgumentError, "'softcap'"),
     (Q, {"score_mod": "score"}, ArgumentError, "'score_mod': expected an omniattn.ScoreMod, received str"),
     (Q, {"shared_prefix": 3}, ArgumentError, "'shared_prefix': expected a multiple of block_size 4"),
-    (Q, {"shared_prefix": 4}, UnsupportedError, "shared_prefix with packed queries"),
+    (Q, {"shared_prefix": 4}, ArgumentError, "with shared_prefix|shared_prefix and the"),
 ])  # fmt: skip
 def test_errors(q: Any, changes: dict[str, Any], error: type[Exception], text: str) -> None:
     places = {name: x for name, x in {**PLACES, **changes}.items() if x is not None}

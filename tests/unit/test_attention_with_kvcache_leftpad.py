@@ -41,5 +41,5 @@ def test_errors_of_padding_in_front() -> None:
     ):
         with pytest.raises(error, match=text):
             oa.attention_with_kvcache(q, call.cache, **call.places, leftpad_k=pads)
-    with pytest.raises(UnsupportedError, match="shared_prefix with leftpad_k"):
+    with pytest.raises(UnsupportedError, match="leftpad_k with shared_prefix"):
         oa.attention_with_kvcache(q, call.cache, **call.places, leftpad_k=ints(1, 2), shared_prefix=4)

@@ -177,3 +177,29 @@ class Sharing(RuleBasedStateMachine):
 
 Sharing.TestCase.settings = settings(deadline=None, max_examples=60, stateful_step_count=40)
 TestSharing = Sharing.TestCase
+
+
+def test_names_are_spelled_out_in_errors_alone() -> None:
+    """A name may be an object with all tokens of a request: its text takes longer than the call."""
+
+    class Name:
+        spelled = 0
+
+        def __repr__(self) -> str:
+            Name.spelled += 1
+            return "<a request>"
+
+    manager, name = BlockManager(4, 2), Name()
+    manager.match_prefix(name, [1, 2, 3])
+    for count in (3, np.int64(1)):
+        manager.extend({name: count})
+    manager.commit(name, [1, 2, 3])
+    manager.truncate(name, 3)
+    manager.block_table([name])
+    manager.shared_runs({name: 1})
+    manager.sharing_order([name])
+    assert Name.spelled <= 1  # of NumPy's integer
+    with pytest.raises(ArgumentError, match="growth\\[<a request>\\]"):
+        manager.extend({name: -1})
+    with pytest.raises(ArgumentError, match="new\\[<a request>\\]"):
+        manager.shared_runs({name: 4})

@@ -302,6 +302,24 @@ class Machine:
             assert same == expected * SIZE
         assert len({tuple(self.models[name].tokens[:same]) for name in group}) <= 1
 
+        self.check_runs()
+
+    def check_runs(self) -> None:
+        """What some sequences share, as a step in levels has it: the marks of each, and none of its newest token."""
+        some = self.random.sample(list(self.models), min(len(self.models), 6))
+        order = self.manager.sharing_order([name for name in some if self.models[name].marks])
+        runs = self.manager.shared_runs(dict.fromkeys(order, 1))
+        for run in runs.runs:
+            names = order[run.first : run.first + run.count]
+            assert not any(-1 in runs.tables[i] for i in range(run.first, run.first + run.count))
+            assert len({tuple(self.models[name].marks[: run.end * SIZE]) for name in names}) == 1
+            assert all(run.end * SIZE < len(self.models[name].marks) for name in names)
+        self.seen["runs"] += runs.num_levels > 0
+        self.seen["levels"] += runs.num_levels > 1
+        found = runs.arrays()
+        for b, (name, gone) in enumerate(zip(order, runs.shared(), strict=True)):
+            assert found.seq_lens[b] + gone * SIZE == self.manager.length(name)
+
     def end(self) -> None:
         """Nothing has leaked: everything is free again, and of the tree nothing is left."""
         for name in (*self.models, *self.away):
@@ -324,5 +342,6 @@ def test_contents_are_what_each_sequence_wrote(seed: int) -> None:
         if i % 3 == 0:
             machine.check()
     machine.end()
-    rare = {name: machine.seen[name] for name in ("matched", "windows", "full", "failed copies", "no room", "swap_in")}
+    names = "matched, windows, full, failed copies, no room, swap_in, runs, levels"
+    rare = {name: machine.seen[name] for name in names.split(", ")}
     assert min(rare.values()) > STEPS // 200, rare

@@ -21,8 +21,10 @@ SMALL = (
     Case("decode", (1, 1), (40, 40), 4, 2, 16), Case("decode", (1, 1), (40, 40), 4, 2, 16, True),
     Case("prompts", (20, 20), (50, 50), 4, 2, 4), Case("mixed", (1, 1, 18, 30), (9, 40, 18, 33), 4, 2, 16),
     Case("drafts", (3, 3), (40, 40), 4, 2, 16), Case("graph", (1,), (21,), 4, 2, 16, planned=100),
+    Case("shared", (1,) * 6, (60,) * 6, 4, 2, 16, shared=((32, 6), (16, 3))),
+    Case("chunks", (18,) * 3, (67,) * 3, 4, 2, 16, shared=((48, 3),)),
 )  # fmt: skip
-BESIDE = ("own cache", "contiguous", "one after the other", "as a batch", "planned for the length")
+BESIDE = {other for section in serve.BESIDE.values() for other in section} - {FA3}
 
 
 @pytest.fixture
@@ -55,14 +57,14 @@ def test_every_case_with_what_stands_beside_it(with_fa3: Any) -> None:
             assert m.relative_l1 is not None
             assert m.relative_l1 < (0.2 if case.e4m3 and m.contender == "own cache" else 0.02)
     rows = report.to_dict()["rows"]
-    assert {row["contender"] for row in rows} == {OURS, FA3, *BESIDE}
+    assert {row["contender"] for row in rows} == {OURS, FA3} | BESIDE
     own, other = rows[0], rows[2]
     assert own["over_best_other"] == pytest.approx(other["median_us"] / own["median_us"])
     assert own["tb_per_s"] == pytest.approx(SMALL[0].bytes / own["median_us"] * 1e-6)
     lines = table_of(rows)[1]
     assert [line[0] for line in lines[:3]] == ["decode b2 h4/2 t40 p16", "decode b2 h4/2 t40 p16 e4m3",
                                                "prompts b2 h4/2 t50 p4 q20"]  # fmt: skip
-    assert all(line[2].endswith("TFLOP/s" if line[0][:2] in ("pr", "mi") else "TB/s") for line in lines)
+    assert all(line[2].endswith("TFLOP/s" if line[0][:2] in ("pr", "mi", "ch") else "TB/s") for line in lines)
 
 
 @pytest.mark.frameworks
@@ -118,10 +120,15 @@ def test_cases_and_arithmetic() -> None:
     assert Case("decode", (1,), (10,), 4, 2, 16).bytes == 2 * (2 * 10 * 2 * 128) + 2 * 2 * 4 * 128
     assert Case("decode", (1,), (10,), 4, 2, 16, True).bytes == 2 * (10 * 2 * 128) + 2 * 2 * 4 * 128
     assert len({(case.name, case.e4m3) for case in CASES}) == len(CASES)
+    case = Case("shared", (1,) * 4, (70,) * 4, 4, 2, 16, shared=((32, 4), (16, 2)))
+    assert case.tables == [[0, 1, 2, 3, 4], [0, 1, 2, 5, 6], [0, 1, 7, 8, 9], [0, 1, 7, 10, 11]]
+    assert case.once == 32 + 2 * 16 + 4 * 22
+    assert case.name == "shared b4 h4/2 t70 p16 32 of 4 16 of 2"
+    assert case.bytes == 2 * 128 * (2 * case.once * 2 + 2 * 4 * 4)
     quick = cases_of((), quick=True)
     assert [(case.section, case.e4m3) for case in quick] == [
         ("decode", False), ("decode", True), ("prompts", False), ("prompts", True), ("mixed", False), ("mixed", True),
-        ("drafts", False), ("graph", False),
+        ("drafts", False), ("graph", False), ("shared", False), ("chunks", False),
     ]  # fmt: skip
     assert {case.section for case in cases_of(["drafts"], quick=False)} == {"drafts"}
     with pytest.raises(ArgumentError, match="--case"):

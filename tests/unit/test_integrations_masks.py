@@ -15,10 +15,11 @@ from tests.tiny_models import decoder, padding, tokens
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from transformers import masking_utils  # noqa: E402
+from transformers import DynamicCache, masking_utils  # noqa: E402
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # noqa: E402
 
 from omniattn.integrations import transformers as integration  # noqa: E402
+from omniattn.integrations import transformers_keywords  # noqa: E402
 from omniattn.integrations.masks import StructuredMask, band  # noqa: E402
 
 pytestmark = pytest.mark.frameworks
@@ -246,7 +247,7 @@ def test_value_heads_of_another_size(head_dim_v: int) -> None:
         ({"sinks": torch.zeros(1)}, UnsupportedError, "s_aux"),
         ({"something": 1}, UnsupportedError, "ignore=['something']"),
         ({"cu_seq_lens_q": torch.zeros(2)}, ArgumentError, "cu_seq_lens_k"),
-        (dict.fromkeys(integration._PACKED, 1), ShapeError, "batch of 1"),
+        (dict.fromkeys(integration.PACKED, 1), ShapeError, "batch of 1"),
         ({"attention_mask": StructuredMask(torch.ones(0), 2, 4, 5, 0, -1, 0)}, ShapeError, "6 keys"),
         *(
             ({"attention_mask": torch.ones(2, 1, 4, 6, dtype=dtype), **bias}, DtypeError, "mask != 0 makes booleans")
@@ -254,7 +255,7 @@ def test_value_heads_of_another_size(head_dim_v: int) -> None:
             for bias in ({}, {"position_bias": torch.zeros(1, 2, 4, 6)})
         ),
         (
-            {"attention_mask": torch.zeros(2, 1, 4, 6), **dict.fromkeys(integration._PACKED, 1)}, UnsupportedError,
+            {"attention_mask": torch.zeros(2, 1, 4, 6), **dict.fromkeys(integration.PACKED, 1)}, UnsupportedError,
             "torch.float32 with cu_seq_lens_q",
         ),
     ],
@@ -274,11 +275,14 @@ def test_what_is_not_served(
 
 
 def test_keywords_that_do_not_concern_attention(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(integration, "_ignored", set(integration._ignored))
+    monkeypatch.setattr(integration, "IGNORED", set(integration.IGNORED))
+    monkeypatch.setattr(transformers_keywords, "IGNORED", integration.IGNORED)
     q, k, v = _qkv(4, 4)
     want = _attend(q, k, v)
     integration.register(ignore=["something"])
     others = {"something": 1, "position_ids": torch.arange(4), "use_cache": True, "output_attentions": False, "x": None}
+    # From 5.24 on what a model keeps keys in is called so; those of it are in k and v already.
+    others["cache"] = DynamicCache()
     assert torch.equal(_attend(q, k, v, **others), want)
 
 

@@ -128,7 +128,7 @@ def test_what_is_not_served_says_so() -> None:
     long = np.zeros((1, 17, 3, 24), np.float16)
     with pytest.raises(UnsupportedError, match="a latent cache with 17 queries"):
         oa.attention_with_kvcache(long, cache, seq_lens=lens, block_table=table)
-    with pytest.raises(UnsupportedError, match="shared_prefix over a latent cache"):
+    with pytest.raises(ArgumentError, match="0 with a latent cache"):
         oa.decode(long[:, :1], cache, seq_lens=lens, block_table=table, shared_prefix=4)
 
 

@@ -80,8 +80,8 @@ def test_every_operation_and_every_argument_is_drawn(drawn: list[Problem]) -> No
         left = set() if name.endswith("from_arrays") else LEFT
         assert set(inspect.signature(operator.attrgetter(name)(omniattn)).parameters) - found - left == set(), name
     functions = {name for name in omniattn.__all__ if inspect.isfunction(getattr(omniattn, name))}
-    # Copies follow an append; explain launches nothing.
-    assert functions - set(said) == {"copy_blocks", "copy_recent", "explain"}
+    # Copies follow an append; two launch nothing.
+    assert functions - set(said) == {"choose_shared_runs", "copy_blocks", "copy_recent", "explain"}
 
 
 def test_every_knob_and_value_of_a_precision_is_drawn(drawn: list[Problem]) -> None:
@@ -166,6 +166,10 @@ def test_all_kinds_of_arrays_of_the_caller_are_drawn(operation: str, drawn: list
         assert {f["packed"] for f in eight} == {True, False}
         assert max(max(f["queries"]) for f in eight) == 150
         assert any("index" in f for f in scaled)
+        shared = [
+            one.facts for one in drawn if "shared_prefix" in one.facts.get("options", {}) and "queries" in one.facts
+        ]
+        assert {(f["packed"], f["levels"]) for f in shared} == {(a, b) for a in (True, False) for b in (True, False)}
 
 
 def _dtypes(drawn: list[Problem]) -> set[str]:

@@ -42,6 +42,25 @@ def test_a_small_model_is_measured_with_each(compare: Any, tmp_path: Path, capsy
     assert "| omniattn |" in capsys.readouterr().out
 
 
+def test_batches_are_measured_with_each(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sys.path.insert(0, str(FOLDER))
+    try:
+        batches = importlib.import_module("batches")
+    finally:
+        sys.path.remove(str(FOLDER))
+        sys.modules.pop("batches", None)
+    out = tmp_path / "rows.json"
+    rows = batches.main(["--small", "--out", str(out), "--attentions", "omniattn,none_of_these"])
+    assert [row.attention for row in rows] == ["omniattn", "none_of_these"]
+    assert min(rows[0].seconds, rows[0].without_graphs, rows[0].kept) > 0
+    assert rows[0].same_requests == 1
+    assert "none_of_these" in rows[1].notes["error"]
+    assert rows[1].seconds is None
+    made = json.loads(out.read_text(encoding="utf-8"))
+    assert out.read_text(encoding="utf-8") == document.to_json(made) + "\n"
+    assert "| omniattn |" in capsys.readouterr().out
+
+
 def test_results_are_judged_beside_eager(compare: Any) -> None:
     import torch
 

@@ -37,7 +37,8 @@ def document(
     ----------
     bench : str
         "forward", "backward", "int8", "int4", "decode" or "host"; of errors, what they are of.
-    protocol : {"interleaved", "sustained", "host", "accuracy", "perplexity", "training", "context_parallel"}
+    protocol : {"interleaved", "sustained", "host", "accuracy", "perplexity", "training", "context_parallel",
+        "engine"}
     command : str
         The command line; empty if there was none.
     environment : mapping of str to str

@@ -40,6 +40,9 @@ class Case:
         The pool is in e4m3, with a scale for each sequence and kv head.
     planned : int
         Tokens of a sequence that the block table has room for, if more than it has.
+    shared : tuple of (int, int)
+        First tokens that groups of sequences have in the same pages, level by level: how many, and sequences of a
+        group.
     """
 
     section: str
@@ -50,6 +53,7 @@ class Case:
     page: int
     e4m3: bool = False
     planned: int = 0
+    shared: tuple[tuple[int, int], ...] = ()
 
     @property
     def name(self) -> str:
@@ -57,7 +61,8 @@ class Case:
         tokens = f"t{self.lengths[0]}" if len({*self.lengths}) == 1 else f"{sum(self.lengths)} tokens"
         rows = f" q{self.rows[0]}" if len({*self.rows}) == 1 else f" {sum(self.rows)} rows"
         shape = f"b{len(self.rows)} h{self.heads}/{self.kv_heads} {tokens} p{self.page}"
-        return f"{self.section} {shape}{rows if max(self.rows) > 1 else ''}"
+        levels = "".join(f" {tokens} of {count}" for tokens, count in self.shared)
+        return f"{self.section} {shape}{rows if max(self.rows) > 1 else ''}{levels}"
 
     @property
     def pairs(self) -> int:
@@ -70,9 +75,29 @@ class Case:
         return 4 * self.heads * DIM * self.pairs
 
     @property
+    def tables(self) -> list[list[int]]:
+        """Pages of each sequence: numbers without gaps, those of shared tokens the same."""
+        fresh, found = itertools.count(), list[list[int]]()
+        for b, length in enumerate(self.lengths):
+            pages: list[int] = []
+            for tokens, count in self.shared:
+                new = len(pages) + tokens // self.page
+                pages = (
+                    found[b - b % count][:new] if b % count else [*pages, *itertools.islice(fresh, new - len(pages))]
+                )
+            found.append([*pages, *itertools.islice(fresh, -(-length // self.page) - len(pages))])
+        return found
+
+    @property
+    def once(self) -> int:
+        """Tokens of all sequences, those that are shared counted once."""
+        again = sum(tokens * (len(self.rows) - -(-len(self.rows) // count)) for tokens, count in self.shared)
+        return sum(self.lengths) - again
+
+    @property
     def bytes(self) -> int:
         """K and V of all sequences, q and o, each once."""
-        return 2 * DIM * ((1 if self.e4m3 else 2) * sum(self.lengths) * self.kv_heads + 2 * sum(self.rows) * self.heads)
+        return 2 * DIM * ((1 if self.e4m3 else 2) * self.once * self.kv_heads + 2 * sum(self.rows) * self.heads)
 
     @property
     def by_bytes(self) -> bool:
@@ -87,8 +112,17 @@ BESIDE: dict[str, tuple[str, ...]] = {
     "mixed": ("one after the other", FA3),
     "drafts": ("as a batch", FA3),
     "graph": ("planned for the length", FA3),
+    "shared": ("each alone", "in levels", "as decode's prefix", FA3),
+    "chunks": ("each alone", "in levels", FA3),
 }
 _MIXED = tuple(DecodeShape(64, 32, 8, 4096, ragged=True).lengths())
+
+
+def _shared(shared: tuple[tuple[int, int], ...], batch: int, rows: int = 1) -> Case:
+    """Requests with 512 tokens of their own behind shared ones, the last ``rows`` of which are new."""
+    length = sum(tokens for tokens, _ in shared) + 512
+    return Case("shared" if rows == 1 else "chunks", (rows,) * batch, (length,) * batch, 32, 8, 64, shared=shared)
+
 
 CASES: tuple[Case, ...] = (
     *(
@@ -103,6 +137,9 @@ CASES: tuple[Case, ...] = (
     ),
     *(Case("drafts", (n,) * batch, (8192,) * batch, 32, 8, 64) for batch in (1, 8, 64) for n in (2, 4, 8)),
     *(Case("graph", (1,), (n,), 32, 8, 64, planned=131072) for n in (100, 1024, 8192, 32768, 131072)),
+    *(_shared(((n, batch),), batch) for batch in (32, 128) for n in (2048, 8192, 32768)),
+    *(_shared(((8192, batch), (4096, 8)), batch) for batch in (32, 128)),
+    *(_shared(((n, 4),), 4, 512) for n in (8192, 32768)),
 )  # fmt: skip
 
 
@@ -121,15 +158,16 @@ class Pool:
     def __init__(self, torch: Any, case: Case) -> None:
         self.torch, self.case, batch = torch, case, len(case.rows)
         generator = torch.Generator(device="cuda").manual_seed(1234)
-        columns = [-(-n // case.page) for n in case.lengths]
-        order = torch.randperm(sum(columns), device="cuda", generator=generator).to(torch.int32)
+        pages = case.tables
+        num_pages = max(map(max, pages)) + 1
+        order = torch.randperm(num_pages, device="cuda", generator=generator).to(torch.int32)
         width = -(-max(case.planned, *case.lengths) // case.page)
         self.table = torch.zeros((batch, width), dtype=torch.int32, device="cuda")
-        for b, end in enumerate(itertools.accumulate(columns)):
-            self.table[b, : columns[b]] = order[end - columns[b] : end]
+        for b, own in enumerate(pages):
+            self.table[b, : len(own)] = order[torch.tensor(own, device="cuda")]
         random = functools.partial(torch.randn, dtype=torch.bfloat16, device="cuda", generator=generator)
         self.q = random((sum(case.rows), case.heads, DIM))
-        self.k, self.v = (random((sum(columns), case.page, case.kv_heads, DIM)) for _ in "kv")
+        self.k, self.v = (random((num_pages, case.page, case.kv_heads, DIM)) for _ in "kv")
         self.scales: dict[str, Any] = {}
         if case.e4m3:
             self.k, self.v = (x.to(torch.float8_e4m3fn) for x in (self.k, self.v))
@@ -189,6 +227,45 @@ def _ours(pool: Pool, table: Any = None) -> Step:
         return lambda: omniattn.attention_with_kvcache(pool.batch(pool.q), cache, **options)
     packed = {"cu_seqlens_q": pool.starts, "max_seqlen_q": max(pool.case.rows)}
     return lambda: omniattn.attention_with_kvcache(pool.q, cache, **options, **packed)
+
+
+def _with_shared(pool: Pool, shared: Any) -> Step:
+    """The call on the pool with ``shared_prefix``."""
+    import omniattn
+
+    cache = omniattn.PagedKVCache.from_arrays(pool.k, pool.v, **pool.scales)
+    q, places = pool.batch(pool.q), {"seq_lens": pool.lens, "block_table": pool.table}
+    return lambda: omniattn.attention_with_kvcache(q, cache, **places, shared_prefix=shared)
+
+
+def _runs(pool: Pool) -> Any:
+    """What the case's sequences share, as `BlockManager.shared_runs` has it."""
+    from omniattn.kv.runs import SharedRuns, runs_of
+
+    case, tables = pool.case, pool.table.tolist()
+    limits = [(n - rows) // case.page for n, rows in zip(case.lengths, case.rows, strict=True)]
+    return SharedRuns(
+        tuple(range(len(tables))), case.rows, case.lengths, tuple(tables), case.page, runs_of(tables, limits)
+    )
+
+
+def _in_levels(pool: Pool) -> Step:
+    return _with_shared(pool, _runs(pool).arrays().map(lambda x: pool.torch.tensor(x, device="cuda")))
+
+
+def _by_choice(pool: Pool) -> Step:
+    """In the levels that the model of costs takes, or none."""
+    import omniattn
+
+    cache = omniattn.PagedKVCache.from_arrays(pool.k, pool.v, **pool.scales)
+    runs = omniattn.choose_shared_runs(_runs(pool), cache, num_q_heads=pool.case.heads)
+    shared = runs.arrays().map(lambda x: pool.torch.tensor(x, device="cuda")) if runs.runs else 0
+    return _with_shared(pool, shared)
+
+
+def _as_prefix(pool: Pool) -> Step:
+    """The first level as a number: in single tokens the two passes of `decode`."""
+    return _with_shared(pool, pool.case.shared[0][0])
 
 
 def _as_a_batch(pool: Pool) -> Step:
@@ -267,6 +344,7 @@ def _fa3(pool: Pool) -> Step:
 
 _BUILD: dict[str, Callable[[Pool], Step]] = {
     OURS: _ours, "own cache": _own_cache, "contiguous": _contiguous, "one after the other": _one_after_the_other,
+    "each alone": functools.partial(_with_shared, shared=0), "in levels": _in_levels, "as decode's prefix": _as_prefix,
     "as a batch": _as_a_batch, "planned for the length": lambda pool: _ours(pool, _planned(pool)), FA3: _fa3,
 }  # fmt: skip
 
@@ -378,7 +456,7 @@ def _run_case(torch: Any, timer: Timer, case: Case, missing: dict[str, str]) -> 
     names = [name for name in (OURS, *BESIDE[case.section]) if name not in missing]
     for name in names:
         try:
-            step = _BUILD[name](pool)
+            step = (_by_choice if name == OURS and case.shared else _BUILD[name])(pool)
             errors[name] = pool.error(step())
             torch.cuda.synchronize()
             run = captured(torch, step)  # the shortest steps take longer to enqueue than to run

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from .. import arguments, arrays, runtime
 from ..arrays import Tensor
-from ..errors import ArgumentError, DtypeError, ShapeError, UnsupportedError
+from ..errors import ArgumentError, DtypeError, ShapeError
 from ..kv.cache import KVCache
 from ..kv.formats import KV_ARRAY_DTYPES
 from ..plan.engine import Call
@@ -133,24 +133,30 @@ def check_prefix(
     if tokens == 0:
         return 0
     received = f"{tokens}"
+    if cache.paged and (tokens % size or tokens > capacity):
+        raise ArgumentError("shared_prefix", whole, received, function=function)
+    check_sharing(cache, window_left, deterministic, received, function)
+    return tokens
+
+
+def check_sharing(cache: KVCache, window_left: int, deterministic: bool, received: str, function: str) -> None:
+    """What ``shared_prefix`` does not go with; ``received``: what was given for it."""
+    expected = None
     if not cache.paged:
         expected = "0 with a KVCache, whose sequences have memory of their own"
-        raise ArgumentError("shared_prefix", expected, received, function=function)
-    if cache.facts.is_latent:
-        raise UnsupportedError(f"{function}(): shared_prefix over a latent cache", instead="shared_prefix=0")
-    if tokens % size or tokens > capacity:
-        raise ArgumentError("shared_prefix", whole, received, function=function)
-    if cache.recent_window:
-        raise ArgumentError("shared_prefix", "0 with a cache that has a recent_window", received, function=function)
-    if window_left >= 0:
-        raise ArgumentError("shared_prefix", "0 with a window", received, function=function)
-    if cache.facts.scales is not None and cache.facts.scales.sequences:
+    elif cache.layout.is_latent:
+        expected = "0 with a latent cache"
+    elif cache.recent_window:
+        expected = "0 with a cache that has a recent_window"
+    elif window_left >= 0:
+        expected = "0 with a window"
+    elif cache.layout.scales is not None and cache.layout.scales.sequences:
         expected = "0 with a cache whose sequences have scales of their own"
-        raise ArgumentError("shared_prefix", expected, received, function=function)
-    if deterministic:
+    elif deterministic:
         # Rows of several sequences are computed together: when one takes a new maximum, the others do.
-        raise ArgumentError("shared_prefix", "0 with deterministic=True", received, function=function)
-    return tokens
+        expected = "0 with deterministic=True"
+    if expected is not None:
+        raise ArgumentError("shared_prefix", expected, received, function=function)
 
 
 def _check_joined(q: Tensor) -> None:

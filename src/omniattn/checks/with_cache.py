@@ -106,7 +106,7 @@ def check_with_cache(call: Call, tensors: dict[str, Tensor]) -> WithCacheProblem
     left, right = values.check_window(options.window, causal, _NAME)
     softcap = values.check_softcap(options.softcap, _NAME)
     arrays.require_same_device([q, *(t for name, t in tensors.items() if name != "q"), *cache.tensors])
-    queries = _check_extents(q, tensors.get("cu_seqlens_q"), options.max_seqlen_q)
+    queries = check_extents(q, tensors.get("cu_seqlens_q"), options.max_seqlen_q)
     check_queries(q, cache, _NAME)
     batch = queries.batch
     check_int32(tensors["seq_lens"], (batch,), f"({batch},)", _NAME)
@@ -116,8 +116,6 @@ def check_with_cache(call: Call, tensors: dict[str, Tensor]) -> WithCacheProblem
     check_scales(cache, batch, _NAME)
     scale, sinks, o_strides = check_scale_sinks_out(options.softmax_scale, tensors, cache, _NAME)
     shared = check_prefix(options.shared_prefix, cache, capacity, left, deterministic, _NAME)
-    if shared and queries.packed:
-        raise UnsupportedError(f"{_NAME}(): shared_prefix with packed queries", instead="shared_prefix=0, or a batch")
     facts = _Facts(
         left, right, scale, softcap, sinks, return_lse, deterministic, capacity, "batch_index" in tensors, shared,
         num_splits,
@@ -149,8 +147,8 @@ def check_with_cache(call: Call, tensors: dict[str, Tensor]) -> WithCacheProblem
             _merged_rows(q, q.strides, queries)
     else:
         if shared:
-            few_of = f"1 to {MAX_Q_LEN} new tokens a sequence (of packed ones: max_seqlen_q), causal, no score_mod"
-            raise UnsupportedError(f"{_NAME}(): shared_prefix with {against}", instead=f"shared_prefix=0, or {few_of}")
+            instead = f"shared_prefix=0, or a call without {against}"
+            raise UnsupportedError(f"{_NAME}(): {against} with shared_prefix", instead=instead)
         kernels, why = _over_pages(q, cache, queries, facts, tensors, o_strides), f"attention over pages: {against}"
         keys = _keys(q, cache, queries, facts, tensors, texts is not None)
         if deterministic and queries.packed and cache.recent_window and not has_leftpad:
@@ -175,7 +173,7 @@ def check_with_cache(call: Call, tensors: dict[str, Tensor]) -> WithCacheProblem
     return problem
 
 
-def _check_extents(q: Tensor, starts: Tensor | None, longest: Any) -> Queries:
+def check_extents(q: Tensor, starts: Tensor | None, longest: Any) -> Queries:
     """How q lies."""
     rank = len(q.shape)
     if starts is None:

@@ -1,4 +1,4 @@
-"""Attention backends for other libraries: `transformers`, `diffusers`, `comfyui`.
+"""Attention backends for other libraries: `transformers`, `diffusers`, `comfyui`, `vllm`, `sglang`.
 
 Each module imports its library when it is imported itself, and is above the public functions: it calls only those.
 """

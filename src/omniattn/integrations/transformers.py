@@ -19,12 +19,13 @@ from transformers.utils import import_utils
 import omniattn
 
 from ..errors import ArgumentError, ShapeError, UnsupportedError
+from . import transformers_paged as paged
 from .masks import StructuredMask, band, taken
+from .transformers_keywords import IGNORED, PACKED, TESTED, as_int32, check, of_dtype
 
 __all__ = ["attention_mask", "register"]
 
 _FUNCTION = "omniattn.integrations.transformers"
-_EAGER = 'attn_implementation="eager"'
 
 #: What has to be there: functions of masking_utils and their arguments.
 _SDPA_MASK = (
@@ -32,27 +33,7 @@ _SDPA_MASK = (
     "allow_is_causal_skip", "allow_is_bidirectional_skip", "device",
 )  # fmt: skip
 
-#: Keywords of models' forward functions that come down to attention and do not concern it.
-_NOT_OF_ATTENTION = {
-    "attention_mask", "cache_position", "decoder_attention_mask", "decoder_input_ids", "deterministic",
-    "encoder_attention_mask", "encoder_hidden_states", "image_grid_thw", "image_sizes", "input_features", "input_ids",
-    "inputs_embeds", "interpolate_pos_encoding", "labels", "layer_idx", "logits_to_keep", "mm_token_type_ids",
-    "num_items_in_batch", "num_logits_to_keep", "output_hidden_states", "output_router_logits", "past_key_values",
-    "pixel_values", "pixel_values_videos", "position_embeddings", "position_ids", "return_dict", "return_loss",
-    "seq_idx", "token_type_ids", "use_cache", "video_grid_thw",
-}  # fmt: skip
-
-#: Keywords that change the result of attention in a way that is not served, and why.
-_NOT_SERVED = {
-    "output_attentions": "attention weights are never formed",
-    "head_mask": "there is no mask of heads",
-    "cache": "the paged cache of continuous batching is not read",
-    "indices": "there is no sparse attention on indices of keys",
-    "block_indices": "there is no sparse attention on indices of blocks",
-    "sinks": "sinks that differ between queries are not taken (s_aux, one for each head, is)",
-}
-
-_PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+_KNOWN = frozenset(PACKED)
 
 
 def register(*, ignore: Iterable[str] = ()) -> None:
@@ -79,19 +60,18 @@ def register(*, ignore: Iterable[str] = ()) -> None:
     Served: grouped-query and cross attention, causal and bidirectional, padding on both sides, sliding windows, chunks,
     softcap, sinks (``s_aux``), position biases with gradients, dynamic, sliding and static caches, packed sequences by
     ``position_ids`` or ``cu_seq_lens_*``, 4-dimensional masks of the caller, boolean or added, value heads of another
-    size, gradients, autocast. Rows of padding are 0 where eager attention gives a mean of values. Not served, and
-    raising: 4-dimensional masks of integers (``mask != 0`` makes booleans of them; eager attention adds them as they
-    are), attention dropout, ``output_attentions``, continuous batching, sparse attention by indices. Tested with
-    transformers 5.17 and 5.23.
+    size, gradients, autocast. Rows of padding are 0 where eager attention gives a mean of values. ``generate_batch``
+    (continuous batching) is served under the same names, over the pages of its cache: docs/integrations/transformers.md
+    says how, and what of transformers is wrapped for it. Not served, and raising: 4-dimensional masks of integers
+    (``mask != 0`` makes booleans of them; eager attention adds them as they are), attention dropout,
+    ``output_attentions``, sparse attention by indices. Tested with transformers 5.17, 5.20, 5.23 and 5.24.
     """
     _check_version()
-    _ignored.update(ignore)
+    IGNORED.update(ignore)
     for name, precision in (("omniattn", "exact"), ("omniattn_int8", "int8")):
         AttentionInterface.register(name, _attention_function(precision))
         AttentionMaskInterface.register(name, attention_mask)
-
-
-_ignored: set[str] = set(_NOT_OF_ATTENTION)
+    paged.register()
 
 
 def _check_version() -> None:
@@ -102,7 +82,7 @@ def _check_version() -> None:
     if missing:
         raise UnsupportedError(
             f"transformers {transformers.__version__}: its masks lack {', '.join(missing)}",
-            instead="transformers 5.17 to 5.23, with which this was tested",
+            instead=TESTED,
         )
 
 
@@ -229,13 +209,13 @@ def _attention_function(precision: str) -> Callable[..., tuple[torch.Tensor, Non
         **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
         """o of one layer, (batch, q_len, num_q_heads, head_dim), for q, k, v of (batch, heads, length, head_dim)."""
-        _check(dropout, kwargs)
+        check(dropout, kwargs, _KNOWN)
         packed = _packed(kwargs)
         query, key, value = _cast(query, key, value)
         options: dict[str, Any] = {
             "softmax_scale": scaling,
             "softcap": 0.0 if softcap is None else softcap,
-            "sinks": _of_dtype(s_aux, query),
+            "sinks": of_dtype(s_aux, query),
             "precision": "exact" if query.shape[2] == 1 else precision,
         }
         causal = bool(getattr(module, "is_causal", True)) if is_causal is None else bool(is_causal)
@@ -253,29 +233,11 @@ def _attention_function(precision: str) -> Callable[..., tuple[torch.Tensor, Non
     return attention
 
 
-def _check(dropout: float, kwargs: dict[str, Any]) -> None:
-    if dropout > 0:
-        raise UnsupportedError(
-            f"dropout={dropout} of attention: the kernels draw no random numbers, and keep no probabilities to drop",
-            instead="model.config.attention_dropout = 0.0 before the model is made, model.eval(), or " + _EAGER,
-        )
-    for name, what in kwargs.items():
-        if what is None or what is False or name in _PACKED:
-            continue
-        if name in _NOT_SERVED:
-            raise UnsupportedError(f"{name} of attention: {_NOT_SERVED[name]}", instead=_EAGER)
-        if name not in _ignored:
-            raise UnsupportedError(
-                f"keyword {name!r} of attention is not known, and could change its result",
-                instead=f"{_EAGER}, or register(ignore=[{name!r}]) if it does not concern attention",
-            )
-
-
 def _packed(kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
     """cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k if the caller packs sequences by them."""
-    given = [kwargs.get(name) for name in _PACKED]
-    missing = [name for name, x in zip(_PACKED, given, strict=True) if x is None]
-    if len(missing) == len(_PACKED):
+    given = [kwargs.get(name) for name in PACKED]
+    missing = [name for name, x in zip(PACKED, given, strict=True) if x is None]
+    if len(missing) == len(PACKED):
         return None
     if missing:
         raise ArgumentError(missing[0], "a value, because other lengths of packed sequences came", None)
@@ -289,13 +251,6 @@ def _cast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         dtype = torch.get_autocast_dtype(device)
         return tuple(x.to(dtype) for x in tensors)
     return tensors
-
-
-def _of_dtype(x: torch.Tensor | None, query: torch.Tensor) -> torch.Tensor | None:
-    """A mask that is added, or sinks, in a dtype that attention takes."""
-    if x is None or x.dtype in (query.dtype, torch.float32):
-        return x
-    return x.to(torch.float32)
 
 
 def _attend(
@@ -340,7 +295,7 @@ def _attend(
         position_bias = None if position_bias is None else position_bias[..., :kv_len]
     mask = taken(mask, query, "attention_mask", _FUNCTION)
     if position_bias is not None:
-        mask = _with_bias(_of_dtype(position_bias, query), mask)
+        mask = _with_bias(of_dtype(position_bias, query), mask)
     if query.shape[0] != key.shape[0]:
         batch = max(query.shape[0], key.shape[0])
         query, key, value = (x.expand(batch, -1, -1, -1) for x in (query, key, value))
@@ -378,7 +333,7 @@ def _attend_packed(
     right = 0 if causal else left
     out = omniattn.attention_varlen(
         query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1),
-        cu_seqlens_q=starts_q.to(torch.int32), cu_seqlens_k=starts_k.to(torch.int32),
+        cu_seqlens_q=as_int32(starts_q), cu_seqlens_k=as_int32(starts_k),
         max_seqlen_q=int(longest_q), max_seqlen_k=int(longest_k),
         window=None if left < 0 and right < 0 else (left, right), **options,
     )  # fmt: skip

@@ -9,6 +9,7 @@ from ..arguments import check_int
 from ..errors import ArgumentError, OutOfBlocksError, OutOfSlotsError, UnsupportedError
 from .pool import BlockPool, HostSlots
 from .prefixes import Node, ancestor, check_salt, first_needed, token_list
+from .sharing import Sharing
 from .swapping import GONE, SequenceState, Swapping, entries
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ Copy = tuple[int, int]
 _MOST = 2**31 - 1
 
 
-class BlockManager(Swapping):
+class BlockManager(Swapping, Sharing):
     """Blocks of a `PagedKVCache`: allocation, reference counts, shared prefixes, copy-on-write, swapping.
 
     A sequence is any hashable name with a length in tokens and the blocks that hold them. Blocks may be shared; a block
@@ -340,22 +341,6 @@ class BlockManager(Swapping):
         self._pool.release_all(gone)
         return len(gone)
 
-    def common_prefix(self, sequences: Iterable[Hashable]) -> int:
-        """Tokens at the beginning that sequences have in the same blocks: ``shared_prefix`` of a call on all of them.
-
-        A multiple of block_size. Behind `extend` no new token is one of them. 0 for no sequences, and where a window
-        has given back the first block.
-        """
-        found = [self._sequences[name] for name in self._all_known(sequences, "common_prefix")]
-        if not found or any(s.first for s in found):
-            return 0
-        shortest = min(found, key=lambda s: s.length)
-        same = shortest.table[: shortest.length // self.block_size]
-        for s in found:
-            if s.table[: len(same)] != same:
-                same = same[: next(i for i, (a, b) in enumerate(zip(s.table, same)) if a != b)]
-        return len(same) * self.block_size
-
     def evict(self, count: int) -> int:
         """Give up blocks that only `match_prefix` can find: the least recently used, of a sequence the last ones first.
 
@@ -389,7 +374,7 @@ class BlockManager(Swapping):
             columns = check_int(max_blocks, "max_blocks", "BlockManager.block_table", least=columns, most=_MOST)
         table = np.zeros((len(found), columns), dtype=np.int32)
         for row, s in enumerate(found):
-            table[row, : len(s.table)] = entries(s)
+            table[row, : len(s.table)] = np.fromiter(entries(s), np.int32, len(s.table))
         return table
 
     def seq_lens(self, sequences: Iterable[Hashable]) -> npt.NDArray[np.int32]:
@@ -430,9 +415,11 @@ class BlockManager(Swapping):
             )
 
     def _growth(self, sequence: Hashable, count: Any, function: str) -> int:
+        length = self._sequences[sequence].length
+        if type(count) is int and 0 <= count <= _MOST - length:
+            return count  # without the name's text, which may be a long one
         argument, where = f"growth[{sequence!r}]", f"BlockManager.{function}"
         number = check_int(count, argument, where, least=0, most=_MOST)
-        length = self._sequences[sequence].length
         if length + number > _MOST:
             # What the int32 arrays of append and decode can hold.
             expected = f"at most {_MOST - length} tokens more than the {length} there are"

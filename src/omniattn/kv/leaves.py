@@ -125,6 +125,12 @@ class WithLeaves:
         found = [t.obj for t in self._planes.values()] if leaves is None else list(leaves.values())
         return arrays.traced_by_jax(found)
 
+    @property
+    def layout(self) -> CacheLayout:
+        """The facts, also where arrays are traced; said to be on the CPU until somebody looks at their memory."""
+        found: CacheLayout = self._facts if self.leaves is None else self.__dict__["_of"].layout
+        return found
+
     def let_go(self, of: CacheFacts, leaves: dict[str, Any]) -> None:
         """Hold these arrays and know nothing of their memory: nobody can donate what is exported.
 

@@ -3,6 +3,7 @@
 from .append import append, copy_blocks, copy_recent
 from .attention import attention, attention_varlen
 from .attention_backward import attention_backward, attention_varlen_backward
+from .choose_runs import choose_shared_runs
 from .decode import decode
 from .explain import Explanation, explain
 from .merge import merge_states
@@ -19,6 +20,7 @@ __all__ = [
     "attention_varlen",
     "attention_varlen_backward",
     "attention_with_kvcache",
+    "choose_shared_runs",
     "copy_blocks",
     "copy_recent",
     "decode",

@@ -143,7 +143,8 @@ def explain(function: Any, *arguments: Any, **options: Any) -> Explanation:
 
     ``explain(oa.decode, q, cache, seq_lens=lens)`` for any operation; ``explain(q, k, v, causal=True)`` for attention.
     Validates like the call itself, chooses the kernels and finds out where their binaries come from; launches and
-    allocates nothing (of a backward, a contiguous copy of a ``do`` that needs one).
+    allocates nothing (of a backward, a contiguous copy of a ``do`` that needs one; of a number as ``shared_prefix`` of
+    prompts or packed rows, the int32 arrays of its level).
 
     Parameters
     ----------

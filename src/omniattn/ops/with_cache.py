@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import functools
+import operator
 from typing import Any
 
 from ..checks import with_cache as checks
 from ..checks.caches import check_cache
+from ..checks.cascade import is_of_decode
 from ..checks.memory import check_memory
 from ..checks.with_cache import WithCacheOptions
 from ..errors import ArgumentError
 from ..frameworks import FUNCTIONS, compiling
 from ..kv.cache import KVCache
+from ..kv.runs import SharedPrefixes
 from ..launch.score_mod import PREFIX
 from ..plan.engine import Call, Operation, repeated, run
 from ..plan.with_cache import plan_with_cache
 from ..runtime import env
 from . import on_cpu
+from .cascade import in_levels
 from .score_mod import ScoreMod
 from .traced import run_traced
 
@@ -56,7 +60,7 @@ def attention_with_kvcache(
     leftpad_k: Any = None,
     stream: Any = None,
     deterministic: bool = False,
-    shared_prefix: int = 0,
+    shared_prefix: int | SharedPrefixes = 0,
     num_splits: int | None = None,
 ) -> Any:
     """Attention of the newest tokens of each sequence, prompts and single ones, over all tokens that its cache holds.
@@ -120,8 +124,14 @@ def attention_with_kvcache(
     deterministic : bool
         The bits of a sequence do not depend on the rest of the batch, nor on max_seqlen_q. Repeated calls give the same
         bits in any case. Not for packed prompts over a cache with a recent_window.
-    shared_prefix : int
-        As in `decode`, likewise.
+    shared_prefix : int or SharedPrefixes
+        Keys that sequences have in the same blocks of a `PagedKVCache` are attended once for all their queries, and
+        results merged (cascade); seq_lens and block_table are as without it, and so are the values, up to rounding.
+        An int: so many first tokens of all sequences, as in `decode`, here of prompts and packed rows too. A packed
+        sequence that pauses (seq_lens 0) has no rows. `SharedPrefixes`: several levels, groups of sequences in each,
+        made by `SharedRuns.arrays`; they are what is read on a GPU, and checked against seq_lens and block_table on the
+        CPU. `choose_shared_runs` says whether it pays. Not with ``window`` on the left, ``deterministic``,
+        ``score_mod``, ``leftpad_k`` or a recent window. On a GPU the first two dimensions of a batch lie as one.
     num_splits : int, optional
         Parts at most into which the keys of a sequence are divided among CTAs; for few queries a part has 128, 256, 512
         ... keys. Unless given, selection finds how many are fastest. Not with deterministic, whose parts have 512 keys.
@@ -147,6 +157,9 @@ def attention_with_kvcache(
     caches: up to 1 GiB, one sequence's keys and values at least (those of a window, where there is one), or a 64th of
     those of the whole batch; sequences that do not fit together go through it one after the other.
 
+    Shared keys of a level are those of attention over pages, of packed queries that see them all; then come the calls
+    over the sequences' own keys, and a `merge_states` a level. Which groups there are lies on the device.
+
     GPUs: compute capability 8.0 and newer; arrays on the CPU run the NumPy reference. Nothing is synchronized: a call
     captured in a CUDA graph may be replayed with other lengths, starts and tables in the same arrays. PagedAttention
     (Kwon et al. 2023).
@@ -154,6 +167,10 @@ def attention_with_kvcache(
     check_cache(cache, _NAME)
     said = (max_seqlen_q, causal, window, softmax_scale, softcap, return_lse, deterministic, shared_prefix, num_splits)
     objects = (q, seq_lens, block_table, cu_seqlens_q, sinks, recent_slots, batch_index, leftpad_k, out)
+    if shared_prefix.__class__ is not int or shared_prefix:
+        shared = _levels(q, cache, shared_prefix, causal, packed=cu_seqlens_q is not None)
+        if shared is not None:
+            return in_levels(attention_with_kvcache, cache, shared, objects, WithCacheOptions(*said), score_mod, stream)
     if compiling():
         results = run_traced(Call(_WITH_CACHE, objects, WithCacheOptions(*said), stream, cache, None, score_mod))
     elif score_mod is None:
@@ -168,6 +185,20 @@ def attention_with_kvcache(
     if len(results) == 1:
         return results[0]
     return results[0], _as_queries_lie(results[1], None if cu_seqlens_q is not None else q.shape)
+
+
+def _levels(q: Any, cache: KVCache, shared: Any, causal: Any, *, packed: bool) -> int | SharedPrefixes | None:
+    """What ``shared_prefix`` is of a call that runs in levels; None of one that does not, or that its check refuses."""
+    if isinstance(shared, SharedPrefixes):
+        return shared
+    try:
+        tokens = operator.index(shared)
+    except TypeError:
+        return None
+    by_decode = (
+        isinstance(shared, bool) or tokens <= 0 or is_of_decode(getattr(q, "shape", ()), cache, causal, packed=packed)
+    )
+    return None if by_decode or compiling() else tokens
 
 
 def _with_score_mod(objects: tuple[Any, ...], options: WithCacheOptions, stream: Any, cache: KVCache, mod: Any) -> Call:

@@ -23,6 +23,8 @@ ROW_DIMS, MIN_GROUP = (64, 128, 256), 32
 _MOST_CTA, _MOST_SM = (99 << 10) - 128, 220 << 10
 #: Shared memory of CTAs that have an SM each: more of it takes memory and L2 from the other kernel.
 _MOST_BESIDE = 136 << 10
+#: Query rows of the smallest tile.
+TILE_ROWS = 8
 #: Tiles of 8 query rows of a warp, and warps of a CTA that share keys, of kernels for 16-bit caches with more than 16
 #: rows a kv head: from few rows to many, by width of a cache's rows.
 SHARED_TILES: dict[int, tuple[tuple[int, int], ...]] = {
@@ -202,7 +204,7 @@ def latent_row(dtype: str) -> KernelSpec:
     return KernelSpec(
         name=f"mla_decode_sm90_{short}_d{width}v{width_v}",
         family="mla_decode_sm90",
-        op="decode",
+        op="latent_decode",
         source="entry/mla_decode_sm90.cu",
         symbol="mla_decode_sm90",
         defines=(
@@ -231,7 +233,7 @@ def latent_combine_row(dtype: str) -> KernelSpec:
     return KernelSpec(
         name=f"decode_combine_sm80_{short}_d{width}_latent",
         family="decode_combine_sm80",
-        op="decode_combine",
+        op="latent_combine",
         source="entry/decode_combine_sm80.cu",
         symbol="decode_combine_sm80",
         defines=(("IO_TYPE", tag), ("HEAD_DIM", str(width)), ("ROWS", "0")),
@@ -242,6 +244,8 @@ def latent_combine_row(dtype: str) -> KernelSpec:
         num_warps=8,
         smem_bytes=0,
         ctas_per_sm=8,
+        min_arch=(9, 0),
+        arch_specific=True,
     )
 
 

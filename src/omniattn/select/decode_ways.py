@@ -71,7 +71,7 @@ def asked_of_decode(problem: DecodeProblem, target: Target) -> Asked[DecodeWay]:
         lambda: decode_ways(problem, target),
         lambda way: decode_work(way, problem, target),
         decode_us,
-        frozenset({"decode", "decode_combine"}),
+        frozenset({"decode", "decode_combine", "latent_decode", "latent_combine"}),
     )
 
 

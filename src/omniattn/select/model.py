@@ -84,6 +84,9 @@ class Rules:
     cached_bytes : int
         K and V of heads that are quantized together where the whole of them is read twice: a part of the L2 cache,
         because Q and the outputs pass through it in between.
+    tail_bytes : float
+        K and V of heads whose tiles follow one by one behind pairs, at most: L2 does not hold more
+        (docs/performance/attn_fwd_sm90.md).
     int8_from : dict of int to (int, int)
         By the narrowest head_dim that holds a call's: rows and keys from which on int8 with its quantization is faster
         than exact attention, (full, causal or windowed). Of one H200 (docs/performance/results/int8.json, which a test
@@ -99,6 +102,7 @@ class Rules:
     waves: int
     page_rows: int
     cached_bytes: int
+    tail_bytes: float
     int8_from: dict[int, tuple[int, int]]
 
 

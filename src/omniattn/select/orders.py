@@ -24,7 +24,7 @@ from ..problems.tile_order import (
     num_n_blocks,
 )
 from ..registry import KernelSpec
-from .model import coefficients_of
+from .model import coefficients_of, rules
 
 #: What an order has to gain over the usual one, as a fraction of the busiest CTA's work: no smaller gain was measured
 #: to pay (docs/performance/tail.md).
@@ -228,9 +228,11 @@ def _tail(of: HeadTiles, heads: int, places: int, head_bytes: float, apart: floa
         return 0
     # So many heads are under way in pairs, too.
     anyway = min(heads, -(-places // per_head))
+    # L2 holds K and V of so many heads whose tiles follow one by one.
+    most = min(heads, max(anyway, int(rules().tail_bytes / max(head_bytes, 1.0))))
     # Heads that leave whole rounds of pairs, and numbers in between.
     whole = (heads - rounds * places // per_head for rounds in range(num_pairs // places + 1))
-    tails = sorted({n for n in (*whole, *range(0, heads + 1, -(-heads // _TAILS))) if 0 < n <= heads})
+    tails = sorted({n for n in (*whole, *range(0, heads + 1, -(-heads // _TAILS))) if 0 < n <= most})
     best, least = 0, float(usual)
     for tail in tails:
         cost = 1 + apart * head_bytes * max(tail - anyway, 0)

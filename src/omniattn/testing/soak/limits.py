@@ -90,22 +90,37 @@ def low(dtype: str, qk: str, pv: str, accumulator: str, *, cpu: bool) -> Limits:
                   0.06 if pv == "fp8" else 0.0)  # fmt: skip
 
 
-def decode(dtype: str, *, codes: bool, value_codes: bool, recent: bool, cpu: bool, rounded: bool = False) -> Limits:
+def decode(
+    dtype: str,
+    *,
+    codes: bool,
+    value_codes: bool,
+    recent: bool,
+    cpu: bool,
+    rounded: bool = False,
+    merged: bool = False,
+) -> Limits:
     """Of decoding.
 
     codes, value_codes: whether K, and V, are quantized; recent: the newest tokens are not; rounded: quantized ones are
-    multiplied in 16 bits, where many queries read them.
+    multiplied in 16 bits, where many queries read them; merged: results over parts of the keys, rounded, are merged by
+    their LSEs, which are fp32.
     """
     found = exact(dtype, cpu=cpu, sums=3 if recent else 2)
+    weights = 2 * ROUNDING[dtype] + 64 * ROUNDING["float32"] if merged else 0.0
+    if merged:
+        found = replace(found, lse_relative=found.lse_relative + 4 * ROUNDING["float32"])
     if cpu:
         # Codes become fp32 numbers, whatever q is.
         unit = ROUNDING["float32"] if codes or value_codes or dtype != "float64" else ROUNDING["float64"]
         least = LEAST["float64" if unit < ROUNDING["float32"] else "float32"]
-        return replace(found, qk=16 * unit, p=32 * unit, out=found.out + 4 * unit, least=max(found.least, least))
+        return replace(
+            found, qk=16 * unit, p=32 * unit + weights, out=found.out + 4 * unit, least=max(found.least, least)
+        )
     half = ROUNDING["float16"]
     # With codes, q and the products of P with scales are fp16.
     qk = 4 * half if codes else found.qk
-    p = max(found.p, 4 * half) if codes or value_codes else found.p
+    p = weights + (max(found.p, 4 * half) if codes or value_codes else found.p)
     if rounded:
         qk, p = qk + 2 * ROUNDING[dtype], p + 2 * ROUNDING[dtype]
     return Limits(qk, found.fp, found.function, p, 2.0**-24, found.out, found.least, 1e-4, found.lse_relative)

@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 
 import omniattn
+from omniattn.kv.runs import runs_of
 from omniattn.testing.expected import Grade
 from omniattn.testing.soak import formulas, limits, mods
 from omniattn.testing.soak.cache_runs import Run
-from omniattn.testing.soak.caches import draw_format, draw_steps
+from omniattn.testing.soak.caches import draw_format, draw_steps, own_scales
 from omniattn.testing.soak.draw import Draw
 from omniattn.testing.soak.formulas import Keys, Rules
 from omniattn.testing.soak.judge import grade, repeated, truth, unchanged
@@ -82,7 +83,24 @@ def draw(d: Draw) -> dict[str, Any]:
     facts["token_view"] = False
     if d.chance(0.3):
         facts["out"] = d.view(shape, 8, written=True) if facts["packed"] else {}
+    if d.chance(0.3):
+        _share(d, facts)
     return facts
+
+
+def _share(d: Draw, facts: dict[str, Any]) -> None:
+    """Give the sequences first blocks in common, where a call may have them."""
+    against = {"window", "deterministic"} & facts["options"].keys() or {"leftpad", "score_mod"} & facts.keys()
+    if "block_size" not in facts or "recent_window" in facts["cache"] or own_scales(facts) or against:
+        return
+    size, queries = facts["block_size"], facts["queries"]
+    shared = size * d.integer(1, max(1, 64 // size))
+    there = [n > 0 or b == 0 or (facts["packed"] and queries[b] > 0) for b, n in enumerate(facts["lengths"])]
+    facts["lengths"] = [there[b] * (shared + queries[b] + n) for b, n in enumerate(facts["lengths"])]
+    facts["options"]["shared_prefix"] = shared
+    facts["levels"] = d.chance(0.5)
+    facts.pop("rope", None)
+    draw_steps(d, facts, facts["lengths"], shared)
 
 
 class _Attend(Run):
@@ -116,8 +134,12 @@ class _Attend(Run):
             out = m.room(facts["arrays"]["q"]["shape"], problem.dtype, facts["out"])
             call["out"] = out.array
 
+        options = problem.options()
+        if facts.get("levels"):
+            options["shared_prefix"] = self._levels()
+
         def run() -> tuple[Any, ...]:
-            result = omniattn.attention_with_kvcache(q, self.cache, **call, **problem.options())
+            result = omniattn.attention_with_kvcache(q, self.cache, **call, **options)
             return result if isinstance(result, tuple) else (result,)
 
         read = arrays
@@ -131,8 +153,8 @@ class _Attend(Run):
         sinks = m.f64(arrays["sinks"].array) if "sinks" in arrays else None
         codes, values = (self._formats[name].quantized for name in "kv")
         of = limits.decode(
-            problem.dtype, codes=codes, value_codes=values, recent=bool(self._window), cpu=m.on_cpu,
-            rounded=codes or values,
+            problem.dtype, codes=codes, value_codes=values, cpu=m.on_cpu, rounded=codes or values,
+            recent=bool(self._window), merged="shared_prefix" in facts["options"],
         )  # fmt: skip
         rows = m.f64(q).reshape(-1, *q.shape[-2:])
         o, o_bound = m.zeros(*rows.shape), m.zeros(*rows.shape)
@@ -151,6 +173,16 @@ class _Attend(Run):
                 lse, lse_bound = (x.reshape(shape).swapaxes(0, 1) for x in (lse, lse_bound))
             self.grades.append(grade(m, "lse", results[1], lse, lse_bound))
         self.grades += repeated(m, results, run, 1)
+
+    def _levels(self) -> omniattn.SharedPrefixes:
+        """The blocks that sequences side by side have in common, as arrays of their library."""
+        size, rows = self._size, self._facts["queries"]
+        tables = [row[: -(-n // size)].tolist() for row, n in zip(self._table, self._lengths, strict=True)]
+        limits = [max(n - new, 0) // size for n, new in zip(self._lengths, rows, strict=True)]
+        runs = omniattn.SharedRuns(
+            tuple(range(self._batch)), tuple(rows), tuple(self._lengths), tuple(tables), size, runs_of(tables, limits)
+        )
+        return runs.arrays().map(lambda x: self._m.place(x, "int32", {}).array)
 
     def _rules(self, mod: Any, b: int) -> Rules:
         options = self._facts["options"]
