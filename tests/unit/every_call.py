@@ -13,7 +13,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from omniattn import KVCache
+from omniattn import KVCache, PagedKVCache
 from omniattn.problems import (
     AppendProblem,
     AttentionProblem,
@@ -216,6 +216,16 @@ def cache_calls() -> Iterator[DecodeProblem | AppendProblem | CopyProblem]:
             DTYPE, cache.facts, 32, 32, 1, head_dim, 1, 8192, 8192, 32, 0, "none", 0, 0, strides, strides
         )
     yield CopyProblem(cache.facts, False, ((0, 1),))
+
+
+def latent_call() -> DecodeProblem:
+    """``decode`` over a latent cache, which GPUs of Hopper's architecture serve."""
+    pool = np.zeros((2, 64, 1, 576), np.uint16).view(ml_dtypes.bfloat16)
+    cache = PagedKVCache.from_arrays(pool, head_dim_v=512).facts
+    strides = (128 * 576, 128 * 576, 576, 1)
+    return DecodeProblem(
+        DTYPE, cache, 32, 1, 128, 1, 576, 8192, 64, 2, 128, -1, 0.125, 0.0, "none", False, 0, False, strides, strides
+    )
 
 
 def prompt_calls() -> Iterator[WithCacheProblem]:

@@ -71,7 +71,9 @@ def taken(cc: tuple[int, int]) -> frozenset[str]:
     found = {record.spec.name for plan in _plans(target) for record in plan.records}
     for calls in (every_call.exact_calls, every_call.low_precision_calls):
         found |= {row.name for call in calls(cc == (9, 0)) for row in rows_of(call, target)}
-    if cc == (9, 0):  # where attention and decode run at the same time
+    if cc == (9, 0):
+        found |= {record.spec.name for record in plan_decode(every_call.latent_call(), target, None).records}
+        # Where attention and decode run at the same time.
         of_decode = (call for call in every_call.cache_calls() if isinstance(call, DecodeProblem))
         ways = (way_in_company(call, target, at_once=True) for call in of_decode if _may_have_company(call))
         found |= {one.main.spec.name for way in ways for one in way.passes}

@@ -55,6 +55,8 @@ def _said(of: Problem) -> dict[str, set[str]]:
         names |= {"block_table"} if "block_size" in facts else {"batch_index"} if "index" in facts else set()
         names |= {"cu_seqlens_q", "max_seqlen_q"} if facts["packed"] else set()
         names |= {"leftpad_k"} if "leftpad" in facts else set()
+    if of.operation == "latent caches":
+        names = names - {"k"} | {"seq_lens"} | ({"block_table"} if "block_size" in facts else set())
     function = facts.get("function", of.operation)
     if of.operation in ("low precision", "e4m3 arrays"):
         function = "attention_varlen" if facts["packed"] else "attention"
@@ -63,6 +65,9 @@ def _said(of: Problem) -> dict[str, set[str]]:
 
 def _of_arrays(facts: dict[str, Any]) -> dict[str, set[str]]:
     """What a cache on arrays of the caller is made of."""
+    if facts.get("counted") == "latent":
+        cache = "PagedKVCache" if "block_size" in facts else "KVCache"
+        return {f"{cache}.from_arrays": {"k", "layout", "head_dim_v"}}
     if "pool" not in facts:
         return {}
     names = {"k", "layout"} | ({"v"} if facts["pool"]["kind"] != "rows" else set())
@@ -118,7 +123,7 @@ def test_kinds_formats_layouts_and_edges_are_drawn(drawn: list[Problem]) -> None
     assert {bool(option.get("causal")) for option in options} == {True, False}
     assert any(option.get("softmax_scale", 1) < 0 for option in options)
     dims = {one.facts["head_dims"] for one in drawn if "head_dims" in one.facts}
-    assert {dim for dim, _ in dims} == set(range(8, 257, 8))
+    assert {dim for dim, _ in dims} == {*range(8, 257, 8), 576}
     assert any(a != b for a, b in dims)
     caches = [one.facts["cache"] for one in drawn if one.operation == "caches"]
     assert {cache["k_dtype"] for cache in caches} == {"bf16", "fp16", "fp8", "int8", "int4"}

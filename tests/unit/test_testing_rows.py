@@ -17,9 +17,10 @@ from omniattn.select.cache import append_spec, combine_spec, decode_spec
 from omniattn.testing.cache_cases import CACHE_OPS, Formats, cache_cases, decode_errors, formats_of
 from omniattn.testing.frameworks import E4m3Array, NumpyFramework
 from omniattn.testing.gradient_cases import BACKWARD_OPS
+from omniattn.testing.latent_cases import LATENT_OPS
 from omniattn.testing.rows import cases_of, run_row
 
-ROWS = [s for s in REGISTRY if s.op in CACHE_OPS and s.dtype == "float16"]
+ROWS = [s for s in REGISTRY if s.op in (*CACHE_OPS, *LATENT_OPS) and s.dtype == "float16"]
 
 
 def _cache(formats: Formats, dim: int) -> omniattn.KVCache:
