@@ -115,6 +115,8 @@ LINES: dict[str, tuple[str, str]] = {
     "quantize_fp8": (_QUANTIZE, "quantize_qk to e4m3"),
     "decode": ("`decode`", ""),
     "decode_combine": ("`decode`", "behind decode"),
+    "latent_decode": ("the same, latent caches", "decode over latent caches"),
+    "latent_combine": ("the same, latent caches", "behind latent_decode"),
     "append": ("`append`", ""),
     "dequantize": ("`decode`", "prompts over quantized caches"),
     "dequantize_rounds": ("`decode`", "prompts over quantized caches"),
