@@ -8,6 +8,7 @@ _PROGRAM = "python examples/transformers_model/compare.py"
 SOURCES: dict[str, Source] = {
     "transformers": Source(_PROGRAM, "transformers", False),
     "transformers_weights": Source(f"{_PROGRAM} --gguf SmolLM2-135M-Instruct.Q4_1.gguf", "transformers", False),
+    "transformers_batches": Source("python examples/transformers_model/batches.py", "transformers_batches", False),
 }
 
 
@@ -42,8 +43,25 @@ def quality(report: Report) -> str:
     return below(table(["attention", "perplexity", "greedy tokens as eager's"], lines), report)
 
 
+def batches(report: Report) -> str:
+    """Seconds of ``generate_batch`` with each attention."""
+    sizes = report["sizes"]
+    lines = [
+        [
+            "`{}`".format(row["attention"].replace("|", "\\|")),
+            *(number(value_of(row, key), 2) for key in ("seconds", "without_graphs", "kept")),
+            f"{value_of(row, 'same_requests') or 0.0:.0%}",
+        ]
+        for row in report["rows"]
+    ]
+    new = sizes["requests"] * sizes["new"]
+    header = [f"attention, {new} new tokens of {sizes['requests']} requests", "a call, s", "without graphs, s"]
+    return below(table([*header, "manager kept, s", "same requests as the first"], lines), report)
+
+
 PARTS: dict[str, Part] = {
     "transformers": Part(("transformers",), speed),
     "transformers_weights": Part(("transformers_weights",), quality),
     "transformers_weights_speed": Part(("transformers_weights",), speed),
+    "transformers_batches": Part(("transformers_batches",), batches),
 }

@@ -1,11 +1,14 @@
-"""The table of an engine's steps: reports of ``omniattn bench serve``."""
+"""The tables of an engine's steps: reports of ``omniattn bench serve``."""
 
 from __future__ import annotations
 
 from build_tools.page_parts import Part, Report, Source, below, table
 from omniattn.bench.serve import table_of
 
-SOURCES: dict[str, Source] = {"serve": Source("omniattn bench serve --json", "serve", False)}
+SOURCES: dict[str, Source] = {
+    "serve": Source("omniattn bench serve --json", "serve", False),
+    "serve_shared": Source("omniattn bench serve --case shared --case chunks --json", "serve", False),
+}
 
 
 def serve(report: Report) -> str:
@@ -14,4 +17,7 @@ def serve(report: Report) -> str:
     return below(table(*table_of(report["rows"])), report, *notes)
 
 
-PARTS: dict[str, Part] = {"serve": Part(("serve",), serve)}
+PARTS: dict[str, Part] = {
+    "serve": Part(("serve",), serve),
+    "serve_shared": Part(("serve_shared",), serve),
+}

@@ -26,6 +26,7 @@ from omniattn.testing.cases import Case, call, cases_for, operation_of, own_head
 from omniattn.testing.expected import outputs_of
 from omniattn.testing.frameworks import NumpyFramework
 from omniattn.testing.gradient_cases import BACKWARD_OPS
+from omniattn.testing.latent_cases import LATENT_OPS
 from omniattn.testing.mask_cases import MASK_OPS
 from omniattn.testing.quantizer_cases import VALUES_OPS
 
@@ -204,8 +205,9 @@ def test_every_kernel_has_a_problem_that_it_takes() -> None:
     """Each row of attention, forced, against selection itself: none is verified with nothing."""
     target = Target((9, 0), 227 << 10)
     for spec in REGISTRY:
-        if spec.op in (*CACHE_OPS, *MASK_OPS, *BACKWARD_OPS, *VALUES_OPS, "layout_fp8", "clear_unused"):
-            continue  # tests of their own
+        of_their_own = (*CACHE_OPS, *LATENT_OPS, *MASK_OPS, *BACKWARD_OPS, *VALUES_OPS, "layout_fp8", "clear_unused")
+        if spec.op in of_their_own:
+            continue
         cases = cases_for(operation_of(spec))
         assert cases
         if spec.op != "attention" or spec.value_factors:  # calls of their own

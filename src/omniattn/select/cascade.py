@@ -176,7 +176,9 @@ def _few_us(requests: Sequence[tuple[int, int]], once: float, keys: Keys, target
         busy += 2 * of_head * keys.head_dim * costs.convert
     of_token = keys.num_kv_heads * keys.token_bytes
     busy *= keys.num_kv_heads / target.sm_count
-    return c.launch + c.merge + longest(busy, once * of_token / c.memory, of_head * of_token / c.l2)
+    # What memory has given once comes from L2 afterwards; measured, the times of both add.
+    moved = once * of_token / c.memory + (of_head - once) * of_token / c.l2
+    return c.launch + c.merge + longest(busy, moved)
 
 
 def _call_us(batch: int, rows: int, most: int, tokens: int, causal: bool, keys: Keys, target: Target) -> float:
