@@ -22,6 +22,7 @@ from omniattn.testing.cache_cases import CACHE_OPS  # noqa: E402
 from omniattn.testing.cases import operation_of  # noqa: E402
 from omniattn.testing.frameworks import TorchFramework  # noqa: E402
 from omniattn.testing.gradient_cases import BACKWARD_OPS  # noqa: E402
+from omniattn.testing.latent_cases import LATENT_OPS  # noqa: E402
 from omniattn.testing.mask_cases import MASK_OPS  # noqa: E402
 from omniattn.testing.quantizer_cases import VALUES_OPS  # noqa: E402
 from omniattn.testing.rows import run_row  # noqa: E402
@@ -32,12 +33,13 @@ from .ptx_rows import Key, compile_rows, is_for, load_rows  # noqa: E402
 pytestmark = pytest.mark.gpu
 
 TARGETS = ("compute_80", "compute_89")
-# The kernels of caches have test_decode_architectures_gpu.py. Of low precision, whose inputs only the quantizers read,
-# one width speaks for float16: the kernels differ from those of bfloat16 in how they store the output.
+# The kernels of caches have test_decode_architectures_gpu.py, and those of latent ones are Hopper's alone. Of low
+# precision, whose inputs only the quantizers read, one width speaks for float16: the kernels differ from those of
+# bfloat16 in how they store the output.
 SPECS = [
     spec
     for spec in REGISTRY
-    if spec.op not in (*CACHE_OPS, *BACKWARD_OPS)
+    if spec.op not in (*CACHE_OPS, *LATENT_OPS, *BACKWARD_OPS)
     and not (spec.quantized and spec.dtype == "float16" and spec.head_dim > 64)
 ]
 ROWS = [

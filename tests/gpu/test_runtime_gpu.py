@@ -26,6 +26,7 @@ from omniattn.runtime.driver import get_driver  # noqa: E402
 from omniattn.runtime.driver_base import IMAGE_ERRORS  # noqa: E402
 from omniattn.runtime.store import Store, set_store  # noqa: E402
 from omniattn.testing.gradient_cases import BACKWARD_OPS  # noqa: E402
+from omniattn.testing.latent_cases import LATENT_OPS  # noqa: E402
 from omniattn.testing.mask_cases import MASK_OPS  # noqa: E402
 from omniattn.testing.quantizer_cases import VALUES_OPS  # noqa: E402
 
@@ -240,7 +241,7 @@ def test_both_drivers_give_the_same_bits(tmp_path: Path) -> None:
     elsewhere = {
         "attention_split", "attention_combine", "attention_combine_lse", "attention_combine_packed", "layout_fp8",
         "decode_combine", "copy_blocks", "dequantize", "dequantize_rounds",
-        *MASK_OPS, *BACKWARD_OPS, *VALUES_OPS, "clear_unused",
+        *LATENT_OPS, *MASK_OPS, *BACKWARD_OPS, *VALUES_OPS, "clear_unused",
     }  # fmt: skip
     assert operations == {spec.op for spec in REGISTRY} - elsewhere
     assert bits["cuda"].keys() == bits["cupy"].keys() == bits["alone"].keys()
