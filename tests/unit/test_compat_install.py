@@ -23,7 +23,7 @@ from tests.unit.compat_cases import randoms  # noqa: E402
 
 pytestmark = pytest.mark.frameworks
 
-# Signatures, as the originals have them (flash-attn 2.8, FlashAttention-3 of 2025, SageAttention 2.2)
+# Signatures, as the originals have them (flash-attn 2.8, FlashAttention-3 of 2025, SageAttention 2.2, FlashMLA 1.0)
 
 SCORE = (
     "dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None, "
@@ -35,6 +35,8 @@ KNOBS = (
     "qv=None, q_descale=None, k_descale=None, v_descale=None, window_size=(-1, -1), attention_chunk=0, softcap=0.0, "
     "num_splits=1, pack_gqa=None, deterministic=False, sm_margin=0, return_attn_probs=False"
 )
+STARTS_MLA = "cu_seqlens_qo, cu_seqlens_kv, max_seqlen_qo, max_seqlen_kv"
+SCORE_MLA = "dropout_p=0.0, softmax_scale=None, causal=False, deterministic=False, is_varlen=True"
 MASK = "attn_mask=None, dropout_p=0.0"  # in place of **kwargs
 SIGNATURES: dict[str, dict[str, str]] = {
     "flash_attn": {
@@ -89,6 +91,15 @@ SIGNATURES: dict[str, dict[str, str]] = {
         'qk_quant_gran="per_thread", sm_scale=None, pv_accum_dtype="fp32+fp32", smooth_k=True, return_lse=False, '
         f"{MASK}",
     },
+    "flash_mla": {
+        "get_mla_metadata": "*args, **kwargs",
+        "flash_mla_with_kvcache": "q, k_cache, block_table, cache_seqlens, head_dim_v, tile_scheduler_metadata, "
+        "num_splits=None, softmax_scale=None, causal=False, is_fp8_kvcache=False, indices=None, attn_sink=None, "
+        "extra_k_cache=None, extra_indices_in_kvcache=None, topk_length=None, extra_topk_length=None",
+        "flash_attn_varlen_func": f"q, k, v, {STARTS_MLA}, {SCORE_MLA}",
+        "flash_attn_varlen_qkvpacked_func": f"qkv, cu_seqlens, max_seqlen, head_dim_qk, {SCORE_MLA}",
+        "flash_attn_varlen_kvpacked_func": f"q, kv, {STARTS_MLA}, head_dim_qk, {SCORE_MLA}",
+    },
     "bert_padding": {
         "unpad_input": "hidden_states, attention_mask, unused_mask=None",
         "unpad_input_for_concatenated_sequences": "hidden_states, attention_mask_in_length",
@@ -126,12 +137,12 @@ def clean() -> Iterator[None]:
     originals = [
         name
         for name in sys.modules
-        if name.split(".")[0] in ("flash_attn", "flash_attn_interface", "sageattention", "flashinfer")
+        if name.split(".")[0] in ("flash_attn", "flash_attn_interface", "sageattention", "flashinfer", "flash_mla")
     ]
     assert originals == []
     yield
     compat.uninstall()
-    names = ("flash_attn", "flash_attn_3", "sageattention", "flashinfer")
+    names = ("flash_attn", "flash_attn_3", "sageattention", "flashinfer", "flash_mla")
     assert not [name for name in sys.modules if name.split(".")[0] in names]
 
 
@@ -199,6 +210,23 @@ def test_flashinfer_is_installed_by_its_name_only() -> None:
         _ = flashinfer.sampling
     compat.uninstall()
     assert importlib.util.find_spec("flashinfer") is None
+
+
+@pytest.mark.usefixtures("clean")
+def test_flash_mla_is_installed_by_its_name_only() -> None:
+    compat.install()
+    assert importlib.util.find_spec("flash_mla") is None
+    compat.install("flash_mla")
+    from flash_mla import flash_mla_with_kvcache, get_mla_metadata
+    from flash_mla.flash_mla_interface import FlashMLASchedMeta
+
+    from omniattn.compat import flash_mla as ours
+
+    assert flash_mla_with_kvcache is ours.flash_mla_with_kvcache
+    assert isinstance(get_mla_metadata(1, heads=2)[0], FlashMLASchedMeta)
+    assert importlib.metadata.version("flash-mla") == ours.__version__
+    with pytest.raises(ImportError, match="flash_mla_sparse_fwd"):
+        from flash_mla import flash_mla_sparse_fwd  # noqa: F401
 
 
 @pytest.mark.usefixtures("clean")
