@@ -145,6 +145,33 @@ def test_out_is_written() -> None:
     np.testing.assert_allclose(lse, expected_lse, rtol=0, atol=3e-6)
 
 
+@pytest.mark.parametrize("rows", [None, 1, 3])
+def test_out_may_be_q(rows: int | None) -> None:
+    step = Step(6, rows)
+    expected = step.call()
+    for shared in (step.runs.arrays(), common(step)):
+        again = Step(6, rows)
+        again.q = again.q.copy()
+        assert again.call(shared, out=again.q) is again.q
+        np.testing.assert_allclose(again.q, expected, rtol=0, atol=3e-6)
+
+
+def test_a_request_that_has_given_back_blocks_shares_none() -> None:
+    step = Step(8)
+    expected = step.call()
+    name = next(n for n in step.names if step.blocks.length(n) > 2 * SIZE)
+    # A window would hide these tokens: the call reads the block that entries lead to now in their place.
+    step.blocks.free_before(name, SIZE)
+    step.places["block_table"] = step.blocks.block_table(step.names)
+    runs = step.blocks.shared_runs(dict(zip(step.runs.names, step.runs.rows, strict=True)))
+    assert min(map(min, runs.tables)) >= 0
+    at = step.names.index(name)
+    begin, end = step.places["cu_seqlens_q"][at : at + 2]
+    plain, found = step.call(), step.call(runs.arrays())
+    np.testing.assert_allclose(found, plain, rtol=0, atol=3e-6)
+    assert not np.array_equal(found[begin:end], expected[begin:end])
+
+
 def common(step: Step) -> int:
     found = step.blocks.common_prefix(step.names)
     assert found
@@ -220,6 +247,11 @@ def bad_levels(step: Step) -> dict[str, tuple[Any, str]]:
         "starts that fall": (
             broken(step, cu_seqlens_q=first.cu_seqlens_q[::-1].copy()), "shared_prefix.levels[0].cu_seqlens_q",
         ),
+        "rows that q has not": (
+            broken(step, cu_seqlens_q=np.append(first.cu_seqlens_q[:-1], len(step.q) + 1).astype(np.int32)),
+            "shared_prefix.levels[0].cu_seqlens_q",
+        ),
+        "a length beyond the table": (broken(step, own_seq_lens=own + 5000), "shared_prefix.seq_lens"),
         "a length too many": (broken(step, own_seq_lens=own), "shared_prefix.seq_lens"),
         "int64": (broken(step, seq_lens=first.seq_lens.astype(np.int64)), "shared_prefix.levels[0].seq_lens"),
         "too many groups": (broken(step, seq_lens=np.zeros(77, np.int32)), "shared_prefix.levels[0].seq_lens"),
@@ -235,8 +267,10 @@ def test_levels_that_are_not_those_of_the_call(name: str) -> None:
     step = Step(9)
     assert step.runs.runs[0].count > 1
     shared, argument = bad_levels(step)[name]
+    out = np.full_like(step.q, 7)
     with pytest.raises(ArgumentError) as caught:
-        step.call(shared)
+        step.call(shared, out=out)
+    assert (out == 7).all()
     assert caught.value.argument == argument
     assert "attention_with_kvcache" in str(caught.value) or name == "no array"
 

@@ -150,6 +150,8 @@ def test_vllm_says_what_else_is_not_served(field: str) -> None:
         ({"kv_cache_dtype": "int4_per_token_head"}, "int4_per_token_head"),
         ({"head_size": 512}, "head_size 512"),
         ({"kv_lora_rank": 512, "q_lora_rank": None}, "layers with kv_lora_rank"),
+        ({"chunk_lookback": 1, "sliding_window": 64}, "layers with chunk_lookback"),
+        ({"chunk_lookback": 0}, "layers with chunk_lookback"),
     ],
 )
 def test_layers_that_are_not_served(options: dict[str, Any], names: str) -> None:
@@ -157,6 +159,12 @@ def test_layers_that_are_not_served(options: dict[str, Any], names: str) -> None
     given = {"num_heads": 4, "head_size": 64, "scale": 0.125, "num_kv_heads": 2, **options}
     with pytest.raises(UnsupportedError, match=f"{names}.*--attention-backend"):
         impl(**given)
+
+
+def test_an_option_that_vllm_passes_as_not_there_is_not_there() -> None:
+    with host.config() as made:
+        run = engine(made, chunk_lookback=-1)  # as vllm's rnj1 does in layers without chunks
+        host.check(run.step(("a", 20), ("b", 5)))
 
 
 def test_values_of_another_size_and_batches_that_are_not_served() -> None:

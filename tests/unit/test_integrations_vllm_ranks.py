@@ -89,15 +89,31 @@ class Rank:
         kind = self.layer.get_attn_backend().get_builder_cls()
         self.builder = kind(spec, [self.layer.layer_name], made, torch.device("cpu"))
 
-    def step(self, q: Any, k: Any, v: Any, common: Any, places: list[tuple[int, int]]) -> Any:
-        """o of this rank's heads; places: (block, position) of each token as if one rank had all of them."""
+    def step(self, q: Any, k: Any, v: Any, common: Any, places: list[tuple[int, int]], captured: Any = None) -> Any:
+        """o of this rank's heads; places: (block, position) of each token as if one rank had all of them.
+
+        With metadata of a captured graph the step is built too, as vLLM does, and the graph's metadata is what runs.
+        """
         slots = [
             block * host.BLOCK + at // RANKS % host.BLOCK if at % RANKS == self.rank else -1 for block, at in places
         ]
         mine = dataclasses.replace(common, slot_mapping=torch.tensor(slots))
         self.layer.impl.do_kv_cache_update(self.layer, k, v, self.pool, mine.slot_mapping)
         out = torch.full_like(q, float("nan"))
-        return self.layer.impl.forward(self.layer, q, k, v, self.pool, self.builder.build(0, mine), out)
+        built = self.builder.build(0, mine)
+        return self.layer.impl.forward(self.layer, q, k, v, self.pool, captured or built, out)
+
+
+def metadata(counts: list[int], lens: list[int], blocks: list[list[int]]) -> Any:
+    """vLLM's metadata of new tokens (counts) of requests that are then lens long; slots are each rank's own."""
+    starts = torch.tensor([0, *counts], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    lengths = torch.tensor(lens, dtype=torch.int32)
+    return host.CommonAttentionMetadata(
+        query_start_loc=starts, query_start_loc_cpu=starts, seq_lens=lengths, num_reqs=len(counts),
+        num_actual_tokens=sum(counts), max_query_len=max(counts), max_seq_len=max(lens),
+        block_table_tensor=torch.tensor(blocks, dtype=torch.int32), slot_mapping=torch.zeros(0),
+        seq_lens_cpu_upper_bound=lengths,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("with_sinks", [False, True])
@@ -117,14 +133,8 @@ def test_ranks_agree_with_one(group: Group, with_sinks: bool) -> None:
         assert all(rank.layer.impl.need_to_return_lse_for_decode for rank in ranks)
         for news in ({"a": 20, "b": 1}, {"a": 1, "b": 12}, {"a": 1, "b": 1}, {"a": 1, "b": 1}):
             counts = list(news.values())
-            starts = torch.tensor([0, counts[0], sum(counts), sum(counts)], dtype=torch.int32)
-            lens = torch.tensor([lengths[name] + news[name] for name in news] + [0], dtype=torch.int32)
-            table = torch.tensor([*blocks.values(), [0, 0, 0]], dtype=torch.int32)
-            common = host.CommonAttentionMetadata(
-                query_start_loc=starts, query_start_loc_cpu=starts, seq_lens=lens, num_reqs=3,
-                num_actual_tokens=sum(counts), max_query_len=max(counts), max_seq_len=int(lens.max()),
-                block_table_tensor=table, slot_mapping=torch.zeros(0), seq_lens_cpu_upper_bound=lens,
-            )  # fmt: skip
+            lens = [lengths[name] + news[name] for name in news]
+            common = metadata([*counts, 0], [*lens, 0], [*blocks.values(), [0, 0, 0]])
             places = [
                 (blocks[name][at // RANKS // host.BLOCK], at)
                 for name in news for at in range(lengths[name], lengths[name] + news[name])
@@ -144,6 +154,55 @@ def test_ranks_agree_with_one(group: Group, with_sinks: bool) -> None:
                     part = slice(at, at + count)
                     host.check([(outs[rank][part], qs[rank][part], keys, values)], sinks=sinks[rank])
                 at += count
+
+
+def test_a_graph_is_captured_with_older_tokens_where_vllms_dummies_have_none(group: Group) -> None:
+    with host.config() as made:
+        made.parallel_config.decode_context_parallel_size = RANKS
+        builder = Rank(1, group, made, None).builder
+        dummy = metadata([1, 1, 1], [1, 1, 1], [[5], [1], [7]])
+        assert not builder.build(0, dummy).has_context  # a step that is not captured leaves them out
+        captured = builder.build_for_cudagraph_capture(dummy)
+        assert captured.has_context
+        assert captured.context_lens.tolist() == [0, 0, 0]
+        for lens, has_context, older in (([8, 1, 3], True, [3, 0, 1]), ([1, 1, 1], False, [0, 0, 0])):
+            built = builder.build(0, metadata([1, 1, 1], lens, [[5], [1], [7]]))
+            assert built.has_context is has_context
+            assert captured.context_lens.tolist() == older  # what the graph reads, whether the step asks for it or not
+
+
+@pytest.mark.parametrize("with_sinks", [False, True])
+def test_a_captured_graph_serves_steps_with_older_tokens_and_without(group: Group, with_sinks: bool) -> None:
+    rng = torch.Generator().manual_seed(2)
+
+    def random(*shape: int) -> Any:
+        return torch.randn(*shape, generator=rng).to(torch.float16)
+
+    sinks = [random(host.HEADS) if with_sinks else None for _ in range(RANKS)]
+    blocks = [5, 1]
+    keys, values = random(2, 4, 1, host.DIM), random(2, 4, 1, host.DIM)
+    with host.config() as made:
+        made.parallel_config.decode_context_parallel_size = RANKS
+        ranks = [Rank(rank, group, made, sinks[rank]) for rank in range(RANKS)]
+        dummy = metadata([1, 1], [1, 1], [[block] for block in blocks])
+        graphs = [rank.builder.build_for_cudagraph_capture(dummy) for rank in ranks]
+        for at in range(4):
+            common = metadata([1, 1], [at + 1, at + 1], [[block] for block in blocks])
+            step = (keys[:, at], values[:, at], common, [(block, at) for block in blocks])
+            qs = [random(2, host.HEADS, host.DIM) for _ in range(RANKS)]
+            replayed, eager = (
+                _together(group, [
+                    lambda rank=rank, q=q, step=step, graph=graph: rank.step(q, *step, graph)
+                    for rank, q, graph in zip(ranks, qs, captured, strict=True)
+                ])
+                for captured in (graphs, [None] * RANKS)
+            )  # fmt: skip
+            for rank in range(RANKS):
+                assert torch.equal(replayed[rank], eager[rank])  # with no older tokens too, which only eager leaves out
+                host.check([
+                    (replayed[rank][i : i + 1], qs[rank][i : i + 1], keys[i, : at + 1], values[i, : at + 1])
+                    for i in range(2)
+                ], sinks=sinks[rank])  # fmt: skip
 
 
 def _together(group: Group, works: list[Any]) -> list[Any]:
@@ -174,5 +233,9 @@ def test_what_ranks_do_not_serve(group: Group) -> None:
         made.parallel_config.decode_context_parallel_size = RANKS
         with pytest.raises(UnsupportedError, match="a sliding window with decode context parallelism"):
             host.layer_of(made, num_kv_heads=1, per_layer_sliding_window=8)
+        with pytest.raises(UnsupportedError, match="another layer's KV cache with decode context parallelism"):
+            host.layer_of(made, num_kv_heads=1, kv_sharing_target_layer_name="model.layers.0.attn")
+        with pytest.raises(UnsupportedError, match="cross attention with decode context parallelism"):
+            host.layer_of(made, num_kv_heads=1, attn_type="encoder_decoder")
         rank = Rank(0, group, made, None)
         assert not rank.builder.supports_draft_decode_metadata_update

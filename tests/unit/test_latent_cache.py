@@ -198,3 +198,27 @@ def test_other_gpus_and_widths_raise() -> None:
     narrow: CacheLayout = oa.PagedKVCache.from_arrays(pool(), head_dim_v=16).facts
     with pytest.raises(UnsupportedError, match="rows of 24 channels, 16 of them V"):
         launches(problem(cache=narrow, head_dim=24))
+
+
+def test_calls_without_queries() -> None:
+    cache = oa.PagedKVCache.from_arrays(pool(dim=24), head_dim_v=16)
+    table, lens = np.zeros((3, 2), np.int32), np.array([3, 2, 1], np.int32)
+
+    def call(shape: tuple[int, ...], batch: int = 3, **options: Any) -> Any:
+        q = np.zeros((*shape, 8, 24), np.float16)
+        return oa.attention_with_kvcache(q, cache, seq_lens=lens[:batch], block_table=table[:batch], **options)
+
+    nobody: dict[str, Any] = {"cu_seqlens_q": np.zeros(4, np.int32), "max_seqlen_q": 0, "return_lse": True}
+    assert call((0, 1), 0).shape == (0, 1, 8, 16)
+    assert call((3, 0)).shape == (3, 0, 8, 16)
+    assert [x.shape for x in call((0,), **nobody)] == [(0, 8, 16), (8, 0)]
+    assert call((0,), 0, cu_seqlens_q=np.zeros(1, np.int32), max_seqlen_q=1).shape == (0, 8, 16)
+    o, lse = call((5,), **nobody)
+    assert not o.any()
+    assert (lse == -np.inf).all()
+
+
+@pytest.mark.parametrize("given", [np.int64(16), np.array(16)])
+def test_head_dim_v_of_any_integer_type(given: Any) -> None:
+    found = oa.PagedKVCache.from_arrays(pool(dim=32), head_dim_v=given)
+    assert type(found.v_format.head_dim) is int

@@ -59,6 +59,7 @@ def test_several_levels(manager: BlockManager) -> None:
     assert manager.common_prefix(["first", "first again"]) == 12
     assert manager.common_prefix(["first", "first again", "second"]) == 8
     assert manager.common_prefix([]) == 0
+    assert manager.common_prefix(["first"]) == manager.common_prefix(["first", "first"]) == 0
     manager.add("other")
     manager.extend({"other": 9})
     assert manager.common_prefix(["first", "other"]) == 0

@@ -12,7 +12,8 @@ import pytest
 import omniattn as oa
 from omniattn.errors import ArgumentError
 from omniattn.kv.blocks import BlockManager
-from omniattn.kv.runs import SharedRuns, runs_of
+from omniattn.kv.runs import SharedRun, SharedRuns, runs_of
+from omniattn.ops import choose_runs
 from omniattn.ops.choose_runs import keys_of
 from omniattn.problems import Target
 from omniattn.select.cascade import Keys, chosen, most_saving, prices, step_us
@@ -63,8 +64,8 @@ def test_the_runs_that_save_most_are_those_of_every_choice(seed: int) -> None:
     runs = blocks.shared_runs(dict.fromkeys(blocks.sharing_order(names), 1))
     subsets = itertools.chain.from_iterable(itertools.combinations(runs.runs, n) for n in range(len(runs.runs) + 1))
     every = [runs.keep(subset) for subset in subsets]
-    for levels in range(runs.num_levels + 2):
-        found = runs.keep(most_saving(runs.runs, levels))
+    for levels, most in enumerate(most_saving(runs.runs, runs.num_levels + 1)):
+        found = runs.keep(most)
         assert found.num_levels <= levels
         assert blocks_read(found) == min(blocks_read(x) for x in every if x.num_levels <= levels)
         assert runs.keep(found.runs) == found
@@ -87,7 +88,7 @@ def test_what_is_chosen_is_the_fastest(target: Target, quantized: bool) -> None:
     for batch, tokens, talk, rows in itertools.product((2, 32, 128), (2048, 32768), (0, 8192), (1, 300)):
         runs = step(batch, tokens, talk=talk, rows=rows)
         found = prices(runs, of, target, 2)
-        assert [price.runs.num_levels for price in found] == list(range(len(found)))
+        assert {price.runs.num_levels for price in found} <= {0, 1, 2}
         assert all(0 < price.us < float("inf") for price in found)
         assert found[0].us == step_us(runs, (), of, target)
         assert chosen(runs, of, target, 2) == min(found, key=lambda price: price.us).runs
@@ -117,6 +118,40 @@ def test_groups_that_arrays_have_no_room_for() -> None:
     found = chosen(runs, keys(), HOPPER, 2, 4)
     assert 0 < found.num_groups <= 4
     assert found.arrays(groups=4).levels[0].seq_lens.shape == (4,)
+
+
+def tree(branches: tuple[int, ...], tokens: tuple[int, ...], own: int = 512) -> SharedRuns:
+    """Requests that share tokens level by level: ``branches`` of each run, the last ones of which are requests."""
+    count = itertools.count()
+    tables: list[list[int]] = [[*itertools.islice(count, tokens[0] // SIZE)]]
+    for of, more in zip(branches, (*tokens[1:], own), strict=True):
+        tables = [[*table, *itertools.islice(count, more // SIZE)] for table in tables for _ in range(of)]
+    length = len(tables[0]) * SIZE
+    runs = runs_of(tables, [(length - 1) // SIZE] * len(tables))
+    names = tuple(range(len(tables)))
+    return SharedRuns(names, (1,) * len(tables), (length,) * len(tables), tuple(tables), SIZE, runs)
+
+
+@pytest.mark.parametrize("max_groups", [None, 1, 2, 4])
+@pytest.mark.parametrize(
+    ("branches", "tokens"),
+    [
+        ((64, 4), (32000, 38400)), ((2,) * 7, (12800,) * 7), ((16, 2), (8192, 4096)), ((3, 3, 3), (4096, 8192, 16384)),
+        ((64, 2), (0, 8192)), ((4, 16), (1024, 16384)),
+    ],
+)  # fmt: skip
+def test_no_cut_by_levels_is_much_faster(
+    branches: tuple[int, ...], tokens: tuple[int, ...], max_groups: int | None
+) -> None:
+    """Of every way to take all runs of one or two levels: the chosen one takes up to a seventh longer."""
+    runs = tree(branches, tokens)
+    found = chosen(runs, keys(), HOPPER, 2, max_groups)
+    cuts = itertools.chain.from_iterable(itertools.combinations(range(runs.num_levels), n) for n in (0, 1, 2))
+    every = [runs.keep([run for run in runs.runs if run.level in cut]) for cut in cuts]
+    allowed = [x for x in every if max_groups is None or x.num_groups <= max_groups]
+    assert max_groups is None or found.num_groups <= max_groups
+    best = min(step_us(runs, x.runs, keys(), HOPPER) for x in allowed)
+    assert step_us(runs, found.runs, keys(), HOPPER) <= 1.15 * best
 
 
 def test_a_gpu_without_kernels_over_pages() -> None:
@@ -155,3 +190,30 @@ def test_errors(arguments: tuple[Any, ...], options: dict[str, Any], argument: s
     with pytest.raises(ArgumentError, match=r"choose_shared_runs\(\)") as caught:
         oa.choose_shared_runs(*arguments, **options)
     assert caught.value.argument == argument
+
+
+@pytest.mark.parametrize("kind", ["plain", "scales of sequences", "recent window", "latent"])
+def test_caches_whose_calls_have_no_shared_prefix(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = step(128, 32768)
+    pool = np.zeros((4, SIZE, 8, 128), np.int8)
+    scales = np.ones((128, 8), np.float32)
+    found: Any = {
+        "plain": lambda: cache(),
+        "scales of sequences": lambda: oa.PagedKVCache.from_arrays(pool, pool.copy(), k_scale=scales, v_scale=scales),
+        "recent window": lambda: cache(k_dtype="int8", v_dtype="int8", recent_window=64, recent_slots=2),
+        "latent": lambda: oa.PagedKVCache.from_arrays(np.zeros((4, SIZE, 1, 128), np.float16), head_dim_v=64),
+    }[kind]()
+    for t in found.tensors:
+        monkeypatch.setattr(t, "device", "cuda")
+    monkeypatch.setattr(choose_runs.runtime, "device_info", lambda _: None)
+    monkeypatch.setattr(choose_runs, "target_of", lambda _: HOPPER)
+    assert bool(oa.choose_shared_runs(runs, found, num_q_heads=32).runs) == (kind == "plain")
+
+
+def test_runs_of_another_step_are_not_kept() -> None:
+    runs = step(4, 640)
+    assert runs.keep(runs.runs) == runs
+    other = SharedRun(0, 2, 0, 7, 0)
+    for wrong in ([other], [1]):
+        with pytest.raises(ArgumentError, match="some of the runs that there are"):
+            runs.keep(wrong)  # type: ignore[arg-type]

@@ -121,18 +121,23 @@ def check_prefix_contents(shared: int, starts: Any, lens: Any, table: Any, size:
             raise ArgumentError("block_table", expected, f"others at sequence {b}", function=_NAME)
 
 
-def check_contents(shared: SharedPrefixes, starts: Any, lens: Any, table: Any, size: int) -> None:
-    """On the CPU: levels and what is behind them against the lengths and blocks of the call; of NumPy arrays."""
+def check_contents(shared: SharedPrefixes, starts: Any, lens: Any, table: Any, size: int, num_rows: int) -> None:
+    """On the CPU: levels and what is behind them against the rows, lengths and blocks of the call; of NumPy arrays."""
     for i, level in enumerate(shared.levels):
         rows, name = level.cu_seqlens_q, f"shared_prefix.levels[{i}]"
-        if len(rows) and (rows[0] != 0 or (rows[1:] < rows[:-1]).any()):
-            raise ArgumentError(f"{name}.cu_seqlens_q", "0 first, never decreasing", str(rows.tolist()), function=_NAME)
+        if len(rows) and (rows[0] != 0 or (rows[1:] < rows[:-1]).any() or rows[-1] > num_rows):
+            expected = f"0 first, never decreasing, at most {num_rows}, the rows of q"
+            raise ArgumentError(f"{name}.cu_seqlens_q", expected, str(rows.tolist()), function=_NAME)
         for tokens in level.seq_lens.tolist():
             if tokens % size or not 0 <= tokens <= level.block_table.shape[1] * size:
                 expected = f"multiples of block_size {size} that block_table has room for"
                 raise ArgumentError(f"{name}.seq_lens", expected, f"{tokens}", function=_NAME)
+    room = shared.block_table.shape[1] * size
     for b, (begin, end) in enumerate(itertools.pairwise(starts.tolist())):
         own, length = int(shared.seq_lens[b]), int(lens[b])
+        if not 0 <= own <= room:
+            expected = f"0 to {room}, which shared_prefix.block_table has room for"
+            raise ArgumentError("shared_prefix.seq_lens", expected, f"{own} at {b}", function=_NAME)
         if begin == end:
             continue
         found, tokens = [], 0

@@ -139,20 +139,25 @@ def check_prefix(
     return tokens
 
 
+def why_not_shared(cache: KVCache) -> str | None:
+    """Why calls on a cache have no ``shared_prefix``: what is expected of it; None if they may have one."""
+    if not cache.paged:
+        return "0 with a KVCache, whose sequences have memory of their own"
+    if cache.layout.is_latent:
+        return "0 with a latent cache"
+    if cache.recent_window:
+        return "0 with a cache that has a recent_window"
+    if cache.layout.scales is not None and cache.layout.scales.sequences:
+        return "0 with a cache whose sequences have scales of their own"
+    return None
+
+
 def check_sharing(cache: KVCache, window_left: int, deterministic: bool, received: str, function: str) -> None:
     """What ``shared_prefix`` does not go with; ``received``: what was given for it."""
-    expected = None
-    if not cache.paged:
-        expected = "0 with a KVCache, whose sequences have memory of their own"
-    elif cache.layout.is_latent:
-        expected = "0 with a latent cache"
-    elif cache.recent_window:
-        expected = "0 with a cache that has a recent_window"
-    elif window_left >= 0:
+    expected = why_not_shared(cache)
+    if expected is None and window_left >= 0:
         expected = "0 with a window"
-    elif cache.layout.scales is not None and cache.layout.scales.sequences:
-        expected = "0 with a cache whose sequences have scales of their own"
-    elif deterministic:
+    elif expected is None and deterministic:
         # Rows of several sequences are computed together: when one takes a new maximum, the others do.
         expected = "0 with deterministic=True"
     if expected is not None:

@@ -114,7 +114,7 @@ def _on(cls: Any, k: Any, v: Any, layout: Any, scales: dict[str, Any], head_dim_
         raise ArgumentError("layout", " or ".join(map(repr, ORDERS)), repr(layout), function=_name(cls))
     if head_dim_v is not None:
         first = second = arrays.describe(k, "k")
-        _check_latent(first, v, scales, head_dim_v, layout, _name(cls))
+        head_dim_v = _check_latent(first, v, scales, head_dim_v, layout, _name(cls))
     elif v is not None:
         first, second = arrays.describe(k, "k"), arrays.describe(v, "v")
     else:
@@ -176,8 +176,8 @@ def _halves(k: Any, function: str) -> tuple[Tensor, Tensor]:
     return arrays.describe(both.obj[..., :dim], "k"), arrays.describe(both.obj[..., dim:], "v")
 
 
-def _check_latent(k: Tensor, v: Any, scales: dict[str, Any], head_dim_v: Any, layout: str, function: str) -> None:
-    """What a latent cache's one array has to be besides."""
+def _check_latent(k: Tensor, v: Any, scales: dict[str, Any], head_dim_v: Any, layout: str, function: str) -> int:
+    """What a latent cache's one array has to be besides. Returns head_dim_v."""
     for name, x in (("v", v), *scales.items()):
         if x is not None:
             expected = "None with head_dim_v: the value is a part of k's row, in 16 bits"
@@ -188,13 +188,14 @@ def _check_latent(k: Tensor, v: Any, scales: dict[str, Any], head_dim_v: Any, la
             f"{function}(): head_dim_v with {k.dtype} rows", instead="float16 or bfloat16, or K and V of their own"
         )
     if len(k.shape) != 4:
-        return  # `_check` says so
+        return width  # `_check` says so
     if width % 8 or width >= k.shape[3]:
         expected = f"a multiple of 8 below {k.shape[3]}, k's last dimension"
         raise ArgumentError("head_dim_v", expected, repr(head_dim_v), function=function)
     if _heads(k, layout) != 1:
         expected = "one head with head_dim_v, which all query heads share"
         raise ShapeError("k", expected, f"shape {tuple(k.shape)}", function=function)
+    return width
 
 
 def _check(k: Tensor, v: Tensor, layout: str, function: str, most: int) -> None:

@@ -135,9 +135,17 @@ class SharedRuns:
         """The same with these runs alone; blocks of others go to the runs within them, or to the requests.
 
         Of a run its requests and its end count, whichever level it is in.
+
+        Raises
+        ------
+        ArgumentError
+            A run that is none of these.
         """
-        wanted = {(run.first, run.count, run.end) for run in runs}
+        wanted = {(run.first, run.count, run.end) if isinstance(run, SharedRun) else run for run in runs}
         bounds = [place for run in self.runs if (place := (run.first, run.count, run.end)) in wanted]
+        if len(bounds) != len(wanted):
+            received = ", ".join(map(str, wanted - {*bounds}))
+            raise ArgumentError("runs", "some of the runs that there are", received, function="SharedRuns.keep")
         return SharedRuns(self.names, self.rows, self.lengths, self.tables, self.block_size, tuple(_nested(bounds)))
 
     def arrays(
@@ -249,11 +257,12 @@ def common(a: Sequence[int], b: Sequence[int], begin: int, end: int) -> int:
 
 
 class _Part(NamedTuple):
-    """Requests that have the same blocks up to ``begin``; ``known``: up to where each has those of the first one."""
+    """Requests that have the same blocks up to ``begin``; ``known``: up to where each has those of ``longest``."""
 
     requests: list[int]
     begin: int
-    known: list[int] | None
+    longest: int = -1
+    known: list[int] | None = None
 
 
 def _parts(
@@ -263,17 +272,17 @@ def _parts(
 
     Those of a part come before those within it. What is known of a block is not compared again.
     """
-    todo = [_Part(list(range(len(tables))), 0, None)] if tables else []
+    todo = [_Part(list(range(len(tables))), 0)] if tables else []
     while todo:
         part = todo.pop()
-        first, *others = part.requests
-        if not others:
+        if len(part.requests) == 1:
             yield part.requests, part.begin, part.begin
             continue
-        known = part.known
+        longest, known = part.longest, part.known
         if known is None:
-            reached = (common(tables[first], tables[i], part.begin, min(limits[first], limits[i])) for i in others)
-            known = [limits[first], *reached]
+            # One that goes on where others end, so that what is known of them lasts.
+            longest = max(part.requests, key=limits.__getitem__)
+            known = [common(tables[longest], tables[i], part.begin, limits[i]) for i in part.requests]
         end = min(known)
         if end > part.begin:
             yield part.requests, part.begin, end
@@ -281,7 +290,8 @@ def _parts(
         keys = [tables[i][end] if limits[i] > end else ("alone", i) for i in part.requests]
         known_of = dict(zip(part.requests, known, strict=True))
         todo += reversed([
-            _Part(requests, end, [known_of[i] for i in requests] if requests[0] == first else None)
+            _Part(requests, end, longest, [known_of[i] for i in requests]) if longest in requests
+            else _Part(requests, end)
             for requests in divide(part.requests, keys)
         ])  # fmt: skip
 

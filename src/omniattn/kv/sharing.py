@@ -9,7 +9,7 @@ from typing import Any
 from ..arguments import check_int
 from ..errors import ArgumentError
 from .runs import SharedRuns, order_of, runs_of
-from .swapping import SequenceState
+from .swapping import SequenceState, entries
 
 
 class Sharing(ABC):
@@ -21,11 +21,11 @@ class Sharing(ABC):
     def common_prefix(self, sequences: Iterable[Hashable]) -> int:
         """Tokens at the beginning that sequences have in the same blocks: ``shared_prefix`` of a call on all of them.
 
-        A multiple of block_size. Behind `extend` no new token is one of them. 0 for no sequences, and where a window
-        has given back the first block.
+        A multiple of block_size. Behind `extend` no new token is one of them. 0 for fewer than two sequences, and
+        where a window has given back the first block.
         """
-        found = [self._sequences[name] for name in self._all_known(sequences, "common_prefix")]
-        if not found or any(s.first for s in found):
+        found = [self._sequences[name] for name in {*self._all_known(sequences, "common_prefix")}]
+        if len(found) < 2 or any(s.first for s in found):
             return 0
         shortest = min(found, key=lambda s: s.length)
         same = shortest.table[: shortest.length // self.block_size]
@@ -63,7 +63,7 @@ class Sharing(ABC):
             else check_int(count, f"new[{name!r}]", f"BlockManager.{function}", least=1, most=s.length)
             for s, (name, count) in zip(found, new.items(), strict=True)
         )
-        tables = tuple(list(s.table) for s in found)
+        tables = tuple(list(entries(s)) for s in found)
         limits = [0 if s.first else (s.length - n) // self.block_size for s, n in zip(found, rows, strict=True)]
         lengths = tuple(s.length for s in found)
         return SharedRuns(names, rows, lengths, tables, self.block_size, runs_of(tables, limits))
@@ -71,7 +71,8 @@ class Sharing(ABC):
     def sharing_order(self, sequences: Iterable[Hashable]) -> list[Hashable]:
         """Sequences in an order in which those that have their first blocks in common stand side by side.
 
-        Otherwise as they are given. It changes only where a sequence comes or goes.
+        Otherwise as they are given. It can change where a sequence comes or goes, `extend` copies a shared block, or
+        `commit` and `free_before` give blocks back.
         """
         names = self._all_known(sequences, "sharing_order")
         found = [self._sequences[name] for name in names]

@@ -80,25 +80,29 @@ def in_levels(
         "return_lse": True, "stream": stream, "softmax_scale": options.softmax_scale, "softcap": options.softcap,
         "num_splits": options.num_splits,
     }  # fmt: skip
-    calls = [partial(attend, q, cache, **own, **more)]
+    of_own, of_levels = partial(attend, q, cache, **own, **more), []
     for level in reversed(shared.levels if rows.shape[0] else ()):
         places = {"seq_lens": level.seq_lens, "block_table": level.block_table, "causal": False}
         if level.cu_seqlens_q is None:
-            calls.append(partial(attend, rows[None], cache, **places, **more))
+            of_levels.append(partial(attend, rows[None], cache, **places, **more))
         else:
             places |= {"cu_seqlens_q": level.cu_seqlens_q, "max_seqlen_q": rows.shape[0]}
-            calls.append(partial(attend, rows, cache, **places, **more))
+            of_levels.append(partial(attend, rows, cache, **places, **more))
     if is_describing():
-        raise _described(calls)
-    o, lse = calls[0]()
-    for call in calls[1:]:
-        o_a, lse_a = call()
+        raise _described([of_own, *of_levels])
+    found = None
+    for call in of_levels:
+        o, lse = call()
         if not packed:
-            o_a, lse_a = o_a.reshape(q.shape), lse_a.reshape(-1, *q.shape[:2]).swapaxes(0, 1)
+            o, lse = o.reshape(q.shape), lse.reshape(-1, *q.shape[:2]).swapaxes(0, 1)
             if paused is not None:
                 # What pauses has seen no shared key either.
-                lse_a = _hidden(lse_a, (paused == 0)[:, None, None])
-        o, lse = merge_states(o_a, lse_a, o, lse, out=out, stream=stream)
+                lse = _hidden(lse, (paused == 0)[:, None, None])
+        found = (o, lse) if found is None else merge_states(o, lse, *found, stream=stream)
+    # Last, since it writes ``out``, which may be q itself.
+    o, lse = of_own()
+    if found is not None:
+        o, lse = merge_states(*found, o, lse, out=out, stream=stream)
     return (o, lse) if options.return_lse else o
 
 
@@ -131,7 +135,7 @@ def _check(given: tuple[Any, ...], cache: KVCache, shared: Any, longest: Any, st
     if levels is None:
         checks.check_prefix_contents(shared, starts, lens, table, cache.block_size, packed=queries.packed)
     else:
-        checks.check_contents(levels.map(host), starts, lens, table, cache.block_size)
+        checks.check_contents(levels.map(host), starts, lens, table, cache.block_size, queries.rows)
 
 
 def _refuse_stream(stream: Any) -> None:

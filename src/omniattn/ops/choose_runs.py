@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from .. import arguments, runtime
 from ..checks.caches import check_cache
+from ..checks.decode import why_not_shared
 from ..errors import ArgumentError
 from ..kv.cache import KVCache
 from ..kv.formats import KV_ARRAY_DTYPES
@@ -36,8 +37,9 @@ def choose_shared_runs(
     Returns
     -------
     SharedRuns
-        With the runs that make the step the fastest by the model of costs, or none: then ``runs`` is empty, and the
-        call is better off without ``shared_prefix``. On the CPU, where every key is read for each request, always none.
+        With the runs that make the step the fastest by the model of costs, of those that leave few keys to read; or
+        none: then ``runs`` is empty, and the call is better off without ``shared_prefix``. Always none on the CPU,
+        where every key is read for each request, and for caches whose calls have no ``shared_prefix``.
 
     Raises
     ------
@@ -63,7 +65,7 @@ def choose_shared_runs(
     levels = arguments.check_int(max_levels, "max_levels", _NAME, least=0)
     groups = None if max_groups is None else arguments.check_int(max_groups, "max_groups", _NAME, least=1)
     place = cache.tensors[0]
-    if place.device == "cpu" or not runs.runs or not levels:
+    if place.device == "cpu" or not runs.runs or not levels or why_not_shared(cache) is not None:
         return runs.keep(())
     return chosen(runs, keys_of(cache, heads), target_of(runtime.device_info(place.ordinal)), levels, groups)
 

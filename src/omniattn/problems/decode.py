@@ -190,7 +190,9 @@ class KeyPass:
 
     def segments(self, tile_rows: int) -> int:
         """Keys of a sequence and kv head, for each block of so many query rows; of a latent cache once for all."""
-        blocks = 1 if self.problem.cache.is_latent else self.row_blocks(tile_rows)
+        blocks = self.row_blocks(tile_rows)
+        if self.problem.cache.is_latent:
+            blocks = min(blocks, 1)
         return self.problem.batch * self.problem.num_kv_heads * blocks
 
     def chunks(self, tile_rows: int) -> int:

@@ -8,7 +8,7 @@ model of costs; nothing is tuned here.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -66,13 +66,15 @@ class Price(NamedTuple):
 def prices(
     runs: SharedRuns, keys: Keys, target: Target, max_levels: int, max_groups: int | None = None
 ) -> tuple[Price, ...]:
-    """A step without levels, and the best ones with up to 1, 2, ... of them."""
-    found = [Price(step_us(runs, (), keys, target), runs.keep(()))]
-    for levels in range(1, min(max_levels, runs.num_levels) + 1):
-        kept = _fewer(runs.keep(most_saving(runs.runs, levels)), max_groups)
-        if kept.num_levels == levels:
-            found.append(Price(step_us(runs, kept.runs, keys, target), kept))
-    return tuple(found)
+    """A step without levels first, and with up to max_levels of them, in ways that leave few keys to read."""
+    none: tuple[SharedRun, ...] = ()
+    found = {none: Price(step_us(runs, none, keys, target), runs.keep(none))}
+    for some in _thinned(runs, max_levels):
+        for levels, most in enumerate(most_saving(some.runs, max_levels)):
+            kept = _fewer(runs.keep(most), max_groups)
+            if levels and kept.runs not in found:
+                found[kept.runs] = Price(step_us(runs, kept.runs, keys, target), kept)
+    return tuple(found.values())
 
 
 def chosen(runs: SharedRuns, keys: Keys, target: Target, max_levels: int, max_groups: int | None = None) -> SharedRuns:
@@ -80,19 +82,44 @@ def chosen(runs: SharedRuns, keys: Keys, target: Target, max_levels: int, max_gr
     return min(prices(runs, keys, target, max_levels, max_groups), key=lambda price: price.us).runs
 
 
+def _saved(run: SharedRun) -> int:
+    """Blocks that are not read again."""
+    return (run.count - 1) * (run.end - run.begin)
+
+
+def _thinned(runs: SharedRuns, max_levels: int) -> Iterator[SharedRuns]:
+    """All runs, and those that save more than any run of a level does.
+
+    The fewest keys to read are not the fastest step where many small groups save a little each, nor do they fit into
+    the groups of a captured graph.
+    """
+    yield runs
+    for level in range(1, min(max_levels + 2, runs.num_levels)):
+        least = max(_saved(run) for run in runs.runs if run.level == level)
+        yield runs.keep([run for run in runs.runs if _saved(run) > least])
+
+
 def _fewer(runs: SharedRuns, max_groups: int | None) -> SharedRuns:
     """Runs in no more groups of a level, without those that save least."""
-    while max_groups is not None and runs.num_groups > max_groups:
-        least = min(runs.runs, key=lambda run: (run.count - 1) * (run.end - run.begin))
-        runs = runs.keep([run for run in runs.runs if run != least])
-    return runs
+    if max_groups is None or runs.num_groups <= max_groups:
+        return runs
+    order = sorted(range(len(runs.runs)), key=lambda i: -_saved(runs.runs[i]))
+    # Of the runs that save most as many as fit, by halves: fewer runs have hardly ever more groups.
+    low, high = 0, len(order)
+    while high - low > 1:
+        middle = (low + high) // 2
+        if runs.keep([runs.runs[i] for i in sorted(order[:middle])]).num_groups <= max_groups:
+            low = middle
+        else:
+            high = middle
+    return runs.keep([runs.runs[i] for i in sorted(order[:low])])
 
 
 # Which runs leave the fewest keys to read
 
 
-def most_saving(runs: Sequence[SharedRun], levels: int) -> list[SharedRun]:
-    """The runs that leave the fewest blocks to read, none of them within more than ``levels`` - 1 others.
+def most_saving(runs: Sequence[SharedRun], levels: int) -> list[list[SharedRun]]:
+    """For 0, 1, ... ``levels``: runs that leave the fewest blocks to read, none within as many others.
 
     A run that is left out is read by each of the runs within it, and by each request of it that is in none of them.
     """
@@ -118,15 +145,18 @@ def most_saving(runs: Sequence[SharedRun], levels: int) -> list[SharedRun]:
                     once = sum(blocks[j][left - 1, end][0] for j in within[i]) + end - begin
                     best = min(best, (once, True), key=lambda found: found[0])
                 blocks[i][left, begin] = best
-    kept: list[SharedRun] = []
-    places: dict[int, tuple[int, int]] = {}
-    for i, run in enumerate(runs):
-        left, begin = places[around[i][0]] if around[i] else (levels, 0)
-        if blocks[i][left, begin][1]:
-            kept.append(run)
-            left, begin = left - 1, run.end
-        places[i] = left, begin
-    return kept
+    found = []
+    for most in range(levels + 1):
+        kept: list[SharedRun] = []
+        places: dict[int, tuple[int, int]] = {}
+        for i, run in enumerate(runs):
+            left, begin = places[around[i][0]] if around[i] else (most, 0)
+            if blocks[i][left, begin][1]:
+                kept.append(run)
+                left, begin = left - 1, run.end
+            places[i] = left, begin
+        found.append(kept)
+    return found
 
 
 # What a step costs

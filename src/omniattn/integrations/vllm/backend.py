@@ -37,6 +37,8 @@ _ANOTHER = "another --attention-backend"
 _ENCODERS = (AttentionType.ENCODER, AttentionType.ENCODER_ONLY)
 #: vLLM's modes of quantization that pack a scale into each row, and the formats' names.
 _PACKED = {"FP8_PER_TOKEN_HEAD": "fp8_per_token_head", "INT8_PER_TOKEN_HEAD": "int8_per_token_head"}
+#: Models pass some options to every layer: these values are how vLLM says that a layer does not have the option.
+_INERT = {"chunk_lookback": -1}
 
 
 def _refused(what: str) -> UnsupportedError:
@@ -187,6 +189,14 @@ class OmniattnMetadataBuilder(AttentionMetadataBuilder[calls.Step]):
             made.has_context = _any_context(step, count)
         return made
 
+    def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> calls.Step:
+        """The metadata that a graph is captured with: with older tokens, of which vLLM's dummies may have none."""
+        made: calls.Step = super().build_for_cudagraph_capture(common_attn_metadata)
+        # A graph keeps the branch for all later steps. What it reads there is context_lens, which each build writes;
+        # requests of 0 older tokens have an lse of -inf, and are merged without a change.
+        made.has_context = True
+        return made
+
     def update_block_table(self, metadata: calls.Step, blk_table: torch.Tensor, slot_mapping: torch.Tensor) -> Any:
         """The same requests in another group of pools."""
         other = copy.copy(metadata)
@@ -231,7 +241,8 @@ class OmniattnImpl(AttentionImpl[calls.Step]):
         self.kv_cache_dtype, self.attn_type, self.sinks = kv_cache_dtype, attn_type, sinks
         # Such a layer's pool is the other layer's, and vLLM leaves its update out.
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
-        unknown = sorted(name for name, value in others.items() if value is not None)
+        given = {name: value for name, value in others.items() if value is not None}
+        unknown = sorted(name for name, value in given.items() if name not in _INERT or value != _INERT[name])
         if unknown:
             raise _refused(f"layers with {', '.join(unknown)}")
         if alibi_slopes is not None:
@@ -243,6 +254,11 @@ class OmniattnImpl(AttentionImpl[calls.Step]):
             raise _refused(reason)
         if self.dcp_world_size > 1 and sliding_window is not None:
             raise _refused("a sliding window with decode context parallelism")
+        # New tokens attend to the layer's own k and v there, and those of such layers are not what the pool has.
+        if self.dcp_world_size > 1 and kv_sharing_target_layer_name is not None:
+            raise _refused("a layer on another layer's KV cache with decode context parallelism")
+        if self.dcp_world_size > 1 and attn_type == AttentionType.ENCODER_DECODER:
+            raise _refused("cross attention with decode context parallelism")
         self.layer = calls.Layer(
             num_heads, self.num_kv_heads, head_size, self.scale, float(logits_soft_cap or 0.0), sliding_window,
             kv_cache_dtype, bool(envs.VLLM_BATCH_INVARIANT),
