@@ -50,13 +50,11 @@ class Bucket:
         """Write a step's numbers, and begin to copy them."""
         ends = list(itertools.accumulate(len(part.tokens) for part in parts))
         values = (
-            table.ravel(),
-            [token for p in parts for token in p.tokens],
+            table.ravel(), [token for p in parts for token in p.tokens],
             [position for p in parts for position in range(p.begin, p.begin + len(p.tokens))],
             [row for p, end in zip(parts, ends, strict=True) for row in range(end - p.wanted, end)],
-            [p.begin + len(p.tokens) for p in parts],
-            [0, *ends],
-        )
+            [p.begin + len(p.tokens) for p in parts], [0, *ends],
+        )  # fmt: skip
         for array, value, padding in zip(self.arrays, values, (0, 0, 0, 0, 0, ends[-1]), strict=True):
             array[: len(value)], array[len(value) :] = value, padding
         self.there.copy_(self.host, non_blocking=True)  # on the CPU they are one
@@ -66,11 +64,10 @@ class Engine:
     """A network, its caches and a scheduler. ``attention`` makes what `PagedAttention` is, of the same arguments."""
 
     def __init__(self, network: Network, options: Options, attention: Callable[..., Any] = PagedAttention) -> None:
-        o, self.options, self.network, self.device = options, options, network, network.like.device
+        o, like, self.options, self.network, self.device = options, network.like, options, network, network.like.device
         if (o.graphs or o.buckets) and max(o.buckets, default=0) < o.max_rows:
             raise ValueError(f"buckets: expected one of max_rows = {o.max_rows}, received {o.buckets}")
-        sizes = o.num_blocks, o.block_size, o.max_tokens
-        self.attention = attention(network.config, *sizes, network.like, o.kv, **o.attention)
+        self.attention = attention(network.config, o.num_blocks, o.block_size, o.max_tokens, like, o.kv, **o.attention)
         space = oa.SwapSpace(self.attention.caches, o.swap_blocks) if o.swap_blocks else None
         self.blocks = oa.BlockManager(o.num_blocks, o.block_size, swap_space=space)
         self.scheduler = Scheduler(self.blocks, o.max_requests, o.max_rows, o.max_tokens, o.drafts)
@@ -139,10 +136,8 @@ class Engine:
 
 def draw(logits: Tensor, temperature: Tensor, top_p: Tensor, uniform: Tensor) -> Tensor:
     """Tokens (n,) of the likeliest that make up ``top_p``: those at which the running sum reaches ``uniform``."""
-    logits = logits / temperature.clamp(min=1e-3)[:, None]
-    odds, order = torch.softmax(logits, -1).sort(dim=-1, descending=True, stable=True)
-    sums = odds.cumsum(-1)
-    odds = odds * (sums - odds < top_p[:, None])  # the first one always stays
+    odds, order = torch.softmax(logits / temperature.clamp(min=1e-3)[:, None], -1).sort(descending=True, stable=True)
+    odds = odds * (odds.cumsum(-1) - odds < top_p.clamp(min=1e-9)[:, None])  # one stays, also if top_p rounds to 0
     sums = odds.cumsum(-1)
     at = torch.minimum((sums <= uniform[:, None] * sums[:, -1:]).sum(-1), (odds > 0).sum(-1) - 1)
-    return order.gather(-1, at[:, None])[:, 0]
+    return order.gather(-1, at.clamp(min=0)[:, None])[:, 0]  # none of odds that are NaN is above 0

@@ -47,9 +47,8 @@ class PagedAttention:
     those of `attention_with_kvcache`, e.g. ``deterministic=True``.
     """
 
-    def __init__(
-        self, config: Config, num_blocks: int, block_size: int, max_tokens: int, like: Tensor, kv: str, **options: Any
-    ) -> None:
+    def __init__(self, config: Config, num_blocks: int, block_size: int, max_tokens: int, like: Tensor, kv: str,
+                 **options: Any) -> None:  # fmt: skip
         dim, shape = config.head_dim, (num_blocks, block_size, config.num_kv_heads, config.head_dim)
         self.caches = [oa.PagedKVCache(*shape, like=like, k_dtype=kv) for _ in range(config.num_layers)]
         tables = (x[:, 0, : dim // 2].astype("float32") for x in rotary_tables(config, 0, max_tokens))
@@ -105,6 +104,5 @@ def load_smollm2(gguf: str | None, device: str, max_tokens: int) -> tuple[Networ
     """The network, in bfloat16 on a GPU; its tokenizer, and the token that ends an answer. None: the package's file."""
     reader = open_gguf(locate_gguf(gguf))
     config = read_config(reader)
-    backend = TorchBackend(device, "float32" if device == "cpu" else "bfloat16")
-    network = Network(config, load_weights(reader, config, backend), max_tokens)
-    return network, load_tokenizer(reader), metadata(reader, "tokenizer.ggml.eos_token_id")
+    weights = load_weights(reader, config, TorchBackend(device, "float32" if device == "cpu" else "bfloat16"))
+    return Network(config, weights, max_tokens), load_tokenizer(reader), metadata(reader, "tokenizer.ggml.eos_token_id")

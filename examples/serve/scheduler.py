@@ -88,7 +88,7 @@ class Scheduler:
         """Raise what `submit` would raise."""
         most = min(self.max_tokens, self.blocks.num_blocks * self.blocks.block_size)
         if not (r.prompt and 1 <= r.limit <= most - len(r.prompt)):
-            raise ValueError(f"expected 2 to {most} tokens in all, received {len(r.prompt)} and max_tokens = {r.limit}")
+            raise ValueError(f"prompt, max_tokens: expected 2 to {most} in all, received {len(r.prompt)} and {r.limit}")
         if not (0 <= r.temperature <= 100 and 0 < r.top_p <= 1):
             raise ValueError(f"temperature: expected 0 to 100, top_p: 0 to 1, received {r.temperature} and {r.top_p}")
 
@@ -164,8 +164,7 @@ class Scheduler:
                     rows.pop(self._preempt(events))
 
     def _preempt(self, events: list[Any]) -> Request:
-        r = self.running.pop()
-        self.waiting.appendleft(r)
+        self.waiting.appendleft(r := self.running.pop())
         self.preemptions += 1
         if self.blocks.swap_space is not None:
             with contextlib.suppress(OutOfHostBlocksError):

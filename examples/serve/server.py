@@ -6,17 +6,22 @@ import argparse
 import asyncio
 import json
 import random
+import reprlib
 import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from operator import index
 from typing import Any
 
 from aiohttp import web
 from engine import Engine, Options
 from network import load_smollm2
 from scheduler import Request
+
+#: Fields that are served, and what they are where they are not given: of the types that they have to be.
+FIELDS: dict[str, Any] = {"prompt": [], "max_tokens": 16, "temperature": 1.0, "top_p": 1.0, "seed": 0, "n": 1,
+                          "stream": False, "model": "smollm2"}  # fmt: skip
+TYPES = {list: "a text or tokens", str: "a text", int: "an integer", float: "a number", bool: "true or false"}
 
 
 class Service:
@@ -57,41 +62,44 @@ class Service:
 
     async def _texts(self, request: Request) -> AsyncIterator[tuple[str, str]]:
         """Pieces of the answer, whole characters each, the last one with a reason."""
-        pending, reason = [], "error" if self.error else ""
+        pending, reason = [], ""
         while not reason:
             tokens, reason = await self.queues[request].get()
             pending += tokens
-            text = self.tokenizer.decode(pending)
-            if not (reason or text.endswith("\ufffd")):
+            if not (text := self.tokenizer.decode(pending)).endswith("\ufffd") or reason:
                 pending = []
-                yield text, ""
-        yield self.tokenizer.decode(pending), reason
+                yield text, reason
 
-    def _request(
-        self, *, prompt: str | list[int], max_tokens: int = 16, temperature: float = 1.0, top_p: float = 1.0,
-        seed: int | None = None, n: int = 1, stream: bool = False, model: str = "",
-    ) -> Request:  # fmt: skip
-        """Of the fields that are served; TypeError names another one."""
-        if n != 1 or not isinstance(stream, bool):
-            raise ValueError(f"expected n = 1 and stream true or false, received {n} and {stream}")
-        ids = self.tokenizer.encode(prompt).ids if isinstance(prompt, str) else list(prompt)
-        if not all(isinstance(x, int) and 0 <= x < self.engine.network.config.vocab for x in ids):
-            raise ValueError(f"prompt: expected a text, or numbers of tokens, received {prompt!r}")
-        seed = random.getrandbits(63) if seed is None else index(seed)
-        request = Request(ids, index(max_tokens), float(temperature), float(top_p), seed, self.stop)
+    def _request(self, body: Any) -> tuple[Request, dict[str, Any]]:
+        """A request and its fields; ValueError names the one that is wrong."""
+        if not isinstance(body, dict):
+            raise ValueError(f"body: expected a JSON object, received {reprlib.repr(body)}")
+        fields = {**FIELDS, "seed": random.getrandbits(63), **{k: v for k, v in body.items() if v is not None}}
+        for name, value in fields.items():
+            types = type(FIELDS.get(name)), type(value)  # not isinstance(): to it true is an integer
+            if types[0] is not types[1] and types not in ((list, str), (float, int)):
+                raise ValueError(f"{name}: expected {TYPES.get(types[0], 'none')}, received {reprlib.repr(value)}")
+        if fields["n"] != 1:
+            raise ValueError(f"n: expected 1, received {fields['n']}")
+        ids, vocab = fields["prompt"], self.engine.network.config.vocab
+        ids = self.tokenizer.encode(ids).ids if isinstance(ids, str) else ids
+        if odd := [x for x in ids if type(x) is not int or not 0 <= x < vocab]:
+            raise ValueError(f"prompt: expected tokens of 0 to {vocab - 1}, received {reprlib.repr(odd[0])}")
+        request = Request(ids, *(fields[name] for name in ("max_tokens", "temperature", "top_p", "seed")), self.stop)
         self.engine.scheduler.check(request)
-        return request
+        return request, fields
 
     async def completions(self, http: web.Request) -> web.StreamResponse:
         """POST /v1/completions. When the client goes away this coroutine is cancelled, and the request ends."""
         try:
-            body = {name: value for name, value in dict(await http.json()).items() if value is not None}
-            request = self._request(**body)
-        except (TypeError, ValueError) as error:
+            request, fields = self._request(await http.json())
+        except (LookupError, RecursionError, TypeError, ValueError) as error:  # also of charsets, and of 1000 brackets
             return web.json_response({"error": {"message": str(error), "type": "invalid_request_error"}}, status=400)
+        if self.error:
+            return web.json_response({"error": {"message": self.error}}, status=500)
         head = {"id": f"cmpl-{random.getrandbits(96):x}", "object": "text_completion", "created": int(time.time())}
-        head["model"] = body.get("model", "smollm2")
-        events = web.StreamResponse(headers={"Content-Type": "text/event-stream"}) if body.get("stream") else None
+        head["model"] = fields["model"]
+        events = web.StreamResponse(headers={"Content-Type": "text/event-stream"}) if fields["stream"] else None
         whole = reason = ""
         self.queues[request] = asyncio.Queue()
         self._changes.put_nowait((self.engine.scheduler.submit, request))
@@ -103,7 +111,7 @@ class Service:
                 if events is not None:
                     await events.write(f"data: {json.dumps(self._object(head, text, reason))}\n\n".encode())
             if events is not None:
-                await events.write(b"data: [DONE]\n\n")
+                await events.write_eof(b"" if reason == "error" else b"data: [DONE]\n\n")
                 return events
         finally:
             del self.queues[request]

@@ -135,7 +135,7 @@ def test_stop_tokens_and_limits(ex: Any, network: Any, alone: Any) -> None:
     assert fakes.run(engine, [request])[0] == whole[: whole.index(whole[2])]
     assert request.reason == "stop"
     for prompt, limit, message in (
-        ([], 3, "2 to 128"), ([1], 0, "max_tokens = 0"), ([1], 128, "max_tokens = 128"), ([1] * 128, 1, "received 128")
+        ([], 3, "2 to 128"), ([1], 0, "received 1 and 0"), ([1], 128, "1 and 128"), ([1] * 128, 1, "received 128 and 1")
     ):  # fmt: skip
         with pytest.raises(ValueError, match=message):
             engine.scheduler.submit(ex.scheduler.Request(prompt, limit))
@@ -202,6 +202,27 @@ def test_draw(ex: Any) -> None:
     assert counts(0.5, 1.0) == pytest.approx(squared, abs=1)
     last = ex.engine.draw(odds.log()[None], *torch.tensor([[1.0], [1.0], [1.0]]))
     assert last.tolist() == [0]  # a draw of 1 is the least likely one, none behind it
+
+
+@pytest.mark.parametrize("uniform", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("top_p", [1e-46, 1e-12, 0.5, 1.0])
+def test_draw_is_a_token_that_can_be(ex: Any, uniform: float, top_p: float) -> None:
+    """Whatever the odds are: masked ones, all at one token, none that is a number."""
+    inf, nan = float("inf"), float("nan")
+    logits = torch.tensor([[0.0, 2.0, 1.0], [-inf, 0.0, -inf], [-inf, -1.0, 0.5], [0.0, 1e5, -1e5], [7.0, 7.0, 7.0],
+                           [-inf, -inf, -inf], [nan, 0.0, 1.0], [0.0, inf, 0.0]])  # fmt: skip
+    n = len(logits)
+    tokens = ex.engine.draw(logits, *torch.tensor([[0.7, top_p, uniform]]).expand(n, -1).unbind(1)).tolist()
+    possible = [{0, 1, 2}, {1}, {1, 2}, {1}, {0, 1, 2}] + [{0, 1, 2}] * 3
+    assert all(token in p for token, p in zip(tokens, possible, strict=True)), tokens
+    if top_p < 1e-9 or uniform == 0:
+        assert tokens[:5] == [1, 1, 2, 1, 0]
+
+
+def test_draw_does_not_wait_for_the_gpu(ex: Any) -> None:
+    """Tensors of the device "meta" have no values, so that whatever reads one on the host raises."""
+    numbers = torch.empty(3, 4, device="meta").unbind(0)
+    assert ex.engine.draw(torch.empty(4, 50, device="meta"), *numbers).shape == (4,)
 
 
 def test_drafts_come_from_where_the_last_tokens_were_last_seen(ex: Any) -> None:

@@ -6,8 +6,9 @@ import asyncio
 import contextlib
 import json
 import random
+import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -56,7 +57,7 @@ def network(ex: Any) -> Any:
 
 def alone(ex: Any, network: Any, prompt: list[int], count: int, **sampling: Any) -> str:
     """The text of an engine that has one request."""
-    engine = ex.engine.Engine(network, fakes.options(ex))
+    engine = ex.engine.Engine(network, fakes.options(ex, max_tokens=256))
     request = ex.scheduler.Request(prompt, count, **{"temperature": 0.0, **sampling})
     return Tokenizer().decode(fakes.run(engine, [request])[0])
 
@@ -72,20 +73,30 @@ class Served:
         async with self.session.post(self.url, json={"temperature": 0, **body}) as response:
             return response.status, await response.json()
 
-    async def stream(self, events: int = 10**9, **body: Any) -> list[dict[str, Any]]:
-        """Events of an answer; a client that has enough of them closes its connection."""
+    async def stream(
+        self, events: int = 10**9, begun: Callable[[], None] = lambda: None, **body: Any
+    ) -> list[dict[str, Any]]:
+        """Events of an answer; a client that has enough of them closes its connection.
+
+        ``begun`` is called when the request is in the engine's queue. "[DONE]" is the last line of all answers but
+        those that end with an error.
+        """
         found: list[dict[str, Any]] = []
+        done = False
         async with self.session.post(self.url, json={"temperature": 0, "stream": True, **body}) as response:
             assert (response.status, response.content_type) == (200, "text/event-stream")
+            begun()
             async for line in response.content:
                 text = line.decode().removeprefix("data: ").strip()
+                assert not (done and text)
                 if text == "[DONE]":
-                    return found
-                if text:
+                    done = True
+                elif text:
                     found.append(json.loads(text))
                 if len(found) >= events:
                     response.close()
-                    break
+                    return found
+        assert done != ("error" in found[-1])
         return found
 
     async def idle(self) -> None:
@@ -121,7 +132,11 @@ def text_of(events: list[dict[str, Any]]) -> str:
 
 
 def test_many_clients_some_of_whom_go_away(ex: Any, network: Any) -> None:
-    """96 at once on a pool for a few: whole answers and streams; every third client leaves at once or in the middle."""
+    """96 at once on a pool for a few: whole answers and streams; every third client leaves at once or in the middle.
+
+    Two more stay, of 256 tokens each, which fill the pool: the first to end needs all of it while the other still
+    runs. No step begins before both are in the queue, so that one of them has to leave, however slow the machine is.
+    """
     counts = [8 + i % 9 for i in range(96)]
     left: list[int] = []
 
@@ -138,8 +153,24 @@ def test_many_clients_some_of_whom_go_away(ex: Any, network: Any) -> None:
         return await (server.stream(**body) if i % 3 == 1 else server.ask(**body))
 
     async def run() -> tuple[list[Any], Any]:
-        async with served(ex, network, num_blocks=100, swap_blocks=30, max_requests=32) as server:
+        sizes = {"num_blocks": 64, "max_tokens": 256, "swap_blocks": 30, "max_requests": 32}
+        async with served(ex, network, **sizes) as server:
+            step, queued, start = server.engine.step, asyncio.Semaphore(0), threading.Event()
+
+            def step_after_start() -> Any:
+                assert start.wait(60)
+                return step()
+
+            server.engine.step = step_after_start
+            stays = [
+                asyncio.create_task(server.stream(begun=queued.release, prompt=[i], max_tokens=255)) for i in (1, 2)
+            ]
+            for _ in stays:
+                await asyncio.wait_for(queued.acquire(), 60)
+            start.set()
             answers = await asyncio.gather(*(client(server, i) for i in range(96)))
+            for i, events in zip((1, 2), await asyncio.gather(*stays), strict=True):
+                assert text_of(events) == alone(ex, network, [i], 255)
             await server.idle()
             again = await server.ask(prompt=PROMPTS[1], max_tokens=counts[1])
             assert again[1]["choices"][0]["text"] == text_of(answers[1])
@@ -191,26 +222,71 @@ def test_sampling_and_texts(ex: Any, network: Any) -> None:
             assert (await server.ask(**body, seed=7))[1]["choices"][0]["text"] == drawn
             assert text_of(await server.stream(**body, seed=7)) == drawn
             assert len({(await server.ask(**body))[1]["choices"][0]["text"] for _ in range(6)}) > 1
+            # In float32 this top_p is 0, of which the likeliest token is left.
+            tiny = {"prompt": text, "max_tokens": 20, "temperature": 1, "top_p": 1e-46}
+            for _ in range(2):
+                status, found = await server.ask(**tiny)
+                assert (status, found["choices"][0]["text"]) == (200, alone(ex, network, ids, 20))
+            assert text_of(await server.stream(**tiny)) == alone(ex, network, ids, 20)
+
+    asyncio.run(run())
+
+
+LONG = 10**400
+ODD = [
+    ({}, "prompt, max_tokens: expected 2 to 128 in all, received 0 and 16"),
+    ({"prompt": []}, "received 0"), ({"prompt": ""}, "received 0"), ({"prompt": None}, "prompt"),
+    ({"prompt": [50]}, "prompt: expected tokens of 0 to 49, received 50"), ({"prompt": [-1]}, "received -1"),
+    ({"prompt": [1.5]}, "1.5"), ({"prompt": ["a", "b"]}, "prompt: expected tokens of 0 to 49, received 'a'"),
+    ({"prompt": [1, True]}, "prompt: expected tokens of 0 to 49, received True"), ({"prompt": [LONG]}, "prompt: "),
+    ({"prompt": 3}, "prompt: expected a text or tokens, received 3"), ({"prompt": True}, "prompt"),
+    ({"max_tokens": 128}, "max_tokens: expected 2 to 128 in all, received 1 and 128"),
+    ({"max_tokens": 2.5}, "max_tokens: expected an integer, received 2.5"), ({"max_tokens": -LONG}, "max_tokens"),
+    ({"max_tokens": True}, "max_tokens: expected an integer, received True"), ({"max_tokens": "3"}, "max_tokens"),
+    ({"seed": False}, "seed: expected an integer, received False"), ({"seed": 1.0}, "seed"), ({"seed": "1"}, "seed"),
+    ({"n": 2}, "n: expected 1, received 2"), ({"n": True}, "n: "), ({"model": 3}, "model: expected a text, received 3"),
+    ({"stream": "no"}, "stream: expected true or false, received 'no'"), ({"stream": 1}, "stream: "),
+    ({"temperature": -1}, "temperature: expected 0 to 100"), ({"temperature": LONG}, "temperature: expected 0 to 100"),
+    ({"temperature": float("nan")}, "received nan"), ({"temperature": float("inf")}, "received inf"),
+    ({"temperature": "1"}, "temperature: expected a number, received '1'"), ({"temperature": True}, "temperature"),
+    ({"top_p": "x"}, "top_p: expected a number, received 'x'"), ({"top_p": float("nan")}, "received 0 and nan"),
+    ({"top_p": 0}, "top_p"), ({"top_p": LONG}, "top_p"), ({"top_p": [1]}, "top_p"), ({"top_p": True}, "top_p"),
+    ({"stop": "x"}, "stop: expected none, received 'x'"), ({"logprobs": 2}, "logprobs"),
+]  # fmt: skip
+
+
+def test_what_is_not_served_is_named(ex: Any, network: Any) -> None:
+    async def run() -> None:
+        async with served(ex, network) as server:
+            for body, said in ODD:
+                status, found = await server.ask(**body if body == {} else {"prompt": [1], **body})
+                assert (status, found["error"]["type"]) == (400, "invalid_request_error"), body
+                assert said in found["error"]["message"]
+            assert not server.engine.scheduler.waiting
+            assert (await server.ask(prompt=[1], stop=None, seed=-LONG))[0] == 200
 
     asyncio.run(run())
 
 
 @pytest.mark.parametrize(
-    ("body", "said"),
+    ("data", "kind", "said"),
     [
-        ({}, "prompt"), ({"prompt": []}, "received 0"), ({"prompt": ""}, "received 0"), ({"prompt": [50]}, "50"),
-        ({"prompt": [1.5]}, "1.5"), ({"prompt": ["a", "b"]}, "'a'"), ({"prompt": 3}, "int"),
-        ({"prompt": [1], "max_tokens": 128}, "max_tokens = 128"), ({"prompt": [1], "max_tokens": 2.5}, "float"),
-        ({"prompt": [1], "n": 2}, "n = 1"), ({"prompt": [1], "stream": "no"}, "stream"),
-        ({"prompt": [1], "temperature": -1}, "temperature"), ({"prompt": [1], "top_p": "x"}, "'x'"),
-        ({"prompt": [1], "stop": "x"}, "'stop'"), ({"prompt": [1], "logprobs": 2}, "'logprobs'"), ([1], "dictionary"),
-        (3, "int"),
+        (b"[1]", "", "body: expected a JSON object, received [1]"), (b'[["prompt", [1]]]', "", "a JSON object"),
+        (b"3", "", "received 3"), (b'"a"', "", "received 'a'"), (b"null", "", "received None"), (b"", "", "Expecting"),
+        (b"{", "", "Expecting"), (b"[" * 100_000, "", "JSON"), (b'{"prompt": ' * 50_000, "", "JSON"),
+        (b'{"prompt": [1]}', "; charset=nope", "nope"), (b'{"prompt": [1]}', "; charset=hex", "hex"),
+        (b'{"prompt": "\xff"}', "", "0xff"), (b'{"seed": 1' + b"0" * 5000 + b"}", "", "limit"),
+        (b'{"prompt": ' + b"[" * 200 + b"]" * 200 + b"}", "", "prompt: expected tokens of 0 to 49, received [[[[["),
     ],
-    ids=str,
+    ids=lambda x: repr(x)[:40],
 )  # fmt: skip
-def test_what_is_not_served_is_named(ex: Any, network: Any, body: Any, said: str) -> None:
+def test_what_is_no_json_object_is_refused(ex: Any, network: Any, data: bytes, kind: str, said: str) -> None:
     async def run() -> None:
-        async with served(ex, network) as server, server.session.post(server.url, json=body) as response:
+        headers = {"Content-Type": f"application/json{kind}"}
+        async with (
+            served(ex, network) as server,
+            server.session.post(server.url, data=data, headers=headers) as response,
+        ):
             assert response.status == 400
             assert said in (await response.json())["error"]["message"]
             assert not server.engine.scheduler.waiting
@@ -233,10 +309,10 @@ def test_a_failure_reaches_everyone(ex: Any, network: Any) -> None:
             server.engine.step = fail
             body = {"prompt": [1, 2, 3], "max_tokens": 100}
             events, *whole = await asyncio.gather(server.stream(**body), server.ask(**body), server.ask(**body))
-            whole.append(await server.ask(**body))
+            whole += [await server.ask(**body), await server.ask(**body, stream=True)]
             expected = {"message": "the engine has ended: MemoryError: no more"}
             assert events[-1] == {"error": expected}
-            assert [(status, found["error"]) for status, found in whole] == [(500, expected)] * 3
+            assert [(status, found["error"]) for status, found in whole] == [(500, expected)] * 4
 
     asyncio.run(run())
 
