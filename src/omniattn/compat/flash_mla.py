@@ -240,7 +240,11 @@ def flash_attn_varlen_kvpacked_func(
 is_varlen
         As there.
     """
-    k, v = _split(kv, "kv", head_dim_qk, 1, "flash_attn_varlen_kvpacked_func")
+    name = "flash_attn_varlen_kvpacked_func"
+    k, v = _split(kv, "kv", head_dim_qk, 1, name)
+    common.check_tensors(name, q=q)
+    if q.shape[-1] != head_dim_qk:
+        raise ArgumentError("head_dim_qk", f"{q.shape[-1]}, the channels of q", f"{head_dim_qk}", function=name)
     return flash_attn_varlen_func(
         q, k, v, cu_seqlens_qo, cu_seqlens_kv, max_seqlen_qo, max_seqlen_kv, dropout_p, softmax_scale, causal,
         deterministic, is_varlen,
