@@ -160,7 +160,7 @@ def test_packed_prompts(causal: bool) -> None:
             assert torch.equal(again[1], lse)
         with pytest.raises(ShapeError, match="more than 384 channels"):
             flash_mla.flash_attn_varlen_qkvpacked_func(q, starts, 9, dim)
-        with pytest.raises(ArgumentError, match="head_dim_qk.*expected 192"):
+        with pytest.raises(ArgumentError, match=r"head_dim_qk.*expected 192"):
             flash_mla.flash_attn_varlen_kvpacked_func(q, torch.cat([k, v], -1), starts, starts, 9, 9, 184)
         with pytest.raises(UnsupportedError, match="dropout_p"):
             flash_mla.flash_attn_varlen_func(q, k, v, starts, starts, 9, 9, dropout_p=0.1)
