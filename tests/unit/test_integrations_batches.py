@@ -106,6 +106,17 @@ def test_options_matter(what: str) -> None:
     assert generate_batch(model, "omniattn", requests, **SMALL) != want
 
 
+def test_a_window_that_changes_is_seen() -> None:
+    """Of a model whose layers do not say their windows."""
+    requests = prompts(8)
+    model = model_of("phimoe")
+    before = generate_batch(model, "omniattn", requests, **SMALL)
+    model.config.sliding_window = 30
+    after = generate_batch(model, "omniattn", requests, **SMALL)
+    assert after != before
+    assert after == generate_batch(model_of("phimoe", sliding_window=30), "omniattn", requests, **SMALL)
+
+
 @pytest.mark.parametrize("name", batches.names())
 def test_over_pages(name: str, on_pages: dict[str, Any], calls: list[tuple[str, dict[str, Any]]]) -> None:
     """In 16 bits, where a cache has pages for the package's own functions."""

@@ -179,6 +179,21 @@ def test_scales_that_change_are_seen() -> None:
     server.check(got, step)
 
 
+def test_scales_that_are_not_float32_are_read_at_each_call() -> None:
+    server = Server(scales=(0.5, 0.25), cache_dtype=E4M3)
+    for x in server.layers:
+        x.k_scale, x.v_scale = (
+            torch.nn.Parameter(torch.tensor(s, dtype=torch.bfloat16), requires_grad=False) for s in (0.5, 0.25)
+        )
+    server.run({1: 20})
+    for x in server.layers:
+        x.k_scale.data.fill_(1.0)
+        x.v_scale.data.fill_(0.5)
+    server.requests.scales = (1.0, 0.5)
+    got, step = server.run({2: 20})
+    server.check(got, step)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_16_bits(dtype: Any) -> None:
     check_steps(Server(dtype=dtype, cache_dtype=dtype), atol=3e-3 if dtype == torch.float16 else 2e-2)
@@ -264,6 +279,33 @@ def test_like_sglangs_own_backend() -> None:
 
 
 # Speculative decoding, graphs, determinism.
+
+
+@pytest.mark.parametrize("wants_lse", [False, True])
+@pytest.mark.parametrize(("new", "padding"), [({1: 3, 2: 3}, 2), ({1: 3, 2: 3, 3: 3}, 1), ({1: 3}, 1)])
+def test_verification_with_rows_of_padding(new: dict[int, int], padding: int, wants_lse: bool) -> None:
+    """Data parallel attention rounds the rows up, and not to whole requests."""
+    server = Server(16)
+    server.run({1: 37, 2: 5, 3: 9})
+    step = server.requests.step(new)
+    batch = server.batch(step, ForwardMode.TARGET_VERIFY, spec_info=guess(num_tokens_per_req=3, draft_token_num=3))
+    rows = sum(new.values()) + padding
+    batch.input_ids, batch.out_cache_loc = (
+        torch.nn.functional.pad(x, (0, padding)) for x in (batch.input_ids, batch.out_cache_loc)
+    )
+    batch.batch_size = rows // 3
+    server.backend.init_forward_metadata(batch)
+    q, k, v = (torch.nn.functional.pad(x, (0, 0, 0, 0, 0, padding), value=7.0) for x in (step.q, step.k, step.v))
+    with forward_context(ForwardContext(attn_backend=server.backend)):
+        got = server.layers[0](q.reshape(rows, -1), k, v, batch, **({"return_lse": True} if wants_lse else {}))
+    if wants_lse:
+        got, lse = got
+        assert lse.shape == (rows, HEADS)
+        assert lse[: rows - padding].isfinite().all()
+        assert (lse[rows - padding :] == -torch.inf).all()
+    assert got.shape == (rows, HEADS * DIM)
+    server.check(got[: rows - padding], step)
+    assert not got[rows - padding :].any()
 
 
 def test_verification_of_a_chain() -> None:

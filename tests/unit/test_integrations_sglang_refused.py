@@ -115,6 +115,7 @@ def test_heads_that_are_refused(head_dim: int) -> None:
     [
         ({"speculative_algorithm": "EAGLE", "speculative_eagle_topk": 4}, "trees"),
         ({"speculative_algorithm": "DFLASH"}, "DFLASH"),
+        ({"speculative_algorithm": "NGRAM", "speculative_ngram_max_bfs_breadth": 1}, "NGRAM"),
     ],
 )
 def test_speculation_that_is_refused(fields: Any, says: str) -> None:
@@ -143,6 +144,7 @@ def test_steps_that_are_refused() -> None:
     step = server.requests.step({1: 2})
     for mode, spec_info, says in (
         (ForwardMode.TARGET_VERIFY, guess(3), "trees"),
+        (ForwardMode.TARGET_VERIFY, SimpleNamespace(tree_topk=-1), "trees"),
         (ForwardMode.TARGET_VERIFY, SimpleNamespace(topk=1, ragged_verify_layout=object()), "differ between requests"),
         (ForwardMode.DECODE, guess(), "draft model"),
         (ForwardMode.DRAFT_EXTEND_V2, guess(), "draft model"),

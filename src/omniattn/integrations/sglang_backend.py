@@ -63,8 +63,9 @@ _LAYER = (
     "is_cross_attention", "attn_type",
 )  # fmt: skip
 
-#: Algorithms of speculative decoding whose guesses are a chain where topk is 1.
-_CHAINS = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "NGRAM")
+#: Algorithms of speculative decoding whose guesses are a chain where topk is 1. Those of NGRAM branch at the root for
+#: each length of the suffix that they continue, with a breadth of 1 too.
+_CHAINS = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE")
 
 
 def check_version() -> None:

@@ -252,7 +252,11 @@ class SlotBackend:
         """The rows of each request of a step that has as many of each; those that seq_lens does not count."""
         if forward_batch.forward_mode.is_decode_or_idle():
             return 0
-        step.longest = forward_batch.input_ids.shape[0] // forward_batch.batch_size
+        guess = forward_batch.spec_info
+        # The rows may be more: data parallel attention rounds them up.
+        widths = (getattr(guess, name, None) or 0 for name in ("num_tokens_per_req", "draft_token_num"))
+        rows, batch = forward_batch.input_ids.shape[0], forward_batch.batch_size
+        step.longest = next((int(width) for width in widths if width > 0), rows // max(batch, 1))
         return step.longest
 
     def _prompts(self, forward_batch: Any, rows: int) -> Step:
@@ -277,8 +281,9 @@ class SlotBackend:
         if mode.is_dllm_extend():
             raise UnsupportedError("omniattn with diffusion language models (dLLM)", instead=_OTHER)
         if mode.is_target_verify():
-            if (getattr(guess, "topk", 1) or 1) > 1:
-                raise of_trees(guess.topk)
+            for name in ("topk", "tree_topk"):
+                if (topk := getattr(guess, name, None)) not in (None, 1):
+                    raise of_trees(topk)
             if getattr(guess, "ragged_verify_layout", None) is not None:
                 raise UnsupportedError(
                     "omniattn with numbers of guessed tokens that differ between requests",
@@ -328,13 +333,19 @@ class SlotBackend:
         left = -1 if layer.sliding_window_size is None else layer.sliding_window_size
         heads, dim = layer.tp_q_head_num, layer.head_dim
         q = q.reshape(-1, heads, dim)
+        out = getattr(batch, "_attn_output", None)
+        out = out.view(q.shape) if out is not None and out.dtype == q.dtype else None
+        whole = None
         if step.starts is None:
-            q = q.reshape(step.seq_lens.shape[0], step.longest, heads, dim)
+            requests = step.seq_lens.shape[0]
+            if q.shape[0] > requests * step.longest:
+                whole = torch.empty_like(q) if out is None else out
+                whole[requests * step.longest :] = 0
+                q, out = q[: requests * step.longest], whole[: requests * step.longest]
+            q = q.reshape(requests, step.longest, heads, dim)
+            out = None if out is None else out.view(q.shape)
         if sinks is not None and sinks.dtype not in (q.dtype, torch.float32):
             sinks = sinks.to(torch.float32)
-        out = getattr(batch, "_attn_output", None)
-        if out is not None:
-            out = out.view(q.shape) if out.dtype == q.dtype else None
         o = omniattn.attention_with_kvcache(
             q, self._cache(layer), seq_lens=step.seq_lens,
             block_table=step.window_table if in_window_pool else step.table, cu_seqlens_q=step.starts,
@@ -342,11 +353,15 @@ class SlotBackend:
             window=None if left < 0 else (left, 0 if causal else left), softmax_scale=layer.scaling,
             softcap=layer.logit_cap, sinks=sinks, return_lse=wants_lse, out=out, deterministic=self.deterministic,
         )  # fmt: skip
-        if not wants_lse:
+        o, lse = o if wants_lse else (o, None)
+        if whole is not None:
+            o = whole
+        if lse is None:
             return o.view(-1, heads * dim)
-        o, lse = o
-        rows = lse.transpose(-1, -2).reshape(-1, heads)
-        return o.view(-1, heads * dim), rows.contiguous()
+        of_rows = lse.transpose(-1, -2).reshape(-1, heads)
+        if whole is not None:
+            of_rows = torch.nn.functional.pad(of_rows, (0, 0, 0, len(whole) - len(of_rows)), value=-torch.inf)
+        return o.view(-1, heads * dim), of_rows.contiguous()
 
     def _store(
         self, layer: Any, slots: torch.Tensor, window_slots: torch.Tensor | None, k: torch.Tensor, v: torch.Tensor
@@ -370,7 +385,8 @@ class SlotBackend:
             pages = k.shape[0] // self.page_size
             k, v = (x[: pages * self.page_size].unflatten(0, (pages, self.page_size)) for x in (k, v))
         cache = omniattn.PagedKVCache.from_arrays(k, v, layout=order, k_scale=k_scale, v_scale=v_scale)
-        self._caches[layer.layer_id] = key, cache
+        if all(not isinstance(x, torch.Tensor) or _is_read(x, k) for x in given):
+            self._caches[layer.layer_id] = key, cache
         return cache
 
     def check_layer(self, layer: Any) -> None:
@@ -421,6 +437,11 @@ def _place(x: Any) -> Any:
     return x.data_ptr() if isinstance(x, torch.Tensor) else x
 
 
+def _is_read(scale: torch.Tensor, k: torch.Tensor) -> bool:
+    """Whether kernels read this tensor, and not a copy that does not follow its values."""
+    return scale.dtype == torch.float32 and scale.device == k.device
+
+
 def _scales(given: tuple[Any, Any], k: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Factors of K and V in e4m3 as tensors; None for 1 and 1."""
     if given == (None, None):
@@ -452,7 +473,7 @@ def of_drafts() -> UnsupportedError:
 def of_trees(topk: int) -> UnsupportedError:
     return UnsupportedError(
         f"omniattn with trees of guessed tokens (topk {topk}), which need a mask of their own",
-        instead="--speculative-eagle-topk 1 (ngram: --speculative-ngram-max-bfs-breadth 1), a chain",
+        instead="EAGLE, EAGLE3, NEXTN or STANDALONE with --speculative-eagle-topk 1, a chain",
     )
 
 

@@ -21,7 +21,6 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -213,19 +212,11 @@ def _attention_function(precision: str) -> Callable[..., tuple[torch.Tensor, Non
     return attention
 
 
-_windows: weakref.WeakKeyDictionary[torch.nn.Module, int | None] = weakref.WeakKeyDictionary()
-
-
 def _window_of(module: Any) -> int | None:
     """Keys that a layer sees, its own included, by the rule that caches of batches go by; some layers do not say it."""
-    try:
-        return _windows[module]
-    except KeyError:
-        pass
     window, types = getattr(module.config, "sliding_window", None), getattr(module.config, "layer_types", None)
     if types is not None and types[module.layer_idx] != "sliding_attention":
         window = None
-    _windows[module] = window
     return window
 
 
