@@ -12,6 +12,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import omniattn as oa  # noqa: E402
+from omniattn.compat import flash_mla  # noqa: E402
 from omniattn.plan.engine import PLANS  # noqa: E402
 from omniattn.registry import decode as registry_decode  # noqa: E402
 from omniattn.select import cache as select_cache  # noqa: E402
@@ -242,3 +243,32 @@ def test_warps_that_come_at_random_times(block_size: int, monkeypatch: pytest.Mo
             case.check(*oa.decode(case.q, case.cache, seq_lens=case.lens, return_lse=True, **case.where))
     finally:
         PLANS.clear()
+
+
+def test_calls_without_queries() -> None:
+    """Nothing is launched; rows that no sequence has are cleared."""
+    case = Filled((5, 3), 4)
+    nobody: dict[str, Any] = {"cu_seqlens_q": torch.zeros(3, dtype=torch.int32, device="cuda"), "max_seqlen_q": 0}
+    places: dict[str, Any] = {"seq_lens": case.lens, **case.where}
+    q = case.q[:, 0].contiguous()
+    assert oa.attention_with_kvcache(case.q[:, :0], case.cache, **places).shape == (2, 0, 16, DIM_V)
+    assert oa.attention_with_kvcache(q[:0], case.cache, **places, **nobody).shape == (0, 16, DIM_V)
+    out = torch.full((2, 16, DIM_V), math.nan, dtype=q.dtype, device="cuda")
+    o, lse = oa.attention_with_kvcache(q, case.cache, **places, **nobody, out=out, return_lse=True)
+    assert o is out
+    assert not o.any()
+    assert (lse == -math.inf).all()
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_flash_mla(rows: int) -> None:
+    """The functions of FlashMLA: causal ones are those of `decode`; else all rows see all keys."""
+    case = Filled((500, 64, 1000), 64, 16, rows)
+    given = case.q, case.cache.k, case.where["block_table"], case.lens, DIM_V, flash_mla.get_mla_metadata()[0]
+    case.check(*flash_mla.flash_mla_with_kvcache(*given, causal=True))
+    o, lse = flash_mla.flash_mla_with_kvcache(*given)
+    for b, own in enumerate(case.rows):
+        s = torch.einsum("qhd,kd->hqk", case.q[b].double(), own.double()) * DIM**-0.5
+        want = torch.einsum("hqk,kd->qhd", s.softmax(-1), own[:, :DIM_V].double())
+        assert (o[b].double() - want).norm() / want.norm() < BOUND["bfloat16"]
+        assert (lse[b].double() - s.logsumexp(-1)).abs().max() < 2e-3
