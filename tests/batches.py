@@ -5,12 +5,29 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+import omniattn
 from tests.tiny_models import DECODERS, VOCABULARY, decoder
 
 #: Greedy tokens that each request gets.
 NEW = 12
 #: Softcap and sinks are no detail of these models, in contrast to those of `tiny_models`.
 _CHANGES = {"gemma2": {"query_pre_attn_scalar": 1}}
+
+
+def record_calls(monkeypatch: Any) -> list[tuple[str, dict[str, Any]]]:
+    """Calls of the package's functions from here on, and their options."""
+    made: list[tuple[str, dict[str, Any]]] = []
+
+    def recorded(name: str, function: Any) -> Any:
+        def call(*arrays: Any, **options: Any) -> Any:
+            made.append((name, options))
+            return function(*arrays, **options)
+
+        return call
+
+    for name in ("append", "decode", "attention", "attention_varlen", "attention_with_kvcache"):
+        monkeypatch.setattr(omniattn, name, recorded(name, getattr(omniattn, name)))
+    return made
 
 
 def model_of(name: str, **changes: Any) -> Any:

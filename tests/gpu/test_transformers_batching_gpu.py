@@ -9,10 +9,9 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-import omniattn as oa  # noqa: E402
 from omniattn.integrations import transformers as integration  # noqa: E402
 from tests import batches  # noqa: E402
-from tests.batches import check_same, generate, generate_batch, prompts, sdpa_of_batches  # noqa: E402
+from tests.batches import check_same, generate, generate_batch, prompts, record_calls, sdpa_of_batches  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
@@ -25,18 +24,7 @@ integration.register()
 @pytest.fixture(autouse=True)
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any]]]:
     """Calls of the package's functions, and their options."""
-    made: list[tuple[str, dict[str, Any]]] = []
-
-    def recorded(name: str, function: Any) -> Any:
-        def call(*arrays: Any, **options: Any) -> Any:
-            made.append((name, options))
-            return function(*arrays, **options)
-
-        return call
-
-    for name in ("append", "decode", "attention_varlen", "attention_with_kvcache"):
-        monkeypatch.setattr(oa, name, recorded(name, getattr(oa, name)))
-    return made
+    return record_calls(monkeypatch)
 
 
 #: Experts one by one, in any dtype, and chosen on the host: without graphs.

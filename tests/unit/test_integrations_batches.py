@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 
-import omniattn as oa
 from omniattn.errors import UnsupportedError
 from tests import batches
-from tests.batches import check_same, generate, generate_batch, model_of, prompts, sdpa_of_batches
+from tests.batches import check_same, generate, generate_batch, model_of, prompts, record_calls, sdpa_of_batches
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -36,17 +35,7 @@ _GETS_CACHE |= sdpa_of_batches() == "paged|sdpa"
 @pytest.fixture(autouse=True)
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any]]]:
     """Calls of the package's functions, and their options."""
-    made: list[tuple[str, dict[str, Any]]] = []
-
-    def recorded(name: str, function: Any) -> Any:
-        def call(*arrays: Any, **options: Any) -> Any:
-            made.append((name, options))
-            return function(*arrays, **options)
-
-        return call
-
-    for name in ("append", "decode", "attention_varlen", "attention_with_kvcache", "attention"):
-        monkeypatch.setattr(oa, name, recorded(name, getattr(oa, name)))
+    made = record_calls(monkeypatch)
     # Without psutil, versions to 5.22 say that the CPU has no memory.
     monkeypatch.setattr(
         continuous_batching.cache, "get_device_and_memory_breakdown", lambda: (torch.device("cpu"), 2**34, 0, 0)

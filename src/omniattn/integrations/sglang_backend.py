@@ -125,6 +125,9 @@ class OmniattnBackend(SlotBackend, base_attn_backend.AttentionBackend):
             if isinstance(module, RadixAttention):
                 self.check_layer(module)
 
+    def update_verify_buffers_to_fill_after_draft(self, spec_info: Any, cuda_graph_bs: int | None) -> None:
+        """Nothing depends on the mask of a chain."""
+
     def _store(
         self, layer: Any, slots: torch.Tensor, window_slots: torch.Tensor | None, k: torch.Tensor, v: torch.Tensor
     ) -> None:

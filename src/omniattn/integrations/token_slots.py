@@ -6,6 +6,7 @@ tokens. Nothing here imports SGLang: `sglang` makes its backend of `SlotBackend`
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
@@ -143,7 +144,7 @@ class Tables:
                     table.floor_divide_(self.page_size)
 
 
-class SlotBackend:
+class SlotBackend(ABC):
     """The calls of an attention backend of SGLang. A subclass says by `_store` how keys and values are written.
 
     Parameters
@@ -221,9 +222,6 @@ class SlotBackend:
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         """Tokens of a padded request, which SGLang takes for its new tokens too."""
         return 1
-
-    def update_verify_buffers_to_fill_after_draft(self, spec_info: Any, cuda_graph_bs: int | None) -> None:
-        """Nothing depends on the mask of a chain."""
 
     def _of_graph(self, forward_batch: Any) -> Step:
         mode, state, bs = forward_batch.forward_mode, self._graph, forward_batch.batch_size
@@ -363,11 +361,11 @@ class SlotBackend:
             of_rows = torch.nn.functional.pad(of_rows, (0, 0, 0, len(whole) - len(of_rows)), value=-torch.inf)
         return o.view(-1, heads * dim), of_rows.contiguous()
 
+    @abstractmethod
     def _store(
         self, layer: Any, slots: torch.Tensor, window_slots: torch.Tensor | None, k: torch.Tensor, v: torch.Tensor
     ) -> None:
         """Write the new tokens into the layer's pool."""
-        raise NotImplementedError
 
     def _cache(self, layer: Any) -> Any:
         """The layer's pool as a cache. It is asked for at each call: SGLang may have to load it first."""
