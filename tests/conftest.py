@@ -29,15 +29,26 @@ def _share_cores(processes: int) -> None:
         os.environ.setdefault(f"{library}_NUM_THREADS", threads)
 
 
+def _share_gpus(process: int) -> None:
+    """Let each test process see all GPUs, and another one of them first: that is where its tests run."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    count = sum(path.name[len("nvidia") :].isdigit() for path in Path("/dev").glob("nvidia*"))
+    gpus = named.split(",") if named else [str(i) for i in range(count)]
+    if len(gpus) > 1:
+        first = process % len(gpus)
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[first:] + gpus[:first])
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Record GPU runs, judge skips in others.
 
-    The processes of pytest-xdist leave both to the one that started them, and share the cores.
+    The processes of pytest-xdist leave both to the one that started them, and share the cores and the GPUs.
     """
     processes = config.getoption("numprocesses", None)
     if isinstance(processes, int) and processes > 0 and hasattr(os, "sched_getaffinity"):
         _share_cores(processes)
     if hasattr(config, "workerinput"):
+        _share_gpus(int(config.workerinput["workerid"].removeprefix("gw")))
         return
     if asks_for(config, "gpu"):
         if hasattr(config.option, "loadscopereorder"):  # by the number of tests, which says little
