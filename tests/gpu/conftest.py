@@ -33,7 +33,10 @@ def memory_for_others(request: pytest.FixtureRequest) -> Iterator[None]:
     _TURN.take(by_itself=_runs_alone(request.node))
     yield
     torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_initialized() and torch.cuda.memory_reserved() > _KEPT:
+    if torch is None or not torch.cuda.is_initialized():
+        return
+    torch.cuda.set_device(0)  # of several GPUs JAX's first use leaves the last one current
+    if torch.cuda.memory_reserved() > _KEPT:
         # Of a test that has failed Python keeps the frames, with all arrays, until the next one fails.
         traceback.clear_frames(getattr(sys, "last_traceback", None))
         torch.cuda.empty_cache()

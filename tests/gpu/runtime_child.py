@@ -79,36 +79,15 @@ def operations(file: str, *options: str) -> dict[str, Any]:
     from omniattn.registry import REGISTRY, by_name
     from omniattn.runtime import nvrtc
     from omniattn.runtime.driver import get_driver
-    from omniattn.testing.cases import operation_of
-    from omniattn.testing.gradient_cases import BACKWARD_OPS
+    from omniattn.testing.cases import CASES, operation_of
 
     # CuPy has no tensor maps: the kernels that both drivers can launch.
     select: Any = importlib.import_module("omniattn.select.candidates")
     select.REGISTRY = tuple(spec for spec in REGISTRY if not spec.tensor_maps)
     bits = {}
     low = by_name("attn_int8_sm80_bf16_d64")  # speaks for what GPUs without a choice of their own take
-    elsewhere = {
-        "attention_split",
-        "attention_combine",
-        "attention_combine_lse",
-        "attention_combine_packed",
-        "layout_fp8",
-        "decode",
-        "dequantize",
-        "dequantize_rounds",
-        "decode_combine",
-        "append",
-        "copy_blocks",
-        "mask_align",
-        "mask_pack",
-        "mask_list",
-        "tile_kinds",
-        "clear_unused",
-        "quantize_fp8_sums",
-        "quantize_values",
-    }
-    elsewhere |= set(BACKWARD_OPS)
-    for op, dtype in sorted({(operation_of(spec), spec.dtype) for spec in REGISTRY if spec.op not in elsewhere}):
+    of_cases = {(operation_of(spec), spec.dtype) for spec in REGISTRY if operation_of(spec) in CASES}
+    for op, dtype in sorted((op, dtype) for op, dtype in of_cases if op not in NOT_CALLED):
         for case in cases(op):
             for name, output in run_case(torch, case, op, dtype, 64, low if op == operation_of(low) else None).items():
                 label = f"{op} {dtype} {case.name} {name}".replace("/", " ")
@@ -117,6 +96,10 @@ def operations(file: str, *options: str) -> dict[str, Any]:
     np.savez(file, **bits)
     compiler = nvrtc._compiler  # None: not loaded
     return {"driver": get_driver().name, "compiler": compiler.binding if compiler else None}
+
+
+#: Operations with cases that a call of another one runs, and only where its schedule is chosen.
+NOT_CALLED = ("attention_split", "attention_combine", "attention_combine_lse", "attention_combine_packed")
 
 
 def _caches() -> dict[str, Any]:
@@ -140,6 +123,10 @@ def _caches() -> dict[str, Any]:
         for name, x in values.items():
             label = f"{name.split()[0]} {k_dtype} {name.split()[1]}"
             found[label] = x.contiguous().view(torch.uint8).cpu().numpy()
+    q, pool = (torch.randn(*n, 576, device="cuda", generator=generator).bfloat16() for n in ((2, 1, 16), (40, 16, 1)))
+    latent = oa.PagedKVCache.from_arrays(pool, head_dim_v=512)
+    for name, x in zip(("o", "lse"), oa.decode(q, latent, seq_lens=lens, block_table=table, return_lse=True)):
+        found[f"latent_decode bf16 {name}"] = x.contiguous().view(torch.uint8).cpu().numpy()
     return found
 
 

@@ -320,6 +320,9 @@ def test_a_stream_of_the_callers(levels: bool) -> None:
 def test_arrays_of_other_libraries(library: str) -> None:
     module = pytest.importorskip(library)
     of = module.from_dlpack if library == "cupy" else module.dlpack.from_dlpack
+    if library == "jax":
+        module.devices()  # of several GPUs its first use leaves the last one current
+        torch.cuda.set_device(0)
     for rows, packed in (((40,) * 5, False), (MIXED, True)):
         engine = of_one_system(rows, dtype="float16")
         q, places = engine.queries(packed=packed), engine.places(packed=packed)

@@ -18,21 +18,19 @@ torch = pytest.importorskip("torch")
 import omniattn as oa  # noqa: E402
 from omniattn import reference, runtime, testing  # noqa: E402
 from omniattn.plan.engine import PLANS  # noqa: E402
-from omniattn.registry import REGISTRY, KernelSpec, by_name  # noqa: E402
+from omniattn.registry import KernelSpec, by_name  # noqa: E402
 from omniattn.runtime import loader  # noqa: E402
 from omniattn.runtime.arch import Arch  # noqa: E402
 from omniattn.runtime.compile import compile_spec  # noqa: E402
 from omniattn.runtime.driver import get_driver  # noqa: E402
 from omniattn.runtime.driver_base import IMAGE_ERRORS  # noqa: E402
 from omniattn.runtime.store import Store, set_store  # noqa: E402
-from omniattn.testing.gradient_cases import BACKWARD_OPS  # noqa: E402
-from omniattn.testing.latent_cases import LATENT_OPS  # noqa: E402
-from omniattn.testing.mask_cases import MASK_OPS  # noqa: E402
-from omniattn.testing.quantizer_cases import VALUES_OPS  # noqa: E402
+from omniattn.testing.cases import CASES  # noqa: E402
 
 from .attention_cases import poisoned, run_dense, to_gpu, to_numpy  # noqa: E402
 from .installations import ROOT, Cubins, finish, run, start, wheel_layout, write_cubins  # noqa: E402
 from .kernel_cases import poisoned_outputs  # noqa: E402
+from .runtime_child import NOT_CALLED  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
@@ -237,13 +235,8 @@ def test_both_drivers_give_the_same_bits(tmp_path: Path) -> None:
     }  # fmt: skip
     assert reports["alone"]["compiler"] == "CuPy"
     bits = {name: dict(np.load(file)) for name, file in files.items()}
-    operations = {label.split()[0].removeprefix("quantized_").removeprefix("fp8_") for label in bits["cuda"]}
-    elsewhere = {
-        "attention_split", "attention_combine", "attention_combine_lse", "attention_combine_packed", "layout_fp8",
-        "decode_combine", "copy_blocks", "dequantize", "dequantize_rounds",
-        *LATENT_OPS, *MASK_OPS, *BACKWARD_OPS, *VALUES_OPS, "clear_unused",
-    }  # fmt: skip
-    assert operations == {spec.op for spec in REGISTRY} - elsewhere
+    operations = {label.split()[0] for label in bits["cuda"]}
+    assert operations == {*CASES, "append", "decode", "latent_decode"} - {*NOT_CALLED}
     assert bits["cuda"].keys() == bits["cupy"].keys() == bits["alone"].keys()
     for label, expected in bits["cuda"].items():
         # What CuPy's own NVRTC makes may differ in rounding; the child has compared it with the reference.

@@ -113,7 +113,8 @@ def test_jax_on_both(check_vma: bool) -> None:
     for specs in ((spec("x"),) * 3, (heads, spec(), spec())):
         shared = jax.shard_map(attend, mesh=mesh, in_specs=specs, out_specs=specs[0], check_vma=check_vma)
         got = [np.asarray(x.astype("float32")) for x in (jax.jit(shared)(q, k, v), *gradients(shared)(q, k, v))]
-        np.testing.assert_array_equal(got[0], wants[0][0])
+        # Of half the batch or the heads another tiling may be the fastest: the same but for a rounding.
+        np.testing.assert_allclose(got[0], wants[0][0], rtol=2**-7, atol=2e-3)
         for a, b in zip(got[1:], wants[0][2:], strict=True):
             np.testing.assert_allclose(a, b, rtol=2e-2, atol=2e-2)
 
