@@ -11,7 +11,7 @@ import pytest
 
 from omniattn.plan.engine import PLANS
 
-from .memory_turns import Turn, default_folder
+from .memory_turns import Turn
 
 # Garbage of other tests (CuPy's streams, JAX's arrays) that Python frees in the middle of a capture ends the capture,
 # and later tests of the process that draw random numbers fail: torch collects it before, as it once always did.
@@ -19,7 +19,7 @@ os.environ.setdefault("TORCH_CUDAGRAPH_GC", "1")
 
 #: Bytes that a worker may keep for its next test: others run beside it, and one that needs 35 GB.
 _KEPT = 1 << 30
-_TURN = Turn(default_folder())
+_TURN = Turn()
 
 
 def _runs_alone(item: pytest.Item | None) -> bool:

@@ -1,6 +1,6 @@
 """Whose turn it is to fill the GPU's memory: tests run beside each other, but for those that need most of it.
 
-The processes of pytest-xdist share one GPU. A test marked ``alone`` has it for itself: it waits until no other test
+The processes of pytest-xdist share the machine's GPUs, each of them the first one that it sees. A test marked ``alone`` has it for itself: it waits until no other test
 runs, and no other begins before it ends. What runs between tests, such as processes that a module's fixture started, is
 waited for as well (`in_background`).
 
@@ -29,8 +29,9 @@ from pathlib import Path
 
 
 def default_folder() -> Path:
-    """One for all processes of this user, of whatever run: they use the same GPU."""
-    return Path(tempfile.gettempdir()) / f"omniattn-gpu-tests-{os.getuid()}"
+    """One for all processes of this user, of whatever run, that use the same GPU."""
+    gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0] or "0"
+    return Path(tempfile.gettempdir()) / f"omniattn-gpu-tests-{os.getuid()}-{gpu}"
 
 
 @contextmanager
@@ -83,11 +84,11 @@ class Turn:
 
     Parameters
     ----------
-    folder : Path
-        Where the files are.
+    folder : Path, optional
+        Where the files are; else that of the GPU in use, asked for with each turn: the process may yet be given one.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path | None = None) -> None:
         self._folder = folder
         self._stack: ExitStack | None = None
         self.is_alone = False
@@ -98,7 +99,7 @@ class Turn:
             return
         self.end()
         stack = ExitStack()
-        stack.enter_context((alone if by_itself else beside_others)(self._folder))
+        stack.enter_context((alone if by_itself else beside_others)(self._folder or default_folder()))
         self._stack, self.is_alone = stack, by_itself
 
     def end(self) -> None:
