@@ -1,8 +1,8 @@
 """Whose turn it is to fill the GPU's memory: tests run beside each other, but for those that need most of it.
 
-The processes of pytest-xdist share the machine's GPUs, each of them the first one that it sees. A test marked ``alone`` has it for itself: it waits until no other test
-runs, and no other begins before it ends. What runs between tests, such as processes that a module's fixture started, is
-waited for as well (`in_background`).
+The processes of pytest-xdist share the machine's GPUs; each uses the first one that it sees. A test marked ``alone``
+has that GPU for itself: it waits until no other test runs there, and no other begins before it ends. What runs between
+tests, such as processes that a module's fixture started, is waited for as well (`in_background`).
 
 Three empty files of this user are locked by ``flock``, which the system lets go of when a process ends:
 
