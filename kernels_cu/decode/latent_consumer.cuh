@@ -22,15 +22,19 @@ enum LatentBarrier : int32 { kEvenP = 1, kOddP = 2, kSplitEnd = 3, kAlone = 4 };
 template <typename Config, int kOwn>
 class LatentConsumer {
     using Products = Wgmma<typename Config::Io, Config::kKeys>;
-    using Pv = Wgmma<typename Config::Io, Config::kHeadDimV / 2>;
+    // A product with all of a warpgroup's channels needs 128 registers for them, which a CTA of 512 threads has not.
+    static constexpr int kParts = Config::kThreads > 384 ? 2 : 1;
+    using Pv = Wgmma<typename Config::Io, Config::kHeadDimV / 2 / kParts>;
     static constexpr uint32 kBlockBytes = LatentStorage<Config>::kBlockBytes;
-    static constexpr int kOutput = Config::kHeadDimV / 4, kScores = Config::kKeys / 2;
+    static constexpr uint32 kPartBytes = Config::kHalfPanels / kParts * kPanelBytes;
+    static constexpr int kOutput = Config::kHeadDimV / 4, kPart = kOutput / kParts, kScores = Config::kKeys / 2;
 
   public:
     OA_DEVICE LatentConsumer(const MlaDecodeParams& p, LatentStorage<Config>& smem)
-        : p_(p.decode),
+        : params_(p),
+          p_(p.decode),
           smem_(smem),
-          clears_(!by_threads(p)),
+          by_threads_(Config::kFormat != kRows16 || by_threads(p)),
           lane_(int32(threadIdx.x) & 31),
           row_((int32(threadIdx.x) >> 5 & 3) * 16 + (lane_ >> 2)),
           q_(wgmma_descriptor(smem_addr_of(smem.q), 16, 1024)),
@@ -63,7 +67,7 @@ class LatentConsumer {
             ends_[r] = split.seq_len - split.queries.count + token + 1;
         }
 #pragma unroll
-        for (int i = 0; i < kOutput; ++i) o_[i] = 0.0f;
+        for (int i = 0; i < kOutput; ++i) o(i) = 0.0f;
     }
 
     OA_DEVICE void even_blocks(const LatentSplit& split) {
@@ -81,7 +85,7 @@ class LatentConsumer {
             wgmma_pin(s);
             wgmma_wait<0>();
             wgmma_pin(s);
-            wgmma_pin(o_);
+            pin_output();
             finish_scores(s, split, block);
             const bool grew = raise(s, alpha);
             note_maximum(0);
@@ -92,15 +96,15 @@ class LatentConsumer {
             clear_tail(split, block, 0);
             issue_own(probs, 0);
             wgmma_wait<0>();
-            wgmma_pin(o_);
+            pin_output();
             release(smem_.empty[0][0]);
-            ++rounds_.of[0];
+            rounds_.advance(0);
             if (!__any_sync(0xffffffffu, block + 1 < split.blocks)) return;
             take_odd(split, block + 1);
             if (!__any_sync(0xffffffffu, block + 2 < split.blocks)) break;
         }
         wgmma_wait<0>();
-        wgmma_pin(o_);
+        pin_output();
         release(smem_.empty[1][1]);
     }
     OA_DEVICE void take_odd(const LatentSplit& split, int32 block) {
@@ -110,7 +114,7 @@ class LatentConsumer {
         wait_full(1);
         clear_tail(split, block, 1);
         issue_shared(1);
-        ++rounds_.of[1];
+        rounds_.advance(1);
     }
 
     // Warpgroup 1: S and P of odd blocks, and of O's right half all.
@@ -129,23 +133,23 @@ class LatentConsumer {
             share(probs, 1);
             named_barrier_arrive(kOddP, 256);
             wgmma_wait<0>();
-            wgmma_pin(o_);
+            pin_output();
             release(smem_.empty[0][1]);
             if (grew) rescale(alpha);
             clear_tail(split, block + 1, 1);
             issue_own(probs, 1);
             wgmma_wait<0>();
-            wgmma_pin(o_);
+            pin_output();
             release(smem_.empty[1][0]);
-            ++rounds_.of[1];
-            ++rounds_.of[0];
+            rounds_.advance(1);
+            rounds_.advance(0);
         }
         if (!__any_sync(0xffffffffu, block < split.blocks)) return;
         take_even(split, block);
         wgmma_wait<0>();
-        wgmma_pin(o_);
+        pin_output();
         release(smem_.empty[0][1]);
-        ++rounds_.of[0];
+        rounds_.advance(0);
     }
     OA_DEVICE void take_even(const LatentSplit& split, int32 block) {
         float alpha[2];
@@ -159,8 +163,18 @@ class LatentConsumer {
     OA_DEVICE void wait_panel(int buffer, int panel) const {
         mbarrier_wait(smem_addr_of(&smem_.full[buffer][panel]), rounds_.parity(buffer));
     }
+    // Panels that are brought together, the first one of them and the number; each by itself where TMA brings them.
+    OA_DEVICE void wait_together(int buffer, int first) const {
+        wait_panel(buffer, first);
+        // Copies of threads are announced by the copies themselves; converted rows are fenced by those who write them.
+        if constexpr (Config::kFormat == kRows16) fence_proxy_async();
+    }
     // The panels of this warpgroup's half of V.
     OA_DEVICE void wait_full(int buffer) const {
+        if (by_threads_) {
+            wait_together(buffer, kOwn * Config::kHalfPanels);
+            return;
+        }
 #pragma unroll
         for (int n = 0; n < Config::kHalfPanels; ++n) wait_panel(buffer, kOwn * Config::kHalfPanels + n);
     }
@@ -170,7 +184,7 @@ class LatentConsumer {
     // TMA brings whole chunks, and leaves what is behind them: rows that are no keys of the split would be NaN times 0.
     OA_DEVICE void clear_tail(const LatentSplit& split, int32 block, int buffer) const {
         const int32 rows = split.end - split.begin - block * Config::kKeys;
-        if (!clears_ || rows >= Config::kKeys) return;
+        if (by_threads_ || rows >= Config::kKeys) return;
         const uint32 to = smem_addr_of(smem_.k[buffer]) + kOwn * Config::kHalfPanels * kPanelBytes + rows * 128;
         for (int32 i = int32(threadIdx.x) & 127; i < (Config::kKeys - rows) * 8; i += 128)
 #pragma unroll
@@ -192,10 +206,11 @@ class LatentConsumer {
     }
     template <int kBuffer, int kHalf>
     OA_DEVICE void issue_half(float (&s)[kScores]) const {
+        if (by_threads_) wait_together(kBuffer, first_panel<Config>(kBuffer, kHalf));
 #pragma unroll
         for (int n = 0; n < Config::kHalfPanels + kHalf; ++n) {
             const int panel = n == Config::kHalfPanels ? Config::kPanels - 1 : first_panel<Config>(kBuffer, kHalf) + n;
-            wait_panel(kBuffer, panel);
+            if (!by_threads_) wait_panel(kBuffer, panel);
 #pragma unroll
             for (int step = 0; step < 4; ++step) {
                 const uint32 at = panel * kPanelBytes + step * 32;
@@ -218,8 +233,19 @@ class LatentConsumer {
         }
         // Every row sees the keys before this one, but for the window.
         const int32 seen_by_all = min_of(split.seq_len - split.queries.count + 1, split.end);
+        if (params_.lists_rows != 0) hide_unlisted(s, block & 1);
         const bool is_behind = first + Config::kKeys > seen_by_all;
         if (is_behind || (p_.window_left >= 0 && first < split.seq_len - 1 - p_.window_left)) mask(s, split, first);
+    }
+    // Keys that are numbers of no row.
+    OA_DEVICE void hide_unlisted(float (&s)[kScores], int buffer) const {
+        const uint8* listed = smem_.listed[buffer] + 2 * (lane_ & 3);
+#pragma unroll
+        for (int n = 0; n < Config::kKeys / 8; ++n) {
+            const uint32 two = *reinterpret_cast<const uint16*>(listed + 8 * n);
+            if ((two & 0xff) == 0) s[4 * n] = s[4 * n + 2] = neg_inf();
+            if (two < 0x100) s[4 * n + 1] = s[4 * n + 3] = neg_inf();
+        }
     }
     OA_DEVICE void mask(float (&s)[kScores], const LatentSplit& split, int32 first) const {
 #pragma unroll
@@ -237,7 +263,8 @@ class LatentConsumer {
 
     // Raises the maximum where a score is far above it; returns whether O has to follow, by `alpha`.
     OA_DEVICE bool raise(const float (&s)[kScores], float (&alpha)[2]) {
-        constexpr float kSlack = 8.0f;  // as `OnlineSoftmax`
+        // As `OnlineSoftmax`; the caller may want the maximum itself.
+        const float slack = params_.row_max != nullptr ? 0.0f : 8.0f;
         float top[2];
         bool grew = false;
 #pragma unroll
@@ -247,7 +274,7 @@ class LatentConsumer {
             for (int n = 4; n < kScores; n += 4) top[r] = fmaxf(top[r], fmaxf(s[n + 2 * r], s[n + 2 * r + 1]));
             top[r] = fmaxf(top[r], __shfl_xor_sync(0xffffffffu, top[r], 1));
             top[r] = fmaxf(top[r], __shfl_xor_sync(0xffffffffu, top[r], 2));
-            grew |= top[r] - m_[r] > kSlack;
+            grew |= top[r] - m_[r] > slack;
         }
         if (!__any_sync(0xffffffffu, grew)) return false;
 #pragma unroll
@@ -275,7 +302,7 @@ class LatentConsumer {
     }
     OA_DEVICE void rescale(const float (&alpha)[2]) {
 #pragma unroll
-        for (int i = 0; i < kOutput; ++i) o_[i] *= alpha[i >> 1 & 1];
+        for (int i = 0; i < kOutput; ++i) o(i) *= alpha[i >> 1 & 1];
     }
 
     // P, as left operand of a product: the layout of S is that of P.
@@ -301,26 +328,39 @@ class LatentConsumer {
         fence_proxy_async();
     }
 
+    OA_DEVICE float& o(int i) { return o_[i / kPart][i % kPart]; }
+    OA_DEVICE void pin_output() {
+#pragma unroll
+        for (int part = 0; part < kParts; ++part) wgmma_pin(o_[part]);
+    }
+    OA_DEVICE uint64 v_at(int buffer, int part, int step) const {
+        return v_.at(buffer * kBlockBytes + part * kPartBytes + step * 16 * 128);
+    }
+
     // O += P V of this warpgroup's own P, and of the other's.
     OA_DEVICE void issue_own(const uint32 (&probs)[Config::kKeys / 16][4], int buffer) {
-        wgmma_pin(o_);
+        pin_output();
         wgmma_fence();
 #pragma unroll
         for (int step = 0; step < Config::kKeys / 16; ++step)
-            Pv::template rs<kMnMajor>(o_, probs[step], v_.at(buffer * kBlockBytes + step * 16 * 128), 1);
+#pragma unroll
+            for (int part = 0; part < kParts; ++part)
+                Pv::template rs<kMnMajor>(o_[part], probs[step], v_at(buffer, part, step), 1);
         wgmma_commit();
-        wgmma_pin(o_);
+        pin_output();
     }
     OA_DEVICE void issue_shared(int buffer) {
-        wgmma_pin(o_);
+        pin_output();
         wgmma_fence();
 #pragma unroll
         for (int step = 0; step < Config::kKeys / 16; ++step)
-            Pv::template ss<kKMajor, kMnMajor>(
-                o_, k_.at(buffer * kBlockBytes + (Config::kPanels - 1) * kPanelBytes + step * 32),
-                v_.at(buffer * kBlockBytes + step * 16 * 128), 1);
+#pragma unroll
+            for (int part = 0; part < kParts; ++part)
+                Pv::template ss<kKMajor, kMnMajor>(
+                    o_[part], k_.at(buffer * kBlockBytes + (Config::kPanels - 1) * kPanelBytes + step * 32),
+                    v_at(buffer, part, step), 1);
         wgmma_commit();
-        wgmma_pin(o_);
+        pin_output();
     }
 
     // Of all keys O and LSE, else a partial result. which: of the two places for denominators.
@@ -338,34 +378,35 @@ class LatentConsumer {
             if (split.slot < 0) {
                 const RowResult result =
                     finish_row(m_[r], l, sink_log2<typename Config::Io>(p_.sinks, p_.sinks_kind, head));
-                if (kOwn == 0 && (lane_ & 3) == 0 && p_.lse != nullptr)
-                    p_.lse[lse_place(p_, split.sequence, head, split.queries.first, token)] = result.lse;
+                if (kOwn == 0 && (lane_ & 3) == 0)
+                    note_row(params_, split.sequence, head, split.queries.first, token, m_[r], result.lse);
                 uint16* to = p_.o + split.sequence * p_.o_stride_b + (split.queries.first + token) * p_.o_stride_s +
                              head * p_.o_stride_h + column;
 #pragma unroll
                 for (int n = 0; n < kOutput / 4; ++n)
                     *reinterpret_cast<uint32*>(to + 8 * n) =
-                        pack2(typename Config::Io{}, o_[4 * n + 2 * r] * result.o_scale,
-                              o_[4 * n + 2 * r + 1] * result.o_scale);
+                        pack2(typename Config::Io{}, o(4 * n + 2 * r) * result.o_scale,
+                              o(4 * n + 2 * r + 1) * result.o_scale);
             } else {
-                const int64 row = int64(split.slot) * p_.num_row_blocks * Config::kRows + flat;
+                const int64 row = int64(split.slot) * params_.slot_rows + flat;
                 if (kOwn == 0 && (lane_ & 3) == 0)
                     *reinterpret_cast<float2*>(p_.partial_ml + 2 * row) = make_float2(m_[r], l);
                 float* to = p_.partial_o + row * Config::kHeadDimV + column;
 #pragma unroll
                 for (int n = 0; n < kOutput / 4; ++n)
-                    *reinterpret_cast<float2*>(to + 8 * n) = make_float2(o_[4 * n + 2 * r], o_[4 * n + 2 * r + 1]);
+                    *reinterpret_cast<float2*>(to + 8 * n) = make_float2(o(4 * n + 2 * r), o(4 * n + 2 * r + 1));
             }
         }
     }
 
+    const MlaDecodeParams& params_;
     const DecodeParams& p_;
     LatentStorage<Config>& smem_;
-    const bool clears_;
+    const bool by_threads_;
     const int32 lane_, row_;  // the lane's first row
     const WgmmaDescriptor q_, k_, v_;
     Rounds rounds_;
     float m_[2], l_[2];
     int32 ends_[2];  // keys that a row sees end here
-    float o_[kOutput];
+    float o_[kParts][kPart];
 };

@@ -230,8 +230,8 @@ def test_explain_names_the_kernels() -> None:
 
 @pytest.mark.parametrize("block_size", [64, 4])
 def test_warps_that_come_at_random_times(block_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    def delayed(dtype: str) -> Any:
-        row = registry_decode.latent_row(dtype)
+    def delayed(dtype: str, fmt: str) -> Any:
+        row = registry_decode.latent_row(dtype, fmt)
         return dataclasses.replace(row, defines=(*row.defines, ("RANDOM_DELAYS", "1")))
 
     case = Filled((1500, 64, 333), block_size, 128, 2, growth=0.01)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..errors import UnsupportedError
-from ..kv.formats import IN_ORDER, KVFormat
+from ..kv.formats import IN_ORDER, LATENT_656, KVFormat
 from ..problems import AppendProblem, DequantizeProblem, Target
 from ..registry import REGISTRY, KernelSpec, registered
 from ..registry.decode import (
@@ -99,9 +99,16 @@ def select_decode(
     return the_one(main, what, target, force), the_one(combine, f"partial results of {rows}", target, force)
 
 
-def select_latent(dtype: str, target: Target, force: str | None = None) -> tuple[Selection, Selection]:
+def latent_kind(k: KVFormat) -> str:
+    """A key of `LATENT_FORMATS`."""
+    if not k.quantized:
+        return "latent"
+    return "latent_656" if k.layout == LATENT_656 else "latent_e4m3"
+
+
+def select_latent(dtype: str, k: KVFormat, target: Target, force: str | None = None) -> tuple[Selection, Selection]:
     """The kernels of one pass over a latent cache, as `select_decode`'s."""
-    main, combine = registered(latent_row(dtype)), registered(latent_combine_row(dtype))
+    main, combine = registered(latent_row(dtype, latent_kind(k))), registered(latent_combine_row(dtype))
     width, width_v = LATENT_DIMS
     what = f"{dtype} queries, a latent cache with rows of {width} channels, the first {width_v} of them V"
     return the_one(main, what, target, force), the_one(combine, f"partial results of {width_v} channels", target, force)

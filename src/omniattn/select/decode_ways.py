@@ -141,7 +141,7 @@ def _over_latents(one: KeyPass, target: Target, force: str | None) -> PassWay:
             f"no kernel serves a latent cache with rows of {dims[0]} channels, {dims[1]} of them V",
             instead="rows of {} channels, {} of them V, or arrays on the CPU".format(*LATENT_DIMS),
         )
-    pair = select_latent(p.dtype, target, force)
+    pair = select_latent(p.dtype, one.k, target, force)
     blocks = one.row_blocks(pair[0].spec.block_m)
     return _with_split(one, (1, 1), pair, max(1, target.sm_count // max(blocks, 1)))
 
