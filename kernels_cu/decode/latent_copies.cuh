@@ -74,30 +74,41 @@ struct SplitCursor {
     }
 };
 
+// A key, or the first one that any query sees where that is further right, or the last one of the split. What is left of
+// all windows may be another sequence's by now.
+OA_DEVICE int32 first_seen(const DecodeParams& p, const LatentSplit& split, int32 key) {
+    const int32 seen = p.window_left < 0 ? 0 : split.seq_len - split.queries.count - p.window_left;
+    return min_of(max_of(key, seen), split.end - 1);
+}
+
+// What the block table has for a key: the number of its block, or of a list the row's, -1 where there is none.
+OA_DEVICE int32 table_entry(const MlaDecodeParams& params, const LatentSplit& split, int32 key) {
+    const DecodeParams& p = params.decode;
+    if (p.block_table == nullptr) return split.sequence;
+    const int32* table = p.block_table + int64(split.sequence) * p.table_columns;
+    if (params.lists_rows != 0) return key < split.end ? table[key] : -1;
+    return table[quotient(first_seen(p, split, key), p.block_multiplier, p.block_shift)];
+}
+
 // Where a key's row is, in units of place_bytes.
 struct KeyPlace {
     uint32 place;
     bool exists;
 };
-OA_DEVICE KeyPlace key_place(const MlaDecodeParams& params, const LatentSplit& split, int32 key) {
+OA_DEVICE KeyPlace key_place(const MlaDecodeParams& params, const LatentSplit& split, int32 key, int32 entry) {
     const DecodeParams& p = params.decode;
-    uint32 block = split.sequence;
-    int32 row;
     bool exists = key < split.end;
+    uint32 block = entry;
+    int32 row;
     if (params.lists_rows != 0) {
-        row = exists ? p.block_table[int64(split.sequence) * p.table_columns + key] : -1;
-        exists = row >= 0 && uint32(row) < uint32(p.num_blocks) * uint32(p.block_size);
-        if (!exists) row = 0;
+        exists = entry >= 0 && uint32(entry) < uint32(p.num_blocks) * uint32(p.block_size);
+        row = exists ? entry : 0;
         block = quotient(row, p.block_multiplier, p.block_shift);
         row -= int32(block) * p.block_size;
     } else {
-        // Left of all windows is the first key that a query sees: what is there may be another sequence's by now.
-        const int32 seen = p.window_left < 0 ? 0 : split.seq_len - split.queries.count - p.window_left;
-        key = min_of(max_of(key, seen), split.end - 1);
-        const int32 index = quotient(key, p.block_multiplier, p.block_shift);
-        if (p.block_table != nullptr) block = p.block_table[int64(split.sequence) * p.table_columns + index];
         block = min_of(block, uint32(p.num_blocks - 1));
-        row = key - index * p.block_size;
+        key = first_seen(p, split, key);
+        row = key - quotient(key, p.block_multiplier, p.block_shift) * p.block_size;
     }
     return {block * p.block_places + uint32(row) * p.token_places, exists};
 }
@@ -127,7 +138,7 @@ class LatentProducer {
     OA_DEVICE void run(SplitCursor<Config> cursor, const Partition& partition) {
         LatentSplit split;
         for (uint32 number = 0; cursor.next(p_, partition, split); ++number) {
-            if (by_threads(params_)) look_up(split, 0);
+            if (by_threads(params_)) ask_table(split, 0), look_up(split, 0);
             mbarrier_wait(smem_addr_of(&smem_.q_empty), (number & 1) ^ 1);
             copy_queries(split);
             mbarrier_arrive_after_copies(smem_addr_of(&smem_.q_full));
@@ -162,15 +173,23 @@ class LatentProducer {
         }
     }
 
-    // Where the rows of a block are, a block ahead of their copies: tables are in global memory.
+    // Where the rows of a block are. What tables say, in global memory, is asked for a block before.
+    OA_DEVICE int32 key(const LatentSplit& split, int32 block, int i) const {
+        return split.begin + block * Config::kKeys + row(i);
+    }
+    OA_DEVICE void ask_table(const LatentSplit& split, int32 block) {
+#pragma unroll
+        for (int i = 0; i < kSteps; ++i) entries_[i] = table_entry(params_, split, key(split, block, i));
+    }
     OA_DEVICE void look_up(const LatentSplit& split, int32 block) {
         exists_ = 0;
 #pragma unroll
         for (int i = 0; i < kSteps; ++i) {
-            const KeyPlace own = key_place(params_, split, split.begin + block * Config::kKeys + row(i));
+            const KeyPlace own = key_place(params_, split, key(split, block, i), entries_[i]);
             places_[i] = own.place;
             exists_ |= own.exists ? 1u << i : 0;
         }
+        ask_table(split, block + 1);
     }
     OA_DEVICE const uint8* address(int i) const { return p_.k + uint64(places_[i]) * p_.place_bytes; }
     OA_DEVICE bool exists(int i) const { return (exists_ >> i & 1) != 0; }
@@ -195,7 +214,7 @@ class LatentProducer {
         const uint32 there = exists_;
 #pragma unroll
         for (int i = 0; i < kSteps; ++i) from[i] = address(i) + chunk_ * 16, bytes[i] = exists(i) ? 16 : 0;
-        if (block + 1 < split.blocks) look_up(split, block + 1);
+        look_up(split, block + 1);  // behind the last block nothing exists
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             wait_empty(buffer, half);
@@ -274,6 +293,7 @@ class LatentProducer {
     const DecodeParams& p_;
     LatentStorage<Config>& smem_;
     const int32 chunk_, row_;  // 16 bytes of a panel's row, and the first row
+    int32 entries_[kSteps];
     uint32 places_[kSteps], exists_ = 0;
     Rounds rounds_;
 };

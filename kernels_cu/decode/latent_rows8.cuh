@@ -33,7 +33,7 @@ OA_DEVICE void LatentProducer<Config>::convert_blocks(const LatentSplit& split) 
         note_listed(buffer, exists_);
         store_codes<0>(codes, buffer);
         load_codes<1>(codes, buffer);
-        look_up(split, block + 1);  // behind the last block nothing exists
+        look_up(split, block + 1);
         wait_empty(buffer, 1);
         store_codes<1>(codes, buffer);
         load_codes<0>(codes, buffer ^ 1);
