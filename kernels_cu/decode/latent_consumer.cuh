@@ -124,19 +124,9 @@ class LatentConsumer {
         for (; __any_sync(0xffffffffu, block + 1 < split.blocks); block += 2) {
             uint32 probs[Config::kKeys / 16][4];
             issue_scores<1>(s);
-            // Behind S: its half of the even block becomes free earlier, and S is masked while the product runs.
-            named_barrier_sync(kEvenP, 256);
-            if (follow(0, alpha)) {
-                wgmma_wait<0>();
-                wgmma_pin(s);
-                rescale(alpha);
-                add_even(split, block);
-            } else {
-                add_even(split, block);
-                wgmma_wait<1>();
-                wgmma_pin(s);
-            }
+            wgmma_wait<0>();
             finish_scores(s, split, block + 1);
+            take_even(split, block);
             const bool grew = raise(s, alpha);
             note_maximum(1);
             probabilities(s, probs);
@@ -165,9 +155,6 @@ class LatentConsumer {
         float alpha[2];
         named_barrier_sync(kEvenP, 256);
         if (follow(0, alpha)) rescale(alpha);
-        add_even(split, block);
-    }
-    OA_DEVICE void add_even(const LatentSplit& split, int32 block) {
         wait_full(0);
         clear_tail(split, block, 0);
         issue_shared(0);
