@@ -22,12 +22,9 @@ enum LatentBarrier : int32 { kEvenP = 1, kOddP = 2, kSplitEnd = 3, kAlone = 4 };
 template <typename Config, int kOwn>
 class LatentConsumer {
     using Products = Wgmma<typename Config::Io, Config::kKeys>;
-    // A product with all of a warpgroup's channels needs 128 registers for them, which a CTA of 512 threads has not.
-    static constexpr int kParts = Config::kThreads > 384 ? 2 : 1;
-    using Pv = Wgmma<typename Config::Io, Config::kHeadDimV / 2 / kParts>;
+    using Pv = Wgmma<typename Config::Io, Config::kHeadDimV / 2>;
     static constexpr uint32 kBlockBytes = LatentStorage<Config>::kBlockBytes;
-    static constexpr uint32 kPartBytes = Config::kHalfPanels / kParts * kPanelBytes;
-    static constexpr int kOutput = Config::kHeadDimV / 4, kPart = kOutput / kParts, kScores = Config::kKeys / 2;
+    static constexpr int kOutput = Config::kHeadDimV / 4, kScores = Config::kKeys / 2;
 
   public:
     OA_DEVICE LatentConsumer(const MlaDecodeParams& p, LatentStorage<Config>& smem)
@@ -67,7 +64,7 @@ class LatentConsumer {
             ends_[r] = split.seq_len - split.queries.count + token + 1;
         }
 #pragma unroll
-        for (int i = 0; i < kOutput; ++i) o(i) = 0.0f;
+        for (int i = 0; i < kOutput; ++i) o_[i] = 0.0f;
     }
 
     OA_DEVICE void even_blocks(const LatentSplit& split) {
@@ -85,7 +82,7 @@ class LatentConsumer {
             wgmma_pin(s);
             wgmma_wait<0>();
             wgmma_pin(s);
-            pin_output();
+            wgmma_pin(o_);
             finish_scores(s, split, block);
             const bool grew = raise(s, alpha);
             note_maximum(0);
@@ -96,7 +93,7 @@ class LatentConsumer {
             clear_tail(split, block, 0);
             issue_own(probs, 0);
             wgmma_wait<0>();
-            pin_output();
+            wgmma_pin(o_);
             release(smem_.empty[0][0]);
             rounds_.advance(0);
             if (!__any_sync(0xffffffffu, block + 1 < split.blocks)) return;
@@ -104,7 +101,7 @@ class LatentConsumer {
             if (!__any_sync(0xffffffffu, block + 2 < split.blocks)) break;
         }
         wgmma_wait<0>();
-        pin_output();
+        wgmma_pin(o_);
         release(smem_.empty[1][1]);
     }
     OA_DEVICE void take_odd(const LatentSplit& split, int32 block) {
@@ -133,13 +130,13 @@ class LatentConsumer {
             share(probs, 1);
             named_barrier_arrive(kOddP, 256);
             wgmma_wait<0>();
-            pin_output();
+            wgmma_pin(o_);
             release(smem_.empty[0][1]);
             if (grew) rescale(alpha);
             clear_tail(split, block + 1, 1);
             issue_own(probs, 1);
             wgmma_wait<0>();
-            pin_output();
+            wgmma_pin(o_);
             release(smem_.empty[1][0]);
             rounds_.advance(1);
             rounds_.advance(0);
@@ -147,7 +144,7 @@ class LatentConsumer {
         if (!__any_sync(0xffffffffu, block < split.blocks)) return;
         take_even(split, block);
         wgmma_wait<0>();
-        pin_output();
+        wgmma_pin(o_);
         release(smem_.empty[0][1]);
         rounds_.advance(0);
     }
@@ -302,7 +299,7 @@ class LatentConsumer {
     }
     OA_DEVICE void rescale(const float (&alpha)[2]) {
 #pragma unroll
-        for (int i = 0; i < kOutput; ++i) o(i) *= alpha[i >> 1 & 1];
+        for (int i = 0; i < kOutput; ++i) o_[i] *= alpha[i >> 1 & 1];
     }
 
     // P, as left operand of a product: the layout of S is that of P.
@@ -328,39 +325,26 @@ class LatentConsumer {
         fence_proxy_async();
     }
 
-    OA_DEVICE float& o(int i) { return o_[i / kPart][i % kPart]; }
-    OA_DEVICE void pin_output() {
-#pragma unroll
-        for (int part = 0; part < kParts; ++part) wgmma_pin(o_[part]);
-    }
-    OA_DEVICE uint64 v_at(int buffer, int part, int step) const {
-        return v_.at(buffer * kBlockBytes + part * kPartBytes + step * 16 * 128);
-    }
-
     // O += P V of this warpgroup's own P, and of the other's.
     OA_DEVICE void issue_own(const uint32 (&probs)[Config::kKeys / 16][4], int buffer) {
-        pin_output();
+        wgmma_pin(o_);
         wgmma_fence();
 #pragma unroll
         for (int step = 0; step < Config::kKeys / 16; ++step)
-#pragma unroll
-            for (int part = 0; part < kParts; ++part)
-                Pv::template rs<kMnMajor>(o_[part], probs[step], v_at(buffer, part, step), 1);
+            Pv::template rs<kMnMajor>(o_, probs[step], v_.at(buffer * kBlockBytes + step * 16 * 128), 1);
         wgmma_commit();
-        pin_output();
+        wgmma_pin(o_);
     }
     OA_DEVICE void issue_shared(int buffer) {
-        pin_output();
+        wgmma_pin(o_);
         wgmma_fence();
 #pragma unroll
         for (int step = 0; step < Config::kKeys / 16; ++step)
-#pragma unroll
-            for (int part = 0; part < kParts; ++part)
-                Pv::template ss<kKMajor, kMnMajor>(
-                    o_[part], k_.at(buffer * kBlockBytes + (Config::kPanels - 1) * kPanelBytes + step * 32),
-                    v_at(buffer, part, step), 1);
+            Pv::template ss<kKMajor, kMnMajor>(
+                o_, k_.at(buffer * kBlockBytes + (Config::kPanels - 1) * kPanelBytes + step * 32),
+                v_.at(buffer * kBlockBytes + step * 16 * 128), 1);
         wgmma_commit();
-        pin_output();
+        wgmma_pin(o_);
     }
 
     // Of all keys O and LSE, else a partial result. which: of the two places for denominators.
@@ -385,8 +369,8 @@ class LatentConsumer {
 #pragma unroll
                 for (int n = 0; n < kOutput / 4; ++n)
                     *reinterpret_cast<uint32*>(to + 8 * n) =
-                        pack2(typename Config::Io{}, o(4 * n + 2 * r) * result.o_scale,
-                              o(4 * n + 2 * r + 1) * result.o_scale);
+                        pack2(typename Config::Io{}, o_[4 * n + 2 * r] * result.o_scale,
+                              o_[4 * n + 2 * r + 1] * result.o_scale);
             } else {
                 const int64 row = int64(split.slot) * params_.slot_rows + flat;
                 if (kOwn == 0 && (lane_ & 3) == 0)
@@ -394,7 +378,7 @@ class LatentConsumer {
                 float* to = p_.partial_o + row * Config::kHeadDimV + column;
 #pragma unroll
                 for (int n = 0; n < kOutput / 4; ++n)
-                    *reinterpret_cast<float2*>(to + 8 * n) = make_float2(o(4 * n + 2 * r), o(4 * n + 2 * r + 1));
+                    *reinterpret_cast<float2*>(to + 8 * n) = make_float2(o_[4 * n + 2 * r], o_[4 * n + 2 * r + 1]);
             }
         }
     }
@@ -408,5 +392,5 @@ class LatentConsumer {
     Rounds rounds_;
     float m_[2], l_[2];
     int32 ends_[2];  // keys that a row sees end here
-    float o_[kParts][kPart];
+    float o_[kOutput];
 };

@@ -46,10 +46,10 @@ struct Config {
     static constexpr int kRows = 64, kKeys = 64;  // of a CTA, of a block
     static constexpr int kPanels = kHeadDim / 64, kHalfPanels = kHeadDimV / 128;
     static constexpr int kFormat = CACHE_FORMAT;  // LatentFormat
-    // Rows in 8 bits are dequantized by twice the warps.
-    static constexpr int kProducers = kFormat == kRows16 ? 128 : 256, kThreads = kProducers + 256;
-    static constexpr int kProducerRegisters = 56;
-    static constexpr int kConsumerRegisters = kFormat == kRows16 ? 224 : 200;
+    static constexpr int kProducers = 128, kThreads = kProducers + 256;
+    // Of a thread, 3 * 168 together. Rows in 8 bits wait in registers.
+    static constexpr int kProducerRegisters = kFormat == kRows16 ? 56 : 104;
+    static constexpr int kConsumerRegisters = (3 * 168 - kProducerRegisters) / 2;
     static_assert(kFormat != kRows656 || kIsBFloat16<Io>, "channels of 16 bits are bf16 there");
     static_assert(kHeadDim % 64 == 0 && kHeadDimV == kHeadDim - 64 && kHeadDimV % 128 == 0, "P has a panel of its own");
 };
@@ -87,13 +87,13 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, 1) mla_decode_sm9
     scan.locate(p, cursor.at, smem.scan);
     cursor.sequence = smem.scan.sequence, cursor.before = smem.scan.before;
     const int32 warpgroup = __shfl_sync(0xffffffffu, int32(threadIdx.x) >> 7, 0);
-    if (warpgroup < Config::kProducers / 128) {
+    if (warpgroup == 0) {
         registers_release<Config::kProducerRegisters>();
         LatentProducer<Config>(params, smem).run(cursor, partition);
         return;
     }
     registers_claim<Config::kConsumerRegisters>();
-    if (warpgroup == Config::kProducers / 128) {
+    if (warpgroup == 1) {
         LatentConsumer<Config, 0>(params, smem).run(cursor, partition);
     } else {
         LatentConsumer<Config, 1>(params, smem).run(cursor, partition);
