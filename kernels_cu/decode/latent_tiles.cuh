@@ -29,10 +29,7 @@ class LatentTiles {
           p_(params.decode),
           smem_(smem),
           chunk_(int32(threadIdx.x) & 7),
-          key_(int32(threadIdx.x) >> 3) {
-        // fp32: of all rows.
-        if (Config::kFormat == kRowsE4m3) scale_ = p_.k_params == nullptr ? 1.0f : __uint_as_float(*p_.k_params);
-    }
+          key_(int32(threadIdx.x) >> 3) {}
 
     // The first tiles of a split, when no thread reads the last ones any more: as many as there are copies ahead.
     OA_DEVICE void begin(const LatentSplit& split) {
@@ -74,7 +71,7 @@ class LatentTiles {
         if constexpr (Config::kFormat != kRows16) {
             const uint32 from = smem_addr_of(smem_.raw) + key_ * kRowBytes;
             const uint32 to = smem_addr_of(smem_.k[tile % Config::kStages]) + key_ * kTileRow;
-            float scales[4] = {scale_, scale_, scale_, scale_};
+            float scales[4] = {1.0f, 1.0f, 1.0f, 1.0f};  // of e4m3 rows the one scale is in S and O
             if constexpr (Config::kFormat == kRows656) {
                 const uint4 bits = load_shared4(from + kCodes * 16);
                 scales[0] = __uint_as_float(bits.x), scales[1] = __uint_as_float(bits.y);
@@ -125,6 +122,5 @@ class LatentTiles {
     const DecodeParams& p_;
     Storage& smem_;
     const int32 chunk_, key_;
-    float scale_ = 1.0f;
     KeyPlace at_;  // of the next tile's key
 };

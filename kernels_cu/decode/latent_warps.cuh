@@ -11,8 +11,8 @@
 #include "ptx/shared.cuh"
 #include "ptx/types.cuh"
 
-// Config: Io, kHeadDim, kHeadDimV, kRows, kKeys, kPanels, kStages, kHeld, kRowWarps, kParts, kKeyWarps. Storage: k, q, scores,
-// alpha, m, l, exists.
+// Config: Io, kFormat, kHeadDim, kHeadDimV, kRows, kKeys, kPanels, kStages, kHeld, kRowWarps, kParts, kKeyWarps. Storage: k, q, scores,
+// alpha, m, l, exists, row_scale.
 template <typename Config, typename Storage>
 class LatentWarps {
     static constexpr uint32 kTileRow = 2 * Config::kHeadDim, kScoreRow = 4 * Config::kKeys;  // bytes
@@ -212,6 +212,7 @@ class LatentWarps {
         return smem_addr_of(smem_.q) + ((panel - Config::kHeld) * kSteps + step) * 16 * Config::kThreads +
                16 * threadIdx.x;
     }
+    OA_DEVICE float row_scale() const { return Config::kFormat == kRowsE4m3 ? smem_.row_scale : 1.0f; }
     // Where 16 bytes of a row of scores are: rows 0 to 3 that are written at once, two places of each, and rows 2i and
     // 2i + 1 that are read at once are apart in the banks.
     OA_DEVICE static uint32 swizzled(int row, int unit) { return (unit ^ ((row & 3) << 1 | (row & 1))) << 4; }
@@ -231,7 +232,7 @@ class LatentWarps {
     }
     // S in base-2 units; keys that the row does not see are -inf.
     OA_DEVICE void finish_scores(float (&s)[kWidth], const LatentSplit& split, int32 tile, int32 column) const {
-        const float c = p_.softmax_scale * kLog2e;
+        const float c = p_.softmax_scale * kLog2e * row_scale();
 #pragma unroll
         for (int i = 0; i < kWidth; ++i) s[i] *= c;
         if (p_.softcap > 0.0f) {
@@ -270,21 +271,23 @@ class LatentWarps {
         const float top = smem_.m[own], l = smem_.l[own];
         if (split.slot < 0) {
             const RowResult result = finish_row(top, l, sink_log2<typename Config::Io>(p_.sinks, p_.sinks_kind, head));
+            const float scale = result.o_scale * row_scale();
             if (first) note_row(params_, split.sequence, head, split.queries.first, token, top, result.lse);
             uint16* to = p_.o + split.sequence * p_.o_stride_b + (split.queries.first + token) * p_.o_stride_s +
                          head * p_.o_stride_h + column;
 #pragma unroll
             for (int n = 0; n < 8; ++n)
                 *reinterpret_cast<uint32*>(to + 8 * n) =
-                    pack2(typename Config::Io{}, o_[m][4 * n + 2 * r] * result.o_scale,
-                          o_[m][4 * n + 2 * r + 1] * result.o_scale);
+                    pack2(typename Config::Io{}, o_[m][4 * n + 2 * r] * scale,
+                          o_[m][4 * n + 2 * r + 1] * scale);
         } else {
             const int64 row = int64(split.slot) * params_.slot_rows + flat;
             if (first) *reinterpret_cast<float2*>(p_.partial_ml + 2 * row) = make_float2(top, l);
             float* to = p_.partial_o + row * Config::kHeadDimV + column;
 #pragma unroll
             for (int n = 0; n < 8; ++n)
-                *reinterpret_cast<float2*>(to + 8 * n) = make_float2(o_[m][4 * n + 2 * r], o_[m][4 * n + 2 * r + 1]);
+                *reinterpret_cast<float2*>(to + 8 * n) = make_float2(o_[m][4 * n + 2 * r] * row_scale(),
+                                                                     o_[m][4 * n + 2 * r + 1] * row_scale());
         }
     }
 

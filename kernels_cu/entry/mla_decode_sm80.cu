@@ -4,9 +4,9 @@
 //   S = softmax_scale * q k^T;  S = softcap * tanh(S / softcap);  P = softmax([S, sink]);  O = P k[:, :HEAD_DIM_V]
 //
 // q: [batch, q_len, num_q_heads, HEAD_DIM], or packed by cu_seqlens_q; o with HEAD_DIM_V. k: rows of HEAD_DIM wherever
-// the strides say, one for all query heads, as CACHE_FORMAT says (`LatentFormat`); those of 8 bits are multiplied by
-// their scales in fp32 and rounded to q's type in shared memory. Query token i of sequence b sees the keys up to
-// seq_lens[b] - q_len + i.
+// the strides say, one for all query heads, as CACHE_FORMAT says (`LatentFormat`); those of 8 bits become q's type in
+// shared memory: those with four scales are multiplied by them in fp32 and rounded, the one scale of others is in S and
+// O. Query token i of sequence b sees the keys up to seq_lens[b] - q_len + i.
 //
 // A CTA has ROWS rows (query token, head), and one split of the keys after another, of which it takes 32 at a time. Its
 // eight warps divide S by rows, channels and keys, so that Q stays in registers and K is read from shared memory once
@@ -26,6 +26,7 @@
 #include "decode/latent_warps.cuh"
 #include "params/mla_decode.cuh"
 #include "ptx/cp_async.cuh"
+#include "ptx/delay.cuh"
 #include "ptx/gpu_sync.cuh"
 #include "ptx/types.cuh"
 
@@ -59,6 +60,7 @@ struct SharedStorage {
     ScanStorage<Config::kThreads> scan;
     SplitCursor<Config> cursor;
     int32 chunks;  // of all sequences
+    float row_scale;  // the one of e4m3 rows, else 1
     LatentSplit split[2];
 };
 static_assert(sizeof(SharedStorage) == SMEM_BYTES, "the registry's smem_bytes must be this struct's size");
@@ -68,11 +70,14 @@ using Tiles = LatentTiles<Config, SharedStorage>;
 OA_DEVICE void ready(Tiles& tiles, const LatentSplit& split, int32 tile) {
     if constexpr (Config::kFormat == kRows16) {
         cp_async_wait<0>();
+        random_delay();
         __syncthreads();  // every warp is done with the tile before
         tiles.copy(split, tile + 1);
     } else {
+        random_delay();
         __syncthreads();
         tiles.convert(split, tile);
+        random_delay();
         __syncthreads();
     }
 }
@@ -91,7 +96,11 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, MIN_CTAS) mla_dec
         if (cursor.at >= cursor.end) return;
         scan.locate(p, cursor.at, smem.scan);
         cursor.sequence = smem.scan.sequence, cursor.before = smem.scan.before;
-        if (threadIdx.x == 0) smem.cursor = cursor, smem.chunks = scan.total;
+        if (threadIdx.x == 0) {
+            smem.cursor = cursor, smem.chunks = scan.total;
+            const bool scaled = Config::kFormat == kRowsE4m3 && p.k_params != nullptr;
+            smem.row_scale = scaled ? __uint_as_float(*p.k_params) : 1.0f;
+        }
     }
     Tiles tiles(params, smem);
     LatentWarps<Config, SharedStorage> warps(params, smem);
@@ -112,6 +121,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, MIN_CTAS) mla_dec
         for (int32 tile = 0; tile < split.blocks; ++tile) {
             if (!Config::kEarly) ready(tiles, split, tile);
             warps.part_of_scores(tile);
+            random_delay();
             __syncthreads();  // behind it every warp is done with the tile before
             if (Config::kEarly && Config::kFormat == kRows16) tiles.copy(split, tile + 2);
             const bool grew = warps.probabilities(split, tile);
@@ -122,6 +132,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, MIN_CTAS) mla_dec
                     tiles.convert(split, tile + 1);
                 }
             }
+            random_delay();
             warps.add_values(tile, __syncthreads_or(grew));
         }
         // Copies of what is behind the end.

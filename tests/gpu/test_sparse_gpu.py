@@ -1,4 +1,4 @@
-"""Sparse attention over latent rows (DSA), and decoding over rows in 8 bits, on Hopper, against float64."""
+"""Sparse attention over latent rows (DSA), and decoding over rows in 8 bits, against float64."""
 
 from __future__ import annotations
 
@@ -16,9 +16,8 @@ from .latent_rows8 import FORMATS, dressed, nan_rows, stored  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="kernels of Hopper"
-    ),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
+    pytest.mark.usefixtures("latent_family"),
 ]
 
 DIM, DIM_V = 576, 512

@@ -235,7 +235,10 @@ class _PassPlan:
             **_row_values(one),
             **scale_values(cache),
         }
-        arguments = mla_decode.arguments(values, p, self.slot_rows) if cache.is_latent else DECODE.pack(values)
+        if cache.is_latent:
+            arguments = mla_decode.arguments(values, p, self.slot_rows, has_map=spec.arch_specific)
+        else:
+            arguments = DECODE.pack(values)
         # The CTAs of one sequence more clear the rows that no sequence owns.
         others = self.segments // p.batch if p.packed and not p.has_company else 0
         grid = (self.segments + others, -(-min(self.slot_rows, one.rows) * split // _COMBINE_WARPS), 1)

@@ -14,9 +14,20 @@ from .structs import MLA_DECODE
 _KEYS, _FEWEST = 64, 8
 
 
-def arguments(values: dict[str, object], problem: DecodeProblem, slot_rows: int) -> Arguments:
-    """The struct of a call; ``values``: the members of `launch.structs.DECODE`."""
-    rows = box_rows(problem)
+def arguments(values: dict[str, object], problem: DecodeProblem, slot_rows: int, *, has_map: bool) -> Arguments:
+    """The struct of a call.
+
+    Parameters
+    ----------
+    values : dict
+        The members of `launch.structs.DECODE`.
+    problem : DecodeProblem
+    slot_rows : int
+        Query rows of all blocks.
+    has_map : bool
+        The kernel is Hopper's, which has use for a tensor map.
+    """
+    rows = box_rows(problem) if has_map else 0
     packed: dict[str, Any] = {f"decode.{name}": x for name, x in values.items()}
     packed |= {
         "map": _map(problem, rows) if rows else None,

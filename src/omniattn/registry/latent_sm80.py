@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
 from .spec import IO_TYPES, KernelSpec
@@ -44,7 +45,7 @@ def latent_sm80_row(dtype: str, fmt: str, rows: int) -> KernelSpec:
         + 3 * 4 * rows  # rescale factors, maxima, denominators
         + 4 * _KEYS  # listed keys
         + 4 * (_WARPS + 2)  # scan
-        + 5 * 4  # cursor
+        + 6 * 4  # cursor, scale
         + 2 * 8 * 4  # splits
     )
     smem_bytes = _up(exact, 128)
@@ -78,8 +79,6 @@ def latent_sm80_row(dtype: str, fmt: str, rows: int) -> KernelSpec:
 
 
 def latent_sm80_rows() -> Iterator[KernelSpec]:
-    """Rows that the registry lists: those of 656 bytes have 64 channels in bf16, which is also the type of q."""
-    for dtype in ("float16", "bfloat16"):
-        for fmt in _ROW_BYTES:
-            if fmt != "latent_656" or dtype == "bfloat16":
-                yield from (latent_sm80_row(dtype, fmt, rows) for rows in LATENT_TILES)
+    """Rows that the registry lists."""
+    for dtype, fmt, rows in itertools.product(("float16", "bfloat16"), _ROW_BYTES, LATENT_TILES):
+        yield latent_sm80_row(dtype, fmt, rows)
