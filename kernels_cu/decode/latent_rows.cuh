@@ -1,4 +1,4 @@
-// Work items of the kernels over latent caches, and where a key's row is.
+// Work items of the kernels over latent caches, formats of rows, and where a key's row is.
 #pragma once
 #include "decode/latent.cuh"
 #include "params/mla_decode.cuh"
@@ -48,30 +48,41 @@ struct SplitCursor {
     }
 };
 
+// A key, or the first one that any query sees where that is further right, or the last one of the split. What is left of
+// all windows may be another sequence's by now.
+OA_DEVICE int32 first_seen(const DecodeParams& p, const LatentSplit& split, int32 key) {
+    const int32 seen = p.window_left < 0 ? 0 : split.seq_len - split.queries.count - p.window_left;
+    return min_of(max_of(key, seen), split.end - 1);
+}
+
+// What the block table has for a key: the number of its block, or of a list the row's, -1 where there is none.
+OA_DEVICE int32 table_entry(const MlaDecodeParams& params, const LatentSplit& split, int32 key) {
+    const DecodeParams& p = params.decode;
+    if (p.block_table == nullptr) return split.sequence;
+    const int32* table = p.block_table + int64(split.sequence) * p.table_columns;
+    if (params.lists_rows != 0) return key < split.end ? table[key] : -1;
+    return table[quotient(first_seen(p, split, key), p.block_multiplier, p.block_shift)];
+}
+
 // Where a key's row is, in units of place_bytes.
 struct KeyPlace {
     uint32 place;
     bool exists;
 };
-OA_DEVICE KeyPlace key_place(const MlaDecodeParams& params, const LatentSplit& split, int32 key) {
+OA_DEVICE KeyPlace key_place(const MlaDecodeParams& params, const LatentSplit& split, int32 key, int32 entry) {
     const DecodeParams& p = params.decode;
-    uint32 block = split.sequence;
-    int32 row;
     bool exists = key < split.end;
+    uint32 block = entry;
+    int32 row;
     if (params.lists_rows != 0) {
-        row = exists ? p.block_table[int64(split.sequence) * p.table_columns + key] : -1;
-        exists = row >= 0 && uint32(row) < uint32(p.num_blocks) * uint32(p.block_size);
-        if (!exists) row = 0;
+        exists = entry >= 0 && uint32(entry) < uint32(p.num_blocks) * uint32(p.block_size);
+        row = exists ? entry : 0;
         block = quotient(row, p.block_multiplier, p.block_shift);
         row -= int32(block) * p.block_size;
     } else {
-        // Left of all windows is the first key that a query sees: what is there may be another sequence's by now.
-        const int32 seen = p.window_left < 0 ? 0 : split.seq_len - split.queries.count - p.window_left;
-        key = min_of(max_of(key, seen), split.end - 1);
-        const int32 index = quotient(key, p.block_multiplier, p.block_shift);
-        if (p.block_table != nullptr) block = p.block_table[int64(split.sequence) * p.table_columns + index];
         block = min_of(block, uint32(p.num_blocks - 1));
-        row = key - index * p.block_size;
+        key = first_seen(p, split, key);
+        row = key - quotient(key, p.block_multiplier, p.block_shift) * p.block_size;
     }
     return {block * p.block_places + uint32(row) * p.token_places, exists};
 }

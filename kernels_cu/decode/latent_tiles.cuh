@@ -33,15 +33,16 @@ class LatentTiles {
 
     // The first tiles of a split, when no thread reads the last ones any more: as many as there are copies ahead.
     OA_DEVICE void begin(const LatentSplit& split) {
-        look_up(split, 0);
+        entry_ = table_entry(params_, split, key_of(split, 0));
         copy(split, 0);
         if constexpr (Config::kEarly && Config::kFormat == kRows16) copy(split, 1);
         if constexpr (Config::kEarly && Config::kFormat != kRows16) convert(split, 0);
     }
     // Tile `tile` is on its way from now on: behind the split's end zeros.
     OA_DEVICE void copy(const LatentSplit& split, int32 tile) {
-        const uint8* from = p_.k + uint64(at_.place) * p_.place_bytes + chunk_ * 16;
-        const uint32 bytes = at_.exists ? 16 : 0;
+        const KeyPlace at = key_place(params_, split, key_of(split, tile), entry_);
+        const uint8* from = p_.k + uint64(at.place) * p_.place_bytes + chunk_ * 16;
+        const uint32 bytes = at.exists ? 16 : 0;
         if constexpr (Config::kFormat == kRows16) {
             const uint32 to = smem_addr_of(smem_.k[tile % Config::kStages]) + key_ * kTileRow + swizzled(chunk_);
 #pragma unroll
@@ -52,10 +53,10 @@ class LatentTiles {
             for (int i = 0; i < (kChunks + 7) / 8; ++i)
                 if (8 * i + 8 <= kChunks || chunk_ < kChunks - 8 * i) cp_async_16(to + i * 128, from + i * 128, bytes);
         }
-        if (params_.lists_rows != 0 && chunk_ == 0) smem_.exists[tile & 3][key_] = at_.exists;
+        if (params_.lists_rows != 0 && chunk_ == 0) smem_.exists[tile & 3][key_] = at.exists;
         cp_async_commit();
         // A tile ahead of its copies: the table is another trip to memory.
-        look_up(split, tile + 1);
+        entry_ = table_entry(params_, split, key_of(split, tile + 1));
     }
     // Tile `tile` in 8 bits, which the warp has copied, to 16; the next one is on its way then.
     OA_DEVICE void convert(const LatentSplit& split, int32 tile) {
@@ -88,8 +89,8 @@ class LatentTiles {
     // Of 16 bytes in a panel of 128.
     OA_DEVICE uint32 swizzled(int chunk) const { return (chunk ^ (key_ & 7)) << 4; }
 
-    OA_DEVICE void look_up(const LatentSplit& split, int32 tile) {
-        at_ = key_place(params_, split, split.begin + tile * Config::kKeys + key_);
+    OA_DEVICE int32 key_of(const LatentSplit& split, int32 tile) const {
+        return split.begin + tile * Config::kKeys + key_;
     }
 
     // 16 codes to their place in two panels.
@@ -122,5 +123,5 @@ class LatentTiles {
     const DecodeParams& p_;
     Storage& smem_;
     const int32 chunk_, key_;
-    KeyPlace at_;  // of the next tile's key
+    int32 entry_;  // of the table, for the next tile's key
 };
