@@ -40,7 +40,8 @@ def _only_on(spec: KernelSpec) -> tuple[tuple[int, int], ...]:
     short = spec.family == "attn_fwd_sm80" and spec.op == "attention" and spec.head_dim <= 128 and spec.block_m < 128
     if short or shares_keys or helps or of_grouping:
         return _HOPPER
-    if spec.family == "mla_decode_sm80" and spec.block_m > LATENT_TILES[0]:
+    of_hopper = spec.dtype == "bfloat16" or "latent_656" not in spec.cache  # what its own kernel takes
+    if spec.family == "mla_decode_sm80" and spec.block_m > LATENT_TILES[0] and of_hopper:
         return tuple(cc for gpus in GPUS.values() for cc in gpus if cc not in _HOPPER)
     return ((8, 9), (12, 0)) if (spec.qk, spec.pv_accumulator) == ("fp8", "fp16") else ()
 

@@ -122,12 +122,13 @@ def select_latent(
     """
     fmt = latent_kind(k)
     best = next((tile for tile in LATENT_TILES if tile >= rows), LATENT_TILES[-1])
-    able = [latent_sm80_row(dtype, fmt, tile) for tile in (best, *(x for x in LATENT_TILES if x != best))]
+    general = latent_sm80_row(dtype, fmt, best)
+    able = [general, *(latent_sm80_row(dtype, fmt, tile) for tile in LATENT_TILES if tile != best)]
     if has_latent_row(dtype, fmt):
         able.insert(1 if rows <= FEW_LATENT_ROWS else 0, latent_row(dtype, fmt))
     names = names_in(force)
     named = [row for row in able if row.name in names]
-    main = next((row for row in named or able if fit(row, None, target) is None), able[0])
+    main = next((row for row in named or able if fit(row, None, target) is None), general)
     width, width_v = LATENT_DIMS
     what = f"{dtype} queries, a latent cache with rows of {width} channels, the first {width_v} of them V"
     merged = f"partial results of {width_v} channels"
