@@ -9,7 +9,9 @@
 #include "ptx/types.cuh"
 
 template <int kFormat, int kHeadDim>
-constexpr int kLatentRowBytes = kFormat == kRows16 ? 2 * kHeadDim : kFormat == kRowsE4m3 ? kHeadDim : 656;
+constexpr int kLatentRowBytes = kFormat == kRows16     ? 2 * kHeadDim
+                                : kFormat == kRowsE4m3 ? kHeadDim
+                                                       : 656;
 
 // Of one thread, which has a key of every tile and every eighth 16 bytes of its row.
 //

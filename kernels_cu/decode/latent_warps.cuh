@@ -21,7 +21,8 @@ class LatentWarps {
     static constexpr int kMTiles = Config::kRows / 16;
     // Softmax: lanes of a row, and keys of a lane.
     static constexpr int kLanes = 256 / Config::kRows, kWidth = Config::kKeys / kLanes;
-    static_assert(Config::kKeys == 32 && Config::kWarps == 8 && Config::kHeadDimV == 64 * Config::kWarps, "the layouts");
+    static_assert(Config::kKeys == 32 && Config::kWarps == 8 && Config::kHeadDimV == 64 * Config::kWarps,
+                  "the layouts");
 
   public:
     OA_DEVICE LatentWarps(const MlaDecodeParams& params, Storage& smem)
@@ -34,7 +35,8 @@ class LatentWarps {
           part_(warp_ / Config::kRowWarps % Config::kParts),
           key_warp_(warp_ / (Config::kRowWarps * Config::kParts)),
           own_row_(warp_ * (Config::kRows / Config::kWarps) + lane_ / kLanes) {
-        const int key = key_warp_ * kOwnKeys + (lane_ & 7) + (lane_ >> 4) * 8, chunk = 2 * kSteps * part_ + (lane_ >> 3 & 1);
+        const int key = key_warp_ * kOwnKeys + (lane_ & 7) + (lane_ >> 4) * 8,
+                  chunk = 2 * kSteps * part_ + (lane_ >> 3 & 1);
         k_offset_ = key * kTileRow + ((chunk ^ (lane_ & 7)) << 4);
         v_offset_ = (lane_ & 15) * kTileRow + warp_ * 128 + (((lane_ >> 4) ^ (lane_ & 7)) << 4);
         p_offset_ = (lane_ & 15) * kScoreRow + (((lane_ >> 4) ^ (lane_ & 7)) << 4);
@@ -62,9 +64,9 @@ class LatentWarps {
                 uint32 x[4];
 #pragma unroll
                 for (int i = 0; i < 4; ++i)
-                    x[i] = exists[i & 1] ? *reinterpret_cast<const uint32*>(from[i & 1] + 64 * panel + 16 * step +
-                                                                            8 * (i >> 1))
-                                         : 0;
+                    x[i] = exists[i & 1]
+                               ? *reinterpret_cast<const uint32*>(from[i & 1] + 64 * panel + 16 * step + 8 * (i >> 1))
+                               : 0;
                 if (panel < Config::kHeld) {
 #pragma unroll
                     for (int i = 0; i < 4; ++i) q_[panel][step][i] = x[i];
@@ -174,8 +176,7 @@ class LatentWarps {
         for (int step = 0; step < Config::kKeys / 16; ++step) {
             uint32 a[kMTiles][4];
 #pragma unroll
-            for (int m = 0; m < kMTiles; ++m)
-                ldmatrix_x4(a[m], probs + m * 16 * kScoreRow + (p_offset_ ^ (step * 32)));
+            for (int m = 0; m < kMTiles; ++m) ldmatrix_x4(a[m], probs + m * 16 * kScoreRow + (p_offset_ ^ (step * 32)));
 #pragma unroll
             for (int n = 0; n < 4; ++n) {
                 uint32 b[4];
@@ -278,16 +279,15 @@ class LatentWarps {
 #pragma unroll
             for (int n = 0; n < 8; ++n)
                 *reinterpret_cast<uint32*>(to + 8 * n) =
-                    pack2(typename Config::Io{}, o_[m][4 * n + 2 * r] * scale,
-                          o_[m][4 * n + 2 * r + 1] * scale);
+                    pack2(typename Config::Io{}, o_[m][4 * n + 2 * r] * scale, o_[m][4 * n + 2 * r + 1] * scale);
         } else {
             const int64 row = int64(split.slot) * params_.slot_rows + flat;
             if (first) *reinterpret_cast<float2*>(p_.partial_ml + 2 * row) = make_float2(top, l);
             float* to = p_.partial_o + row * Config::kHeadDimV + column;
 #pragma unroll
             for (int n = 0; n < 8; ++n)
-                *reinterpret_cast<float2*>(to + 8 * n) = make_float2(o_[m][4 * n + 2 * r] * row_scale(),
-                                                                     o_[m][4 * n + 2 * r + 1] * row_scale());
+                *reinterpret_cast<float2*>(to + 8 * n) =
+                    make_float2(o_[m][4 * n + 2 * r] * row_scale(), o_[m][4 * n + 2 * r + 1] * row_scale());
         }
     }
 

@@ -40,7 +40,8 @@ struct Config {
     static constexpr bool kEarly = kStages > (kFormat == kRows16 ? 2 : 1);
     static constexpr int kWarps = 8, kThreads = 32 * kWarps;
     // Warps of S: by rows, 16 each; by channels; by keys.
-    static constexpr int kRowWarps = kRows / 16, kParts = kRows == 16 ? 4 : 2, kKeyWarps = kWarps / (kRowWarps * kParts);
+    static constexpr int kRowWarps = kRows / 16, kParts = kRows == 16 ? 4 : 2,
+                         kKeyWarps = kWarps / (kRowWarps * kParts);
     static constexpr int kHeld = HELD_PANELS;  // panels of Q in registers; those behind are in shared memory
     static_assert(kRows == 16 || kRows == 32 || kRows == 64, "the warps of S");
     static_assert(kHeadDim == 576 && kHeadDimV == 512, "the formats of rows");
@@ -49,9 +50,8 @@ struct Config {
 struct SharedStorage {
     alignas(128) uint8 k[Config::kStages][Config::kKeys * 2 * Config::kHeadDim];
     // Unused with 16-bit rows.
-    alignas(128) uint8 raw[Config::kFormat == kRows16
-                               ? 128
-                               : Config::kKeys * kLatentRowBytes<Config::kFormat, Config::kHeadDim>];
+    alignas(128) uint8
+        raw[Config::kFormat == kRows16 ? 128 : Config::kKeys * kLatentRowBytes<Config::kFormat, Config::kHeadDim>];
     // Panels of Q, a warp's own part of them.
     alignas(128) uint8 q[max_of((Config::kPanels - Config::kHeld) * Config::kRows * Config::kKeyWarps * 128, 128)];
     alignas(128) float scores[Config::kParts][Config::kRows][Config::kKeys];

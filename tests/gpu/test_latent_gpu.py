@@ -222,7 +222,8 @@ def test_batch_index() -> None:
 def test_explain_names_the_kernels(latent_family: str) -> None:
     case = Filled((500,), 64)
     said = str(oa.explain(oa.decode, case.q, case.cache, seq_lens=case.lens, **case.where))
-    assert ("mla_decode_sm90_bf16_d576v512" if latent_family == "hopper" else "mla_decode_sm80_bf16_d576v512_r16") in said
+    name = "mla_decode_sm90_bf16_d576v512" if latent_family == "hopper" else "mla_decode_sm80_bf16_d576v512_r16"
+    assert name in said
     assert "the first 512 of them V" in said
 
 

@@ -130,5 +130,6 @@ def test_what_sm_89_loads_of_sm_80_has_the_same_code_there() -> None:
         texts = [text for name, text in sources.closure(spec.source).items() if name != "ptx/cvt_quant.cuh"]
         if not any(word in text for word in conversions for text in texts):
             assert "89" not in spec.prebuild, spec.name
-        elif spec.op not in ("quantize", "decode", "append", "latent_decode"):  # which have constants that leave them out
+        # These have constants that leave them out.
+        elif spec.op not in ("quantize", "decode", "append", "latent_decode"):
             assert "89" in spec.prebuild, spec.name

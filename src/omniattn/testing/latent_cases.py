@@ -78,7 +78,8 @@ class LatentCase:
         counts = [-(-n // size) for n in self.lengths]
         order = iter(np.random.default_rng(self.q_len).permutation(sum(counts)))
         # What no token has is NaN.
-        pool = np.full((sum(counts), size, 1, stored.shape[-1]), 0x7F if stored.dtype == np.uint8 else np.nan, stored.dtype)
+        nan = 0x7F if stored.dtype == np.uint8 else np.nan
+        pool = np.full((sum(counts), size, 1, stored.shape[-1]), nan, stored.dtype)
         table = np.zeros((batch, max(counts)), np.int32)
         o, lse = np.zeros((*q.shape[:3], width_v), np.float32), np.zeros((batch, self.heads, self.q_len), np.float32)
         begin = 0
