@@ -8,8 +8,8 @@ import torch
 
 #: Formats of rows in 8 bits: e4m3 with one scale, and 656 bytes.
 FORMATS = ("e4m3", "656")
-#: The one scale.
-SCALE = 0.37
+#: The one scale: its products with e4m3 numbers are exact in 16 bits, as kernels may round them.
+SCALE = 0.375
 
 
 def stored(rows: Any, fmt: str, dtype: str = "bfloat16") -> tuple[Any, Any]:
