@@ -15,7 +15,7 @@ constexpr int kLatentRowBytes = kFormat == kRows16     ? 2 * kHeadDim
 
 // Of one thread, which has a key of every tile and every eighth 16 bytes of its row.
 //
-// Config: Io, kFormat, kHeadDim, kKeys, kStages, kEarly, kThreads. Storage: k, raw, exists.
+// Config: Io, kFormat, kHeadDim, kKeys, kStages, kThreads. Storage: k, raw, exists.
 template <typename Config, typename Storage>
 class LatentTiles {
     static constexpr int kRowBytes = kLatentRowBytes<Config::kFormat, Config::kHeadDim>;
@@ -25,6 +25,8 @@ class LatentTiles {
 
   public:
     static constexpr uint32 kTileRow = 2 * Config::kHeadDim;  // bytes
+    static constexpr int kParts = (kChunks + 7) / 8;  // of a tile's copies
+    static_assert(kParts <= Config::kPanels, "a part for each panel of S");
 
     OA_DEVICE LatentTiles(const MlaDecodeParams& params, Storage& smem)
         : params_(params),
@@ -33,40 +35,42 @@ class LatentTiles {
           chunk_(int32(threadIdx.x) & 7),
           key_(int32(threadIdx.x) >> 3) {}
 
-    // The first tiles of a split, when no thread reads the last ones any more: as many as there are copies ahead.
+    // The first tile of a split, when no thread reads the last one any more.
     OA_DEVICE void begin(const LatentSplit& split) {
-        entry_ = table_entry(params_, split, key_of(split, 0));
+        entry_ = table_entry(params_, split, key_of(split, 0, key_));
         copy(split, 0);
-        if constexpr (Config::kEarly && Config::kFormat == kRows16) copy(split, 1);
-        if constexpr (Config::kEarly && Config::kFormat != kRows16) convert(split, 0);
     }
-    // Tile `tile` is on its way from now on: behind the split's end zeros.
-    OA_DEVICE void copy(const LatentSplit& split, int32 tile) {
-        const KeyPlace at = key_place(params_, split, key_of(split, tile), entry_);
-        const uint8* from = p_.k + uint64(at.place) * p_.place_bytes + chunk_ * 16;
-        const uint32 bytes = at.exists ? 16 : 0;
-        if constexpr (Config::kFormat == kRows16) {
-            const uint32 to = smem_addr_of(smem_.k[tile % Config::kStages]) + key_ * kTileRow + swizzled(chunk_);
-#pragma unroll
-            for (int i = 0; i < kChunks / 8; ++i) cp_async_16(to + i * 128, from + i * 128, bytes);
-        } else {
-            const uint32 to = smem_addr_of(smem_.raw) + key_ * kRowBytes + chunk_ * 16;
-#pragma unroll
-            for (int i = 0; i < (kChunks + 7) / 8; ++i)
-                if (8 * i + 8 <= kChunks || chunk_ < kChunks - 8 * i) cp_async_16(to + i * 128, from + i * 128, bytes);
-        }
-        if (params_.lists_rows != 0 && chunk_ == 0) smem_.exists[tile & 3][key_] = at.exists;
-        cp_async_commit();
+    // Copies of tile `tile`, behind the split's end zeros: their places, all parts, and their end. Copies that are
+    // asked for all at once hold up the warps.
+    OA_DEVICE void aim(const LatentSplit& split, int32 tile) {
+        // Computed anew: what is kept takes registers from the products.
+        const int32 thread = in_register(int32(threadIdx.x)), own = thread >> 3, chunk = thread & 7;
+        const KeyPlace at = key_place(params_, split, key_of(split, tile, own), entry_);
+        from_ = p_.k + uint64(at.place) * p_.place_bytes + chunk * 16;
+        exists_ = at.exists;
+        to_ = Config::kFormat == kRows16
+                  ? smem_addr_of(smem_.k[tile % Config::kStages]) + own * kTileRow + swizzled(chunk, own)
+                  : smem_addr_of(smem_.raw) + own * kRowBytes + chunk * 16;
+        if (params_.lists_rows != 0 && chunk == 0) smem_.exists[tile & 1][own] = exists_;
         // A tile ahead of its copies: the table is another trip to memory.
-        entry_ = table_entry(params_, split, key_of(split, tile + 1));
+        entry_ = table_entry(params_, split, key_of(split, tile + 1, own));
     }
-    // Tile `tile` in 8 bits, which the warp has copied, to 16; the next one is on its way then.
-    OA_DEVICE void convert(const LatentSplit& split, int32 tile) {
+    OA_DEVICE void copy_part(int part) const {
+        if (8 * part + 8 <= kChunks || chunk_ < kChunks - 8 * part)
+            cp_async_16(to_ + part * 128, from_ + part * 128, exists_ ? 16 : 0);
+    }
+    OA_DEVICE void copy(const LatentSplit& split, int32 tile) {
+        aim(split, tile);
+#pragma unroll
+        for (int part = 0; part < kParts; ++part) copy_part(part);
+        cp_async_commit();
+    }
+    // Tile `tile` in 8 bits, which the warp has copied, to 16; the next one may be copied then.
+    OA_DEVICE void convert(int32 tile) const {
         cp_async_wait<0>();
         __syncwarp();
         convert_tile(tile);
         __syncwarp();
-        copy(split, tile + 1);
     }
 
   private:
@@ -79,7 +83,7 @@ class LatentTiles {
                 const uint4 bits = load_shared4(from + kCodes * 16);
                 scales[0] = __uint_as_float(bits.x), scales[1] = __uint_as_float(bits.y);
                 scales[2] = __uint_as_float(bits.z), scales[3] = __uint_as_float(bits.w);
-                store_shared4(to + kCodes * 32 + swizzled(chunk_),
+                store_shared4(to + kCodes * 32 + swizzled(chunk_, key_),
                               rope(typename Config::Io{}, load_shared4(from + (kCodes + 1 + chunk_) * 16)));
             }
 #pragma unroll
@@ -89,10 +93,10 @@ class LatentTiles {
         }
     }
     // Of 16 bytes in a panel of 128.
-    OA_DEVICE uint32 swizzled(int chunk) const { return (chunk ^ (key_ & 7)) << 4; }
+    OA_DEVICE static uint32 swizzled(int chunk, int32 key) { return (chunk ^ (key & 7)) << 4; }
 
-    OA_DEVICE int32 key_of(const LatentSplit& split, int32 tile) const {
-        return split.begin + tile * Config::kKeys + key_;
+    OA_DEVICE static int32 key_of(const LatentSplit& split, int32 tile, int32 own) {
+        return split.begin + tile * Config::kKeys + own;
     }
 
     // 16 codes to their place in two panels.
@@ -102,8 +106,8 @@ class LatentTiles {
         const uint4 x = own ? make_uint4(codes.z, codes.w, codes.x, codes.y) : codes;
         const uint32 panel = to + own * 128;
         const int half = 2 * (chunk_ & 3) + own;
-        store_shared4(panel + swizzled(half), scaled(x.x, x.y, scale));
-        store_shared4(panel + swizzled(half ^ 1), scaled(x.z, x.w, scale));
+        store_shared4(panel + swizzled(half, key_), scaled(x.x, x.y, scale));
+        store_shared4(panel + swizzled(half ^ 1, key_), scaled(x.z, x.w, scale));
     }
     OA_DEVICE static uint4 scaled(uint32 a, uint32 b, float scale) {
         return make_uint4(pair<false>(a, scale), pair<true>(a, scale), pair<false>(b, scale), pair<true>(b, scale));
@@ -125,5 +129,8 @@ class LatentTiles {
     const DecodeParams& p_;
     Storage& smem_;
     const int32 chunk_, key_;
-    int32 entry_;  // of the table, for the next tile's key
+    int32 entry_;  // of the table, for the key of the tile behind the one that is copied
+    const uint8* from_;
+    uint32 to_;
+    bool exists_;
 };

@@ -30,29 +30,19 @@ class LatentWarps {
           p_(params.decode),
           smem_(smem),
           lane_(int32(threadIdx.x) & 31),
-          warp_(__shfl_sync(0xffffffffu, int32(threadIdx.x) >> 5, 0)),
-          row_warp_(warp_ % Config::kRowWarps),
-          part_(warp_ / Config::kRowWarps % Config::kParts),
-          key_warp_(warp_ / (Config::kRowWarps * Config::kParts)),
-          own_row_(warp_ * (Config::kRows / Config::kWarps) + lane_ / kLanes) {
-        const int key = key_warp_ * kOwnKeys + (lane_ & 7) + (lane_ >> 4) * 8,
-                  chunk = 2 * kSteps * part_ + (lane_ >> 3 & 1);
-        k_offset_ = key * kTileRow + ((chunk ^ (lane_ & 7)) << 4);
-        v_offset_ = (lane_ & 15) * kTileRow + warp_ * 128 + (((lane_ >> 4) ^ (lane_ & 7)) << 4);
-        p_offset_ = (lane_ & 15) * kScoreRow + (((lane_ >> 4) ^ (lane_ & 7)) << 4);
-    }
+          warp_(__shfl_sync(0xffffffffu, int32(threadIdx.x) >> 5, 0)) {}
 
     // Q of a split, from global memory; rows that the sequence has not are zeros.
     OA_DEVICE void begin(const LatentSplit& split) {
         // Computed for each split anew: what is kept for the next one takes registers from the products.
-        const int32 lane = in_register(lane_);
+        const int32 lane = in_register(lane_), warp = in_register(warp_);
         const uint16* from[2];
         bool exists[2];
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            const int32 flat = first_row() + row_warp_ * 16 + (lane >> 2) + 8 * r, token = token_of(p_, flat);
+            const int32 flat = first_row() + row_warp(warp) * 16 + (lane >> 2) + 8 * r, token = token_of(p_, flat);
             exists[r] = token < split.queries.count;
-            from[r] = p_.q + 2 * (lane & 3) + 16 * kSteps * part_;
+            from[r] = p_.q + 2 * (lane & 3) + 16 * kSteps * part_of(warp);
             if (exists[r])
                 from[r] += split.sequence * p_.q_stride_b + (split.queries.first + token) * p_.q_stride_s +
                            (flat - token * p_.group) * p_.q_stride_h;
@@ -75,7 +65,7 @@ class LatentWarps {
                 }
             }
         m_ = kLowest, l_ = 0.0f;
-        const int32 token = min_of(token_of(p_, first_row() + in_register(own_row_)), split.queries.count - 1);
+        const int32 token = min_of(token_of(p_, first_row() + own_row(warp, lane)), split.queries.count - 1);
         const int32 end = split.seq_len - split.queries.count + token + 1;
         first_seen_ = p_.window_left < 0 ? 0 : max_of(end - 1 - p_.window_left, 0);
         end_ = min_of(end, split.end);
@@ -86,15 +76,23 @@ class LatentWarps {
     }
 
     // Products of this warp's rows and keys of a tile over its part of the channels: of every panel kSteps steps.
-    OA_DEVICE void part_of_scores(int32 tile) const {
+    // copy(part): called once for each panel, between products.
+    template <typename Copy>
+    OA_DEVICE void part_of_scores(int32 tile, const Copy& copy) const {
         float s[kOwnKeys / 8][4];
 #pragma unroll
         for (int n = 0; n < kOwnKeys / 8; ++n) s[n][0] = s[n][1] = s[n][2] = s[n][3] = 0.0f;
+        const int32 lane = in_register(lane_), warp = in_register(warp_);  // as in `begin`
+        // The lane's row for ldmatrix.
+        const int key = key_warp(warp) * kOwnKeys + (lane & 7) + (lane >> 4) * 8;
+        const int chunk = 2 * kSteps * part_of(warp) + (lane >> 3 & 1);
+        const uint32 own = key * kTileRow + ((chunk ^ (lane & 7)) << 4);
 #pragma unroll
         for (int step = 0; step < kSteps; ++step) {
-            const uint32 from = tile_at(tile) + (k_offset_ ^ (step * 32));
+            const uint32 from = tile_at(tile) + (own ^ (step * 32));
 #pragma unroll
             for (int panel = 0; panel < Config::kPanels; ++panel) {
+                if (step == 0) copy(panel);
                 uint32 q[4];
                 if (panel < Config::kHeld) {
 #pragma unroll
@@ -112,14 +110,15 @@ class LatentWarps {
                 }
             }
         }
-        const int32 lane = in_register(lane_);  // as in `begin`
+        const int32 later = in_register(lane_), own_warp = in_register(warp_);
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            const int row = row_warp_ * 16 + (lane >> 2) + 8 * r;
-            const uint32 to = smem_addr_of(smem_.scores) + (part_ * Config::kRows + row) * kScoreRow + (lane & 1) * 8;
+            const int row = row_warp(own_warp) * 16 + (later >> 2) + 8 * r;
+            const uint32 to =
+                smem_addr_of(smem_.scores) + (part_of(own_warp) * Config::kRows + row) * kScoreRow + (later & 1) * 8;
 #pragma unroll
             for (int n = 0; n < kOwnKeys / 8; ++n) {
-                const int unit = 2 * (key_warp_ * (kOwnKeys / 8) + n) + (lane >> 1 & 1);
+                const int unit = 2 * (key_warp(own_warp) * (kOwnKeys / 8) + n) + (later >> 1 & 1);
                 store_shared2(to + swizzled(row, unit), s[n][2 * r], s[n][2 * r + 1]);
             }
         }
@@ -127,11 +126,12 @@ class LatentWarps {
 
     // P of this lane's row and keys, in the place of its scores; returns whether its maximum rose.
     OA_DEVICE bool probabilities(const LatentSplit& split, int32 tile) {
-        const int32 column = lane_ % kLanes * kWidth;
-        const uint32 row = smem_addr_of(smem_.scores) + own_row_ * kScoreRow;
+        const int32 lane = in_register(lane_), own = own_row(in_register(warp_), lane), column = lane % kLanes * kWidth;
+        const uint32 row = smem_addr_of(smem_.scores) + own * kScoreRow;
         float s[kWidth] = {};
 #pragma unroll
-        for (int part = 0; part < Config::kParts; ++part) add_scores(s, row + part * Config::kRows * kScoreRow, column);
+        for (int part = 0; part < Config::kParts; ++part)
+            add_scores(s, row + part * Config::kRows * kScoreRow, own, column);
         __syncwarp();
         finish_scores(s, split, tile, column);
         float top = s[0];
@@ -148,7 +148,7 @@ class LatentWarps {
             m_ = top;
             l_ *= alpha;
         }
-        if (lane_ % kLanes == 0) smem_.alpha[own_row_] = alpha;
+        if (lane % kLanes == 0) smem_.alpha[own] = alpha;
 #pragma unroll
         for (int i = 0; i < kWidth; ++i) {
             s[i] = exp2_approx(s[i] - m_);
@@ -158,7 +158,7 @@ class LatentWarps {
 #pragma unroll
         for (int i = 0; i < kWidth / 2; ++i) packed[i] = pack2(typename Config::Io{}, s[2 * i], s[2 * i + 1]);
         // 16-byte chunks as ldmatrix reads eight rows of them.
-        const uint32 to = row + ((column / 8 ^ (own_row_ & 7)) << 4) + column % 8 * 2;
+        const uint32 to = row + ((column / 8 ^ (own & 7)) << 4) + column % 8 * 2;
         if constexpr (kWidth == 8) {
             store_shared4(to, make_uint4(packed[0], packed[1], packed[2], packed[3]));
         } else if constexpr (kWidth == 4) {
@@ -171,16 +171,20 @@ class LatentWarps {
     // O += P V of all rows and this warp's channels, panel `warp_`. grew: whether any warp's maximum has risen.
     OA_DEVICE void add_values(int32 tile, bool grew) {
         if (grew) rescale();
-        const uint32 k = tile_at(tile), probs = smem_addr_of(smem_.scores);
+        const int32 lane = in_register(lane_);
+        // The lane's rows for ldmatrix.
+        const uint32 chunk = ((lane >> 4) ^ (lane & 7)) << 4;
+        const uint32 k = tile_at(tile) + (lane & 15) * kTileRow + warp_ * 128;
+        const uint32 probs = smem_addr_of(smem_.scores) + (lane & 15) * kScoreRow;
 #pragma unroll
         for (int step = 0; step < Config::kKeys / 16; ++step) {
             uint32 a[kMTiles][4];
 #pragma unroll
-            for (int m = 0; m < kMTiles; ++m) ldmatrix_x4(a[m], probs + m * 16 * kScoreRow + (p_offset_ ^ (step * 32)));
+            for (int m = 0; m < kMTiles; ++m) ldmatrix_x4(a[m], probs + m * 16 * kScoreRow + (chunk ^ (step * 32)));
 #pragma unroll
             for (int n = 0; n < 4; ++n) {
                 uint32 b[4];
-                ldmatrix_x4_trans(b, k + step * 16 * kTileRow + (v_offset_ ^ (n * 32)));
+                ldmatrix_x4_trans(b, k + step * 16 * kTileRow + (chunk ^ (n * 32)));
 #pragma unroll
                 for (int m = 0; m < kMTiles; ++m) {
                     mma_m16n8k16(typename Config::Io{}, &o_[m][8 * n], a[m], b[0], b[1]);
@@ -194,7 +198,8 @@ class LatentWarps {
     OA_DEVICE void end(const LatentSplit& split) {
 #pragma unroll
         for (int distance = 1; distance < kLanes; distance <<= 1) l_ += __shfl_xor_sync(0xffffffffu, l_, distance);
-        if (lane_ % kLanes == 0) smem_.m[own_row_] = m_, smem_.l[own_row_] = l_;
+        const int32 own = own_row(in_register(warp_), in_register(lane_));
+        if (lane_ % kLanes == 0) smem_.m[own] = m_, smem_.l[own] = l_;
         __syncthreads();
         const int32 lane = in_register(lane_);
 #pragma unroll
@@ -204,6 +209,13 @@ class LatentWarps {
     }
 
   private:
+    // Of the products of S; and the softmax's row.
+    OA_DEVICE static int32 row_warp(int32 warp) { return warp % Config::kRowWarps; }
+    OA_DEVICE static int32 part_of(int32 warp) { return warp / Config::kRowWarps % Config::kParts; }
+    OA_DEVICE static int32 key_warp(int32 warp) { return warp / (Config::kRowWarps * Config::kParts); }
+    OA_DEVICE static int32 own_row(int32 warp, int32 lane) {
+        return warp * (Config::kRows / Config::kWarps) + lane / kLanes;
+    }
     OA_DEVICE int32 first_row() const { return int32(blockIdx.x) * Config::kRows; }
     OA_DEVICE uint32 tile_at(int32 tile) const {
         return smem_addr_of(smem_.k[0]) + uint32(tile % Config::kStages) * uint32(sizeof(smem_.k[0]));
@@ -218,14 +230,14 @@ class LatentWarps {
     // 2i + 1 that are read at once are apart in the banks.
     OA_DEVICE static uint32 swizzled(int row, int unit) { return (unit ^ ((row & 3) << 1 | (row & 1))) << 4; }
 
-    OA_DEVICE void add_scores(float (&s)[kWidth], uint32 row, int32 column) const {
+    OA_DEVICE static void add_scores(float (&s)[kWidth], uint32 row, int32 own, int32 column) {
         if constexpr (kWidth == 2) {
-            const float2 x = load_shared_float2(row + swizzled(own_row_, column >> 2) + (column & 2) * 4);
+            const float2 x = load_shared_float2(row + swizzled(own, column >> 2) + (column & 2) * 4);
             s[0] += x.x, s[1] += x.y;
         } else {
 #pragma unroll
             for (int i = 0; i < kWidth; i += 4) {
-                const uint4 x = load_shared4(row + swizzled(own_row_, (column + i) >> 2));
+                const uint4 x = load_shared4(row + swizzled(own, (column + i) >> 2));
                 s[i] += __uint_as_float(x.x), s[i + 1] += __uint_as_float(x.y);
                 s[i + 2] += __uint_as_float(x.z), s[i + 3] += __uint_as_float(x.w);
             }
@@ -250,7 +262,7 @@ class LatentWarps {
         if (params_.lists_rows != 0) {
 #pragma unroll
             for (int i = 0; i < kWidth; ++i)
-                if (!smem_.exists[tile & 3][column + i]) s[i] = neg_inf();
+                if (!smem_.exists[tile & 1][column + i]) s[i] = neg_inf();
         }
     }
 
@@ -295,10 +307,7 @@ class LatentWarps {
     const DecodeParams& p_;
     Storage& smem_;
     const int32 lane_, warp_;
-    const int32 row_warp_, part_, key_warp_;  // of the products of S
-    const int32 own_row_;  // of the softmax
-    uint32 k_offset_, v_offset_, p_offset_;  // of a lane's row for ldmatrix
-    float m_, l_;  // of own_row_: the maximum, and this lane's part of the denominator
+    float m_, l_;  // of the softmax's row: the maximum, and this lane's part of the denominator
     int32 first_seen_, end_;  // keys that it sees
     uint32 q_[Config::kHeld][kSteps][4];
     float o_[kMTiles][32];

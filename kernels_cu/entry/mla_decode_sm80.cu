@@ -12,7 +12,7 @@
 // eight warps divide S by rows, channels and keys, so that Q stays in registers and K is read from shared memory once
 // for 16 rows; they divide the softmax by rows, and O by channels, 64 of all rows each:
 //
-//   all warps: wait for tile i  |  barrier  |  copy tile i + 1, part of S(i) -> shared  |  barrier  |
+//   all warps: wait for tile i  |  barrier  |  part of S(i) -> shared, copies of tile i + 1  |  barrier  |
 //              sum of the parts, m, P(i) -> shared  |  barrier  |  O += P(i) k(i)
 //
 // With 8-bit rows tile i is converted behind the first barrier, and another one follows.
@@ -35,9 +35,7 @@ struct Config {
     static constexpr int kFormat = CACHE_FORMAT;
     static constexpr int kHeadDim = HEAD_DIM, kHeadDimV = HEAD_DIM_V, kPanels = kHeadDim / 64;
     static constexpr int kRows = ROWS, kKeys = 32;  // of a CTA, of a tile
-    static constexpr int kStages = NUM_STAGES;
-    // Whether the next tile is there before values are multiplied, so that S of it follows without a barrier.
-    static constexpr bool kEarly = kStages > (kFormat == kRows16 ? 2 : 1);
+    static constexpr int kStages = kFormat == kRows16 ? 2 : 1;
     static constexpr int kWarps = 8, kThreads = 32 * kWarps;
     // Warps of S: by rows, 16 each; by channels; by keys.
     static constexpr int kRowWarps = kRows / 16, kParts = kRows == 16 ? 4 : 2,
@@ -56,7 +54,7 @@ struct SharedStorage {
     alignas(128) uint8 q[max_of((Config::kPanels - Config::kHeld) * Config::kRows * Config::kKeyWarps * 128, 128)];
     alignas(128) float scores[Config::kParts][Config::kRows][Config::kKeys];
     float alpha[Config::kRows], m[Config::kRows], l[Config::kRows];
-    uint8 exists[4][Config::kKeys];  // of a list: whether a place has a key
+    uint8 exists[2][Config::kKeys];  // of a list: whether a place has a key
     ScanStorage<Config::kThreads> scan;
     SplitCursor<Config> cursor;
     int32 chunks;  // of all sequences
@@ -64,23 +62,6 @@ struct SharedStorage {
     LatentSplit split[2];
 };
 static_assert(sizeof(SharedStorage) == SMEM_BYTES, "the registry's smem_bytes must be this struct's size");
-
-using Tiles = LatentTiles<Config, SharedStorage>;
-// Waits for a tile of which there is no buffer more than are computed with; the next one is on its way then.
-OA_DEVICE void ready(Tiles& tiles, const LatentSplit& split, int32 tile) {
-    if constexpr (Config::kFormat == kRows16) {
-        cp_async_wait<0>();
-        random_delay();
-        __syncthreads();  // every warp is done with the tile before
-        tiles.copy(split, tile + 1);
-    } else {
-        random_delay();
-        __syncthreads();
-        tiles.convert(split, tile);
-        random_delay();
-        __syncthreads();
-    }
-}
 
 extern "C" __global__ void __launch_bounds__(Config::kThreads, MIN_CTAS) mla_decode_sm80(
     const __grid_constant__ MlaDecodeParams params) {
@@ -102,7 +83,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, MIN_CTAS) mla_dec
             smem.row_scale = scaled ? __uint_as_float(*p.k_params) : 1.0f;
         }
     }
-    Tiles tiles(params, smem);
+    LatentTiles<Config, SharedStorage> tiles(params, smem);
     LatentWarps<Config, SharedStorage> warps(params, smem);
 #pragma unroll 1
     for (uint32 number = 0;; ++number) {
@@ -113,25 +94,24 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, MIN_CTAS) mla_dec
         if (split.blocks == 0) break;
         tiles.begin(split);
         warps.begin(split);
-        if (Config::kEarly) {
-            if (Config::kFormat == kRows16) cp_async_wait<1>();
-            __syncthreads();
-        }
 #pragma unroll 1
         for (int32 tile = 0; tile < split.blocks; ++tile) {
-            if (!Config::kEarly) ready(tiles, split, tile);
-            warps.part_of_scores(tile);
+            cp_async_wait<0>();
             random_delay();
-            __syncthreads();  // behind it every warp is done with the tile before
-            if (Config::kEarly && Config::kFormat == kRows16) tiles.copy(split, tile + 2);
-            const bool grew = warps.probabilities(split, tile);
-            if (Config::kEarly) {
-                if (Config::kFormat == kRows16) {
-                    cp_async_wait<1>();
-                } else if (tile + 1 < split.blocks) {
-                    tiles.convert(split, tile + 1);
-                }
+            __syncthreads();  // tile `tile` is there, and every warp is done with the one before
+            if (Config::kFormat != kRows16) {
+                tiles.convert(tile);
+                random_delay();
+                __syncthreads();
             }
+            tiles.aim(split, tile + 1);
+            warps.part_of_scores(tile, [&](int part) {
+                if (part < tiles.kParts) tiles.copy_part(part);
+            });
+            cp_async_commit();
+            random_delay();
+            __syncthreads();
+            const bool grew = warps.probabilities(split, tile);
             random_delay();
             warps.add_values(tile, __syncthreads_or(grew));
         }

@@ -43,7 +43,7 @@ def latent_sm80_row(dtype: str, fmt: str, rows: int) -> KernelSpec:
         + max((9 - held) * rows * key_warps * 128, 128)  # panels of Q
         + parts * rows * 4 * _KEYS  # scores
         + 3 * 4 * rows  # rescale factors, maxima, denominators
-        + 4 * _KEYS  # listed keys
+        + 2 * _KEYS  # listed keys
         + 4 * (_WARPS + 2)  # scan
         + 6 * 4  # cursor, scale
         + 2 * 8 * 4  # splits
@@ -62,7 +62,6 @@ def latent_sm80_row(dtype: str, fmt: str, rows: int) -> KernelSpec:
             ("CACHE_FORMAT", str(list(_ROW_BYTES).index(fmt))),
             ("ROWS", str(rows)),
             ("HELD_PANELS", str(held)),
-            ("NUM_STAGES", str(stages)),
             ("MIN_CTAS", str(ctas)),
             ("SMEM_BYTES", str(smem_bytes)),
         ),
