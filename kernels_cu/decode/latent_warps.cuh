@@ -9,6 +9,7 @@
 #include "ptx/math.cuh"
 #include "ptx/mma_sync.cuh"
 #include "ptx/shared.cuh"
+#include "ptx/shared_pairs.cuh"
 #include "ptx/types.cuh"
 
 // Config: Io, kFormat, kHeadDim, kHeadDimV, kRows, kKeys, kPanels, kStages, kHeld, kRowWarps, kParts, kKeyWarps. Storage: k, q, scores,

@@ -38,7 +38,7 @@ OA_DEVICE uint4 load_shared4(uint32 addr) {
     return x;
 }
 
-// st.shared.b8, .b16, .b32, .v2.b32, .v2.f32 and .v4.b32 (PTX ISA, "st.shared"). Any lane; the address a multiple of the size. Other
+// st.shared.b8, .b16, .b32 and .v4.b32 (PTX ISA, "st.shared"). Any lane; the address a multiple of the size. Other
 // threads see it after a barrier.
 OA_DEVICE void store_shared(uint32 addr, uint8 x) {
     asm volatile("st.shared.b8 [%0], %1;" ::"r"(addr), "r"(uint32(x)) : "memory");
@@ -48,12 +48,6 @@ OA_DEVICE void store_shared(uint32 addr, uint16 x) {
 }
 OA_DEVICE void store_shared(uint32 addr, uint32 x) {
     asm volatile("st.shared.b32 [%0], %1;" ::"r"(addr), "r"(x) : "memory");
-}
-OA_DEVICE void store_shared2(uint32 addr, uint32 x, uint32 y) {
-    asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(addr), "r"(x), "r"(y) : "memory");
-}
-OA_DEVICE void store_shared2(uint32 addr, float x, float y) {
-    asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(addr), "f"(x), "f"(y) : "memory");
 }
 OA_DEVICE void store_shared4(uint32 addr, uint4 x) {
     asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(addr), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w)
