@@ -3,19 +3,39 @@
 // are counted once for all blocks, and a slot of partial results has the rows of all.
 #pragma once
 #include "decode/plan.cuh"
-#include "params/decode.cuh"
+#include "params/mla_decode.cuh"
+#include "ptx/math.cuh"
 #include "ptx/types.cuh"
-
-constexpr int32 kLatentRows = 64;  // of a block
 
 // In the place of a number of rows: all of a sequence are one block of the plan.
 constexpr int kAllRows = 0;
 template <>
 OA_DEVICE KeySpan key_span<kAllRows>(const DecodeParams& p, int32 b) {
-    KeySpan span = key_span<1 << 30>(p, b);
-    span.row_blocks = 1;
+    KeySpan s;
+    s.seq_len = s.end = p.seq_lens == nullptr ? p.capacity : min_of(max_of(p.seq_lens[b], 0), p.capacity);
+    s.queries = queries_of(p, b);
+    s.row_blocks = 1;
     // Blocks of keys begin where pages do.
-    span.begin &= ~63;
-    if (span.chunks > 0) span.chunks = (span.end - span.begin + (1 << p.chunk_log2) - 1) >> p.chunk_log2;
-    return span;
+    const int64 first = p.window_left < 0 ? 0 : int64(s.end) - s.queries.count - p.window_left;
+    s.begin = first <= 0 ? 0 : int32(first) & ~63;
+    s.chunks = s.queries.count == 0 ? 0 : (s.end - s.begin + (1 << p.chunk_log2) - 1) >> p.chunk_log2;
+    return s;
 }
+
+// Of a row that is done: LSE, and the largest score, `maximum` in base-2 units.
+OA_DEVICE void note_row(const MlaDecodeParams& params, int32 sequence, int32 head, int32 first, int32 token,
+                        float maximum, float lse) {
+    const DecodeParams& p = params.decode;
+    int64 place;
+    if (params.lists_rows != 0) {
+        const int32 own = sequence / params.listed_tokens, query = sequence - own * params.listed_tokens;
+        place = (int64(own) * p.num_q_heads + head) * params.listed_tokens + query;
+    } else {
+        place = lse_place(p, sequence, head, first, token);
+    }
+    if (p.lse != nullptr) p.lse[place] = lse;
+    if (params.row_max != nullptr) params.row_max[place] = maximum <= kLowest ? neg_inf() : maximum * kLn2;
+}
+
+// What the block table says of a key of a list: the number of a row, or none.
+constexpr uint32 kNoRow = ~0u;

@@ -28,9 +28,10 @@ class LatentConsumer {
 
   public:
     OA_DEVICE LatentConsumer(const MlaDecodeParams& p, LatentStorage<Config>& smem)
-        : p_(p.decode),
+        : params_(p),
+          p_(p.decode),
           smem_(smem),
-          clears_(!by_threads(p)),
+          by_threads_(Config::kFormat != kRows16 || by_threads(p)),
           lane_(int32(threadIdx.x) & 31),
           row_((int32(threadIdx.x) >> 5 & 3) * 16 + (lane_ >> 2)),
           q_(wgmma_descriptor(smem_addr_of(smem.q), 16, 1024)),
@@ -94,7 +95,7 @@ class LatentConsumer {
             wgmma_wait<0>();
             wgmma_pin(o_);
             release(smem_.empty[0][0]);
-            ++rounds_.of[0];
+            rounds_.advance(0);
             if (!__any_sync(0xffffffffu, block + 1 < split.blocks)) return;
             take_odd(split, block + 1);
             if (!__any_sync(0xffffffffu, block + 2 < split.blocks)) break;
@@ -110,7 +111,7 @@ class LatentConsumer {
         wait_full(1);
         clear_tail(split, block, 1);
         issue_shared(1);
-        ++rounds_.of[1];
+        rounds_.advance(1);
     }
 
     // Warpgroup 1: S and P of odd blocks, and of O's right half all.
@@ -137,15 +138,15 @@ class LatentConsumer {
             wgmma_wait<0>();
             wgmma_pin(o_);
             release(smem_.empty[1][0]);
-            ++rounds_.of[1];
-            ++rounds_.of[0];
+            rounds_.advance(1);
+            rounds_.advance(0);
         }
         if (!__any_sync(0xffffffffu, block < split.blocks)) return;
         take_even(split, block);
         wgmma_wait<0>();
         wgmma_pin(o_);
         release(smem_.empty[0][1]);
-        ++rounds_.of[0];
+        rounds_.advance(0);
     }
     OA_DEVICE void take_even(const LatentSplit& split, int32 block) {
         float alpha[2];
@@ -159,8 +160,18 @@ class LatentConsumer {
     OA_DEVICE void wait_panel(int buffer, int panel) const {
         mbarrier_wait(smem_addr_of(&smem_.full[buffer][panel]), rounds_.parity(buffer));
     }
+    // Panels that are brought together, the first one of them and the number; each by itself where TMA brings them.
+    OA_DEVICE void wait_together(int buffer, int first) const {
+        wait_panel(buffer, first);
+        // Copies of threads are announced by the copies themselves; converted rows are fenced by those who write them.
+        if constexpr (Config::kFormat == kRows16) fence_proxy_async();
+    }
     // The panels of this warpgroup's half of V.
     OA_DEVICE void wait_full(int buffer) const {
+        if (by_threads_) {
+            wait_together(buffer, kOwn * Config::kHalfPanels);
+            return;
+        }
 #pragma unroll
         for (int n = 0; n < Config::kHalfPanels; ++n) wait_panel(buffer, kOwn * Config::kHalfPanels + n);
     }
@@ -170,7 +181,7 @@ class LatentConsumer {
     // TMA brings whole chunks, and leaves what is behind them: rows that are no keys of the split would be NaN times 0.
     OA_DEVICE void clear_tail(const LatentSplit& split, int32 block, int buffer) const {
         const int32 rows = split.end - split.begin - block * Config::kKeys;
-        if (!clears_ || rows >= Config::kKeys) return;
+        if (by_threads_ || rows >= Config::kKeys) return;
         const uint32 to = smem_addr_of(smem_.k[buffer]) + kOwn * Config::kHalfPanels * kPanelBytes + rows * 128;
         for (int32 i = int32(threadIdx.x) & 127; i < (Config::kKeys - rows) * 8; i += 128)
 #pragma unroll
@@ -192,10 +203,11 @@ class LatentConsumer {
     }
     template <int kBuffer, int kHalf>
     OA_DEVICE void issue_half(float (&s)[kScores]) const {
+        if (by_threads_) wait_together(kBuffer, first_panel<Config>(kBuffer, kHalf));
 #pragma unroll
         for (int n = 0; n < Config::kHalfPanels + kHalf; ++n) {
             const int panel = n == Config::kHalfPanels ? Config::kPanels - 1 : first_panel<Config>(kBuffer, kHalf) + n;
-            wait_panel(kBuffer, panel);
+            if (!by_threads_) wait_panel(kBuffer, panel);
 #pragma unroll
             for (int step = 0; step < 4; ++step) {
                 const uint32 at = panel * kPanelBytes + step * 32;
@@ -218,8 +230,19 @@ class LatentConsumer {
         }
         // Every row sees the keys before this one, but for the window.
         const int32 seen_by_all = min_of(split.seq_len - split.queries.count + 1, split.end);
+        if (params_.lists_rows != 0) hide_unlisted(s, block & 1);
         const bool is_behind = first + Config::kKeys > seen_by_all;
         if (is_behind || (p_.window_left >= 0 && first < split.seq_len - 1 - p_.window_left)) mask(s, split, first);
+    }
+    // Keys that are numbers of no row.
+    OA_DEVICE void hide_unlisted(float (&s)[kScores], int buffer) const {
+        const uint8* listed = smem_.listed[buffer] + 2 * (lane_ & 3);
+#pragma unroll
+        for (int n = 0; n < Config::kKeys / 8; ++n) {
+            const uint32 two = *reinterpret_cast<const uint16*>(listed + 8 * n);
+            if ((two & 0xff) == 0) s[4 * n] = s[4 * n + 2] = neg_inf();
+            if (two < 0x100) s[4 * n + 1] = s[4 * n + 3] = neg_inf();
+        }
     }
     OA_DEVICE void mask(float (&s)[kScores], const LatentSplit& split, int32 first) const {
 #pragma unroll
@@ -237,7 +260,8 @@ class LatentConsumer {
 
     // Raises the maximum where a score is far above it; returns whether O has to follow, by `alpha`.
     OA_DEVICE bool raise(const float (&s)[kScores], float (&alpha)[2]) {
-        constexpr float kSlack = 8.0f;  // as `OnlineSoftmax`
+        // As `OnlineSoftmax`; the caller may want the maximum itself.
+        const float slack = params_.row_max != nullptr ? 0.0f : 8.0f;
         float top[2];
         bool grew = false;
 #pragma unroll
@@ -247,7 +271,7 @@ class LatentConsumer {
             for (int n = 4; n < kScores; n += 4) top[r] = fmaxf(top[r], fmaxf(s[n + 2 * r], s[n + 2 * r + 1]));
             top[r] = fmaxf(top[r], __shfl_xor_sync(0xffffffffu, top[r], 1));
             top[r] = fmaxf(top[r], __shfl_xor_sync(0xffffffffu, top[r], 2));
-            grew |= top[r] - m_[r] > kSlack;
+            grew |= top[r] - m_[r] > slack;
         }
         if (!__any_sync(0xffffffffu, grew)) return false;
 #pragma unroll
@@ -338,8 +362,8 @@ class LatentConsumer {
             if (split.slot < 0) {
                 const RowResult result =
                     finish_row(m_[r], l, sink_log2<typename Config::Io>(p_.sinks, p_.sinks_kind, head));
-                if (kOwn == 0 && (lane_ & 3) == 0 && p_.lse != nullptr)
-                    p_.lse[lse_place(p_, split.sequence, head, split.queries.first, token)] = result.lse;
+                if (kOwn == 0 && (lane_ & 3) == 0)
+                    note_row(params_, split.sequence, head, split.queries.first, token, m_[r], result.lse);
                 uint16* to = p_.o + split.sequence * p_.o_stride_b + (split.queries.first + token) * p_.o_stride_s +
                              head * p_.o_stride_h + column;
 #pragma unroll
@@ -348,7 +372,7 @@ class LatentConsumer {
                         pack2(typename Config::Io{}, o_[4 * n + 2 * r] * result.o_scale,
                               o_[4 * n + 2 * r + 1] * result.o_scale);
             } else {
-                const int64 row = int64(split.slot) * p_.num_row_blocks * Config::kRows + flat;
+                const int64 row = int64(split.slot) * params_.slot_rows + flat;
                 if (kOwn == 0 && (lane_ & 3) == 0)
                     *reinterpret_cast<float2*>(p_.partial_ml + 2 * row) = make_float2(m_[r], l);
                 float* to = p_.partial_o + row * Config::kHeadDimV + column;
@@ -359,9 +383,10 @@ class LatentConsumer {
         }
     }
 
+    const MlaDecodeParams& params_;
     const DecodeParams& p_;
     LatentStorage<Config>& smem_;
-    const bool clears_;
+    const bool by_threads_;
     const int32 lane_, row_;  // the lane's first row
     const WgmmaDescriptor q_, k_, v_;
     Rounds rounds_;

@@ -4,7 +4,9 @@
 //   S = softmax_scale * q k^T;  S = softcap * tanh(S / softcap);  P = softmax([S, sink]);  O = P k[:, :HEAD_DIM_V]
 //
 // q: [batch, q_len, num_q_heads, HEAD_DIM], or packed by cu_seqlens_q; o with HEAD_DIM_V. k: rows of HEAD_DIM wherever
-// the strides say, one for all query heads. Query token i of sequence b sees the keys up to seq_lens[b] - q_len + i.
+// the strides say, one for all query heads, 16-bit or in one of the 8-bit formats of `LatentFormat`. Query token i of
+// sequence b sees the keys up to seq_lens[b] - q_len + i, or the rows that a list has for it (sparse attention,
+// DeepSeek-V3.2, 2025).
 //
 // A CTA has 64 rows (query token, head), and one split of the keys after another (decode/latent.cuh). It takes 64 keys
 // at a time, even blocks in buffer 0, odd ones in buffer 1. Warpgroup 0 makes P of even blocks, warpgroup 1 of odd
@@ -26,20 +28,37 @@
 #include "decode/latent.cuh"
 #include "decode/latent_consumer.cuh"
 #include "decode/latent_copies.cuh"
+#include "decode/latent_rows8.cuh"
 #include "params/mla_decode.cuh"
-#include "pipeline/warp_roles.cuh"
 #include "ptx/gpu_sync.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/types.cuh"
+#include "ptx/warpgroup.cuh"
+
+template <typename Io>
+constexpr bool kIsBFloat16 = false;
+template <>
+constexpr bool kIsBFloat16<BFloat16> = true;
 
 struct Config {
     using Io = IO_TYPE;  // Half or BFloat16
     static constexpr int kHeadDim = HEAD_DIM, kHeadDimV = HEAD_DIM_V;
-    static constexpr int kRows = kLatentRows, kKeys = 64;  // of a CTA, of a block
+    static constexpr int kRows = 64, kKeys = 64;  // of a CTA, of a block
     static constexpr int kPanels = kHeadDim / 64, kHalfPanels = kHeadDimV / 128;
-    static constexpr int kThreads = 384, kProducers = 128;
+    static constexpr int kFormat = CACHE_FORMAT;  // LatentFormat
+    static constexpr int kProducers = 128, kThreads = kProducers + 256;
+    // Of a thread, 3 * 168 together. Rows in 8 bits wait in registers.
+    static constexpr int kProducerRegisters = kFormat == kRows16 ? 56 : 104;
+    static constexpr int kConsumerRegisters = (3 * 168 - kProducerRegisters) / 2;
+    static_assert(kFormat != kRows656 || kIsBFloat16<Io>, "channels of 16 bits are bf16 there");
     static_assert(kHeadDim % 64 == 0 && kHeadDimV == kHeadDim - 64 && kHeadDimV % 128 == 0, "P has a panel of its own");
 };
+
+// Of a panel that is there: of the copy's lane, of each thread that copies, of each warp that converts.
+OA_DEVICE int32 full_arrivals(const MlaDecodeParams& params) {
+    if (Config::kFormat != kRows16) return Config::kProducers / 32;
+    return by_threads(params) ? Config::kProducers : 1;
+}
 
 using SharedStorage = LatentStorage<Config>;
 static_assert(sizeof(SharedStorage) == SMEM_BYTES, "the registry's smem_bytes must be this struct's size");
@@ -53,7 +72,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, 1) mla_decode_sm9
     if (threadIdx.x == 0) {
         for (int buffer = 0; buffer < 2; ++buffer) {
             for (int panel = 0; panel < Config::kPanels; ++panel)
-                mbarrier_init(smem_addr_of(&smem.full[buffer][panel]), by_threads(params) ? Config::kProducers : 1);
+                mbarrier_init(smem_addr_of(&smem.full[buffer][panel]), full_arrivals(params));
             for (int half = 0; half < 2; ++half) mbarrier_init(smem_addr_of(&smem.empty[buffer][half]), 4);
         }
         mbarrier_init(smem_addr_of(&smem.q_full), Config::kProducers);
@@ -67,12 +86,16 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, 1) mla_decode_sm9
     if (cursor.at >= cursor.end) return;
     scan.locate(p, cursor.at, smem.scan);
     cursor.sequence = smem.scan.sequence, cursor.before = smem.scan.before;
-    run_roles<2, 4>([&](int) { LatentProducer<Config>(params, smem).run(cursor, partition); },
-                    [&](int32 group) {
-                        if (group == 0) {
-                            LatentConsumer<Config, 0>(params, smem).run(cursor, partition);
-                        } else {
-                            LatentConsumer<Config, 1>(params, smem).run(cursor, partition);
-                        }
-                    });
+    const int32 warpgroup = __shfl_sync(0xffffffffu, int32(threadIdx.x) >> 7, 0);
+    if (warpgroup == 0) {
+        registers_release<Config::kProducerRegisters>();
+        LatentProducer<Config>(params, smem).run(cursor, partition);
+        return;
+    }
+    registers_claim<Config::kConsumerRegisters>();
+    if (warpgroup == 1) {
+        LatentConsumer<Config, 0>(params, smem).run(cursor, partition);
+    } else {
+        LatentConsumer<Config, 1>(params, smem).run(cursor, partition);
+    }
 }

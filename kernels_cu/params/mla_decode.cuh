@@ -1,4 +1,4 @@
-// Arguments of mla_decode_sm90.
+// Arguments of the kernels over latent caches: mla_decode_sm90, mla_decode_sm80, mla_combine_sm80.
 #pragma once
 #include "params/decode.cuh"
 #include "ptx/tma.cuh"
@@ -6,6 +6,16 @@
 
 struct MlaDecodeParams {
     TensorMap map;  // of the cache: {column, row of a block, head, block}, boxes of 64 columns and 2^box_rows_log2 rows
-    DecodeParams decode;  // of a cache with one head; head_dim is that of V
+    // Of a cache with one head; head_dim is that of V. k_params: the one scale of e4m3 rows without scales of their own,
+    // or null for 1.
+    DecodeParams decode;
+    float* row_max;  // the largest score of a row, natural units, as lse lies; or null
     int32 box_rows_log2;  // less than 3: there is no map
+    int32 slot_rows;  // rows of a slot of partial results: those of all blocks
+    // Sparse attention: block_table has, for each sequence and key, the number block * block_size + token of the row
+    // that is the key; -1 and numbers beyond the cache are no key. seq_lens may be null: all have `capacity` keys.
+    int32 lists_rows;
+    // With lists_rows a sequence is one query token of the caller's, of whose sequences each has so many: lse is
+    // [batch / listed_tokens, num_q_heads, listed_tokens].
+    int32 listed_tokens;
 };

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from .ops.merge import merge_states
     from .ops.quantize import quantize_qk, quantize_v
     from .ops.score_mod import ScoreMod
+    from .ops.sparse import attention_sparse
     from .ops.with_cache import attention_with_kvcache
     from .problems import (
         PRECISIONS,
@@ -59,6 +60,7 @@ _ROOMS = {
     "append": "ops",
     "attention": "ops",
     "attention_backward": "ops",
+    "attention_sparse": "ops",
     "attention_varlen": "ops",
     "attention_varlen_backward": "ops",
     "attention_with_kvcache": "ops",
@@ -95,6 +97,7 @@ __all__ = [
     "append",
     "attention",
     "attention_backward",
+    "attention_sparse",
     "attention_varlen",
     "attention_varlen_backward",
     "attention_with_kvcache",

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from omniattn.plan.engine import PLANS
+from omniattn.select import cache as select_cache
 
 from .memory_turns import Turn
 
@@ -64,5 +65,19 @@ def backward_family(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPa
     from .backward_cases import choose_from  # needs torch
 
     choose_from(monkeypatch, request.param)
+    yield str(request.param)
+    PLANS.clear()
+
+
+@pytest.fixture(params=["hopper", "generic"])
+def latent_family(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Every test over latent caches with Hopper's kernel, of however few rows, and with those that every GPU gets."""
+    torch = pytest.importorskip("torch")
+    if request.param == "generic":
+        monkeypatch.setattr(select_cache, "has_latent_row", lambda *_: False)
+    elif torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("a kernel of Hopper")
+    monkeypatch.setattr(select_cache, "FEW_LATENT_ROWS", 0)
+    PLANS.clear()
     yield str(request.param)
     PLANS.clear()

@@ -33,9 +33,8 @@ from .ptx_rows import Key, compile_rows, is_for, load_rows  # noqa: E402
 pytestmark = pytest.mark.gpu
 
 TARGETS = ("compute_80", "compute_89")
-# The kernels of caches have test_decode_architectures_gpu.py, and those of latent ones are Hopper's alone. Of low
-# precision, whose inputs only the quantizers read, one width speaks for float16: the kernels differ from those of
-# bfloat16 in how they store the output.
+# The kernels of caches, latent ones too, have test_decode_architectures_gpu.py. Of low precision, whose inputs only the
+# quantizers read, one width speaks for float16: the kernels differ from those of bfloat16 in how they store the output.
 SPECS = [
     spec
     for spec in REGISTRY

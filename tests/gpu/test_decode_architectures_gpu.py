@@ -16,13 +16,16 @@ from omniattn.runtime import LoadedKernel  # noqa: E402
 from omniattn.runtime.compile import compile_spec  # noqa: E402
 from omniattn.testing.cache_cases import CACHE_OPS  # noqa: E402
 from omniattn.testing.frameworks import TorchFramework  # noqa: E402
+from omniattn.testing.latent_cases import LATENT_OPS  # noqa: E402
 from omniattn.testing.rows import run_row  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
-ROWS = [spec for spec in REGISTRY if spec.op in CACHE_OPS]
+ROWS = [spec for spec in REGISTRY if spec.op in (*CACHE_OPS, *LATENT_OPS) and not spec.arch_specific]
 #: Everything prebuilt for bfloat16: the element types, widths and numbers of rows that the sources know.
 TRANSLATED = [spec for spec in ROWS if spec.prebuild and spec.dtype != "float16"]
+#: Formats of rows in e4m3.
+E4M3 = {"fp8", "latent_e4m3", "latent_656"}
 
 
 @pytest.fixture(autouse=True)
@@ -42,9 +45,9 @@ def test_code_of_other_gpus(target: str, monkeypatch: pytest.MonkeyPatch) -> Non
         return runtime.load_image(spec, 0, made.cubin, origin=f"{target} PTX")
 
     chosen = (
-        TRANSLATED if target == "compute_80" else [s for s in TRANSLATED if "fp8" in s.cache or s.op == "dequantize"]
+        TRANSLATED if target == "compute_80" else [s for s in TRANSLATED if s.op == "dequantize" or E4M3 & {*s.cache}]
     )
-    helpers = [s for s in TRANSLATED if s.op in ("decode_combine", "copy_blocks", "append")]
+    helpers = [s for s in TRANSLATED if s.op in ("decode_combine", "latent_combine", "copy_blocks", "append")]
     wanted = list({spec.name: spec for spec in (*chosen, *helpers)}.values())
     with ThreadPoolExecutor(8) as pool:
         loaded = dict(zip((spec.name for spec in wanted), pool.map(load, wanted), strict=True))

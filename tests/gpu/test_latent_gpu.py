@@ -1,4 +1,4 @@
-"""Decoding over latent caches on Hopper, against float64."""
+"""Decoding over latent caches, against float64: Hopper's kernel, and those for every GPU."""
 
 from __future__ import annotations
 
@@ -14,14 +14,12 @@ torch = pytest.importorskip("torch")
 import omniattn as oa  # noqa: E402
 from omniattn.compat import flash_mla  # noqa: E402
 from omniattn.plan.engine import PLANS  # noqa: E402
-from omniattn.registry import decode as registry_decode  # noqa: E402
 from omniattn.select import cache as select_cache  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="kernels of Hopper"
-    ),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
+    pytest.mark.usefixtures("latent_family"),
 ]
 
 DIM, DIM_V = 576, 512
@@ -221,22 +219,26 @@ def test_batch_index() -> None:
         assert (o[i].double() - want).norm() / want.norm() < BOUND["bfloat16"]
 
 
-def test_explain_names_the_kernels() -> None:
+def test_explain_names_the_kernels(latent_family: str) -> None:
     case = Filled((500,), 64)
     said = str(oa.explain(oa.decode, case.q, case.cache, seq_lens=case.lens, **case.where))
-    assert "mla_decode_sm90_bf16_d576v512" in said
+    name = "mla_decode_sm90_bf16_d576v512" if latent_family == "hopper" else "mla_decode_sm80_bf16_d576v512_r16"
+    assert name in said
     assert "the first 512 of them V" in said
 
 
 @pytest.mark.parametrize("block_size", [64, 4])
 def test_warps_that_come_at_random_times(block_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    def delayed(dtype: str) -> Any:
-        row = registry_decode.latent_row(dtype)
-        return dataclasses.replace(row, defines=(*row.defines, ("RANDOM_DELAYS", "1")))
+    def delayed(make: Any) -> Any:
+        def row(*of: Any) -> Any:
+            return dataclasses.replace(made := make(*of), defines=(*made.defines, ("RANDOM_DELAYS", "1")))
+
+        return row
 
     case = Filled((1500, 64, 333), block_size, 128, 2, growth=0.01)
     monkeypatch.setattr(select_cache, "registered", lambda row: row)
-    monkeypatch.setattr(select_cache, "latent_row", delayed)
+    for name in ("latent_row", "latent_sm80_row"):
+        monkeypatch.setattr(select_cache, name, delayed(getattr(select_cache, name)))
     PLANS.clear()
     try:
         for _ in range(5):

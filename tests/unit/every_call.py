@@ -218,14 +218,19 @@ def cache_calls() -> Iterator[DecodeProblem | AppendProblem | CopyProblem]:
     yield CopyProblem(cache.facts, False, ((0, 1),))
 
 
-def latent_call() -> DecodeProblem:
-    """``decode`` over a latent cache, which GPUs of Hopper's architecture serve."""
-    pool = np.zeros((2, 64, 1, 576), np.uint16).view(ml_dtypes.bfloat16)
-    cache = PagedKVCache.from_arrays(pool, head_dim_v=512).facts
-    strides = (128 * 576, 128 * 576, 576, 1)
-    return DecodeProblem(
-        DTYPE, cache, 32, 1, 128, 1, 576, 8192, 64, 2, 128, -1, 0.125, 0.0, "none", False, 0, False, strides, strides
-    )
+def latent_calls() -> Iterator[DecodeProblem]:
+    """``decode`` over latent caches: every format of rows, few query rows and many."""
+    for array in (
+        np.zeros((2, 64, 1, 576), ml_dtypes.bfloat16), np.zeros((2, 64, 1, 576), ml_dtypes.float8_e4m3fn),
+        np.zeros((2, 64, 1, 656), np.uint8),
+    ):  # fmt: skip
+        cache = PagedKVCache.from_arrays(array, head_dim_v=512).facts
+        for heads in (16, 32, 128):
+            strides = (heads * 576, heads * 576, 576, 1)
+            yield DecodeProblem(
+                DTYPE, cache, 32, 1, heads, 1, 576, 8192, 64, 2, 128, -1, 0.125, 0.0, "none", False, 0, False, strides,
+                strides,
+            )  # fmt: skip
 
 
 def prompt_calls() -> Iterator[WithCacheProblem]:

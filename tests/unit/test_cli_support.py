@@ -156,10 +156,9 @@ def test_the_readme_table() -> None:
     assert all(gpu.target in cell for gpu, cell in zip(support.GPUS, header[1:-1], strict=True))
     assert {cell for line in body for cell in line[1:-1]} == {"prebuilt", "–"}
     missing = {line[0]: [n for n, cell in enumerate(line[1:-1]) if cell == "–"] for line in body}
-    # Tensor cores for e4m3 begin with sm_89; latent caches have a kernel for Hopper.
+    # Tensor cores for e4m3 begin with sm_89.
     assert {name: cells for name, cells in missing.items() if cells} == {
         support.LINES["fp8_attention"][0]: [0, 1],
-        support.LINES["latent_decode"][0]: [0, 1, 2, 4, 5],
     }
     assert {support.LINES[support.operation_of(spec)][0] for spec in REGISTRY} == {*missing}
     assert {line[0] for line in body if line[-1]} == {*support.FIRST_USE}

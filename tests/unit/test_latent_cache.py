@@ -10,7 +10,7 @@ import pytest
 import omniattn as oa
 from omniattn.errors import ArgumentError, ShapeError, UnsupportedError
 from omniattn.kv.layout import CacheLayout
-from omniattn.launch.structs import DECODE, MLA_DECODE
+from omniattn.launch.structs import MLA_DECODE
 from omniattn.plan.others import plan_decode
 from omniattn.problems import DecodeProblem, Target
 from omniattn.runtime.record import LaunchRecord
@@ -154,16 +154,45 @@ def launches(asked: DecodeProblem, target: Target = HOPPER) -> tuple[LaunchRecor
 
 
 @pytest.mark.parametrize(
-    ("heads", "q_len", "blocks", "workers"), [(16, 1, 1, 132), (128, 1, 2, 64), (128, 2, 4, 32), (5, 16, 2, 64)]
+    ("heads", "q_len", "blocks", "workers"), [(128, 1, 2, 64), (128, 2, 4, 32), (5, 16, 2, 64), (17, 1, 1, 132)]
 )
 def test_blocks_of_rows_share_the_sms(heads: int, q_len: int, blocks: int, workers: int) -> None:
     main, combine = launches(problem(heads, q_len))
     assert main.spec.name == "mla_decode_sm90_fp16_d576v512"
-    assert combine.spec.name == "decode_combine_sm80_fp16_d512_latent"
+    assert combine.spec.name == "mla_combine_sm80_fp16_d512"
     # 4 sequences: a whole number of CTAs each.
     assert main.grid == (blocks, workers - workers % 4, 1)
     assert main.threads == 384
     assert combine.overlap
+
+
+AMPERE = Target((8, 0), 163 << 10, 108)
+ADA = Target((8, 9), 99 << 10, 128)
+
+
+@pytest.mark.parametrize(
+    ("target", "heads", "q_len", "tile", "workers"),
+    [(AMPERE, 16, 1, 16, 216), (ADA, 16, 1, 16, 128), (HOPPER, 8, 2, 16, 264), (AMPERE, 17, 1, 32, 108),
+     (ADA, 128, 1, 64, 64), (AMPERE, 128, 2, 64, 27), (ADA, 40, 1, 64, 128)],
+)  # fmt: skip
+def test_the_general_kernels_tile_is_for_so_many_rows(
+    target: Target, heads: int, q_len: int, tile: int, workers: int
+) -> None:
+    main, combine = launches(problem(heads, q_len), target)
+    assert main.spec.name == f"mla_decode_sm80_fp16_d576v512_r{tile}"
+    assert combine.spec.name == "mla_combine_sm80_fp16_d512"
+    blocks = -(-heads * q_len // tile)
+    assert main.grid == (blocks, workers, 1)
+    assert not main.tensor_maps
+    at = MLA_DECODE.offsets["slot_rows"]
+    assert int.from_bytes(combine.arguments[at : at + 4], "little") == blocks * tile
+
+
+def test_a_named_kernel_is_taken() -> None:
+    for name in ("mla_decode_sm80_fp16_d576v512_r64", "mla_decode_sm90_fp16_d576v512"):
+        assert plan_decode(problem(16), HOPPER, name).records[0].spec.name == name
+    with pytest.raises(ArgumentError, match="mla_decode_sm90"):
+        plan_decode(problem(16), AMPERE, "mla_decode_sm90_fp16_d576v512")
 
 
 @pytest.mark.parametrize(
@@ -187,14 +216,14 @@ def test_partial_results_have_the_rows_of_all_blocks() -> None:
     size = plan_decode(problem(128, 2), HOPPER, None).workspace_bytes
     workers, rows = main.grid[1], 4 * 64
     assert size == 2 * workers * rows * (4 * 512 + 8)
-    at = DECODE.offsets["num_row_blocks"]
+    at = MLA_DECODE.offsets["decode.num_row_blocks"]
     assert int.from_bytes(combine.arguments[at : at + 4], "little") == 4
     assert combine.grid[0] == 4
 
 
 def test_other_gpus_and_widths_raise() -> None:
-    with pytest.raises(UnsupportedError, match=r"9\.0 only"):
-        launches(problem(), Target((8, 0), 163 << 10, 108))
+    with pytest.raises(UnsupportedError, match=r"8\.0"):
+        launches(problem(), Target((7, 5), 64 << 10, 40))
     narrow: CacheLayout = oa.PagedKVCache.from_arrays(pool(), head_dim_v=16).facts
     with pytest.raises(UnsupportedError, match="rows of 24 channels, 16 of them V"):
         launches(problem(cache=narrow, head_dim=24))

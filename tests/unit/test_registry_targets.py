@@ -50,6 +50,7 @@ def _plans(target: Target) -> Iterator[Any]:
         (plan_backward, every_call.backward_calls()),
         (plan_quantize, every_call.quantizer_calls()),
         (None, every_call.cache_calls()),
+        (None, every_call.latent_calls()),
         (None, every_call.prompt_calls()),
         (None, every_call.other_calls()),
     ):
@@ -72,7 +73,6 @@ def taken(cc: tuple[int, int]) -> frozenset[str]:
     for calls in (every_call.exact_calls, every_call.low_precision_calls):
         found |= {row.name for call in calls(cc == (9, 0)) for row in rows_of(call, target)}
     if cc == (9, 0):
-        found |= {record.spec.name for record in plan_decode(every_call.latent_call(), target, None).records}
         # Where attention and decode run at the same time.
         of_decode = (call for call in every_call.cache_calls() if isinstance(call, DecodeProblem))
         ways = (way_in_company(call, target, at_once=True) for call in of_decode if _may_have_company(call))
@@ -109,7 +109,8 @@ def test_both_16_bit_types_have_the_same_rows() -> None:
         return {
             re.sub(f"_{short}(?=_|$)", "", spec.name, count=1): spec.prebuild
             for spec in REGISTRY
-            if spec.dtype == dtype
+            # Over rows with channels in bf16 Hopper's kernel takes q in bf16 alone, and the general ones the rest.
+            if spec.dtype == dtype and "latent_656" not in spec.cache
         }
 
     assert targets("float16", "fp16") == targets("bfloat16", "bf16")
@@ -129,5 +130,6 @@ def test_what_sm_89_loads_of_sm_80_has_the_same_code_there() -> None:
         texts = [text for name, text in sources.closure(spec.source).items() if name != "ptx/cvt_quant.cuh"]
         if not any(word in text for word in conversions for text in texts):
             assert "89" not in spec.prebuild, spec.name
-        elif spec.op not in ("quantize", "decode", "append"):  # which have constants that leave them out
+        # These have constants that leave them out.
+        elif spec.op not in ("quantize", "decode", "append", "latent_decode"):
             assert "89" in spec.prebuild, spec.name

@@ -101,6 +101,5 @@ def test_every_problem_is_a_legal_call(pretend_gpu: tuple[int, int], monkeypatch
                 planned[one.operation] += 1
             else:
                 pytest.fail(f"problem {number} has called nothing")
-    only_hopper = {"latent caches"} if pretend_gpu < (9, 0) else set()
-    assert set(planned) >= set(OPERATIONS) - {"e4m3 arrays"} - only_hopper
+    assert set(planned) >= set(OPERATIONS) - {"e4m3 arrays"}
     assert sum(planned.values()) > 3 * refused

@@ -10,7 +10,7 @@ from ..arrays import Tensor
 from ..arrays.identity import Same, key_of
 from ..arrays.order import LaunchOrder
 from ..errors import ArgumentError, StrideError
-from .formats import KV_ARRAY_DTYPES, KVFormat, check_format
+from .formats import KV_ARRAY_DTYPES, KVFormat, arrays_row_bytes, check_format
 from .key_arrays import describe_key_arrays
 from .layout import ADDRESSES, CacheLayout, intern
 from .leaves import WithLeaves
@@ -321,8 +321,9 @@ class KVCache(OnArrays, WithLeaves):
         """Bytes that one token takes, all heads, K and V."""
         if self.array_order is not None:
             scales = 8 if self._facts.scales is not None and self._facts.scales.each_row else 0
-            rows = 1 if self._facts.is_latent else 2
-            return self.num_kv_heads * (rows * self.k_format.bits // 8 * self.head_dim + scales)
+            if self._facts.is_latent:
+                return arrays_row_bytes(self.k_format)
+            return self.num_kv_heads * (2 * arrays_row_bytes(self.k_format) + scales)
         return self.num_kv_heads * (self.k_format.token_bytes + self.v_format.token_bytes)
 
     @property

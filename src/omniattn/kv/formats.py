@@ -21,6 +21,12 @@ ROW_DIMS: tuple[int, ...] = (64, 128, 256)
 LAYOUTS: tuple[str, ...] = ("fragment", "fbgemm")
 #: The layout of arrays of the caller in 8 bits: channels in their order, scales in arrays of their own.
 IN_ORDER = "in_order"
+#: The layout of a latent cache's rows of 656 bytes (FlashMLA 2025; vLLM's "fp8_ds_mla"): 512 channels in e4m3, four
+#: fp32 scales of 128 of them each, and 64 channels in bf16.
+LATENT_656 = "latent_656"
+LATENT_ROW_BYTES = 656
+#: Channels of such a row, those of them in e4m3, and how many of these have a scale.
+LATENT_656_DIM, LATENT_656_CODES, LATENT_656_GROUP = 576, 512, 128
 #: Parameter groups of a row that FBGEMM has.
 FBGEMM_GROUPS: tuple[int, ...] = (1, 4)
 #: Channels of a parameter group at least: K is multiplied 16 channels at a time, V in tiles of 32.
@@ -51,6 +57,7 @@ class KVFormat:
         One of `LAYOUTS`. "fbgemm" (int4): the row begins with a word of parameters for each group, scale and shift in
         fp16, and has the channels in their order behind them; an element with the nibble n is ``scale * n + shift``.
         Or `IN_ORDER` (fp8, int8): an element with the code c is ``scale * c``; integers are in two's complement.
+        Or `LATENT_656`.
     """
 
     dtype: str
@@ -78,12 +85,15 @@ class KVFormat:
     @property
     def row_bytes(self) -> int:
         """Bytes of a row in the data plane, a multiple of 16; with FBGEMM's layout parameters too, a multiple of 4."""
+        if self.layout == LATENT_656:
+            return LATENT_ROW_BYTES
         return self.row_dim * self.bits // 8 + 4 * (self.groups - self.plane_words)
 
     @property
     def groups(self) -> int:
         """Words of parameters of a row; 0 for 16-bit formats and arrays of the caller."""
-        return self.row_dim // self.group_size if self.quantized and self.layout != IN_ORDER else 0
+        of_caller = self.layout in (IN_ORDER, LATENT_656)
+        return self.row_dim // self.group_size if self.quantized and not of_caller else 0
 
     @property
     def plane_words(self) -> int:
@@ -107,6 +117,10 @@ class KVFormat:
         """
         if not self.quantized or self.layout == IN_ORDER:
             return self.bits * channel
+        if self.layout == LATENT_656:
+            behind = channel - LATENT_656_CODES
+            scale_bytes = 4 * (LATENT_656_CODES // LATENT_656_GROUP)
+            return 8 * channel if behind < 0 else 8 * (LATENT_656_CODES + scale_bytes) + 16 * behind
         if self.layout == "fbgemm":
             return 32 * self.groups + 4 * channel
         lanes = 4 if self.is_key else 8
@@ -121,6 +135,11 @@ class KVFormat:
             half, nibble = element & 1, 2 * (unit & 1) + (element >> 1)
             return first + within // 32 * 32 + 16 * half + 4 * nibble
         return first + within + element * self.bits
+
+
+def arrays_row_bytes(fmt: KVFormat) -> int:
+    """Bytes of a row of a caller's array, which is not padded."""
+    return LATENT_ROW_BYTES if fmt.layout == LATENT_656 else fmt.head_dim * fmt.bits // 8
 
 
 def row_dim(head_dim: int) -> int:

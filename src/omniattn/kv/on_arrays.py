@@ -8,7 +8,16 @@ from .. import arguments, arrays
 from ..arrays import Tensor
 from ..arrays.strides import overlaps_itself
 from ..errors import AlignmentError, ArgumentError, DtypeError, ShapeError, StrideError, UnsupportedError
-from .formats import IN_ORDER, KV_ARRAY_DTYPES, KVFormat, row_dim
+from .formats import (
+    IN_ORDER,
+    KV_ARRAY_DTYPES,
+    LATENT_656,
+    LATENT_656_CODES,
+    LATENT_656_DIM,
+    LATENT_ROW_BYTES,
+    KVFormat,
+    row_dim,
+)
 from .places import CHUNK_BYTES, ORDERS, by_position, row_places
 from .scales import describe_scales
 
@@ -67,10 +76,13 @@ class OnArrays:
             Scales below 2^-60 or beyond 2^60 are not what the kernels are made for.
 
         head_dim_v : int, optional
-            A latent cache (multi-head latent attention, DeepSeek-V2 2024): k, in 16 bits, has one head, which all query
-            heads share, v is None, and the value of a token is the first head_dim_v channels of its row. `decode` and
+            A latent cache (multi-head latent attention, DeepSeek-V2 2024): k has one head, which all query heads share,
+            v is None, and the value of a token is the first head_dim_v channels of its row. `decode` and
             `attention_with_kvcache` give o with as many. dim up to 576, head_dim_v a multiple of 8 below it; on a GPU
-            576 and 512. Your own code writes the rows.
+            576 and 512. Your own code writes the rows. They are float16 or bfloat16; or float8_e4m3fn, with a k_scale
+            of shape (1,) or none; or, with head_dim_v 512, 656 bytes as uint8 or float8_e4m3fn, the last dimension
+            (FlashMLA's and vLLM's "fp8_ds_mla"): 512 channels in e4m3, 4 fp32 scales of 128 channels each, 64 channels
+            in bf16. head_dim is 576 then, and q bfloat16 on a GPU.
 
         Returns
         -------
@@ -115,6 +127,8 @@ def _on(cls: Any, k: Any, v: Any, layout: Any, scales: dict[str, Any], head_dim_
     if head_dim_v is not None:
         first = second = arrays.describe(k, "k")
         head_dim_v = _check_latent(first, v, scales, head_dim_v, layout, _name(cls))
+        # The value is scaled as the row that it is a part of.
+        scales = scales if scales["k_scale"] is None else {**scales, "v_scale": scales["k_scale"]}
     elif v is not None:
         first, second = arrays.describe(k, "k"), arrays.describe(v, "v")
     else:
@@ -126,6 +140,13 @@ def _on(cls: Any, k: Any, v: Any, layout: Any, scales: dict[str, Any], head_dim_
     others: dict[str, Tensor] = {}
     if any(x is not None for x in scales.values()):
         found = describe_scales(scales, first, _heads(first, layout), _name(cls))
+        if head_dim_v is not None:
+            if tuple(found["k_scale"].shape) not in ((), (1,)):
+                received = f"{tuple(found['k_scale'].shape)}"
+                raise ShapeError(
+                    "k_scale", "shape (1,), one for all rows, with head_dim_v", received, function=_name(cls)
+                )
+            del found["v_scale"]
         facts += tuple((t.ptr - first.ptr, _facts_of(t)) for t in found.values())
         # Those of rows are written by `append`, as K and V are.
         (of_rows if len(found["k_scale"].shape) == 3 else others).update(found)
@@ -178,17 +199,28 @@ def _halves(k: Any, function: str) -> tuple[Tensor, Tensor]:
 
 def _check_latent(k: Tensor, v: Any, scales: dict[str, Any], head_dim_v: Any, layout: str, function: str) -> int:
     """What a latent cache's one array has to be besides. Returns head_dim_v."""
-    for name, x in (("v", v), *scales.items()):
+    for name, x in (("v", v), ("v_scale", scales["v_scale"])):
         if x is not None:
-            expected = "None with head_dim_v: the value is a part of k's row, in 16 bits"
+            expected = "None with head_dim_v: the value is a part of k's row"
             raise ArgumentError(name, expected, type(x).__name__, function=function)
     width = arguments.check_int(head_dim_v, "head_dim_v", function, least=1)
-    if k.dtype not in KV_ARRAY_DTYPES.values():
+    if k.dtype not in (*KV_ARRAY_DTYPES.values(), "float8_e4m3fn", "uint8"):
         raise UnsupportedError(
-            f"{function}(): head_dim_v with {k.dtype} rows", instead="float16 or bfloat16, or K and V of their own"
+            f"{function}(): head_dim_v with {k.dtype} rows",
+            instead=f"float16, bfloat16, float8_e4m3fn, rows of {LATENT_ROW_BYTES} bytes, or K and V of their own",
         )
     if len(k.shape) != 4:
         return width  # `_check` says so
+    has_own_scales = is_656(k)
+    if k.dtype == "uint8" and not has_own_scales:
+        expected = f"rows of {LATENT_ROW_BYTES} bytes, the last dimension, with uint8 and head_dim_v"
+        raise ShapeError("k", expected, f"shape {tuple(k.shape)}", function=function)
+    if scales["k_scale"] is not None and has_own_scales:
+        expected = f"None with rows of {LATENT_ROW_BYTES} bytes, which have their scales"
+        raise ArgumentError("k_scale", expected, type(scales["k_scale"]).__name__, function=function)
+    if has_own_scales and width != LATENT_656_CODES:
+        expected = f"{LATENT_656_CODES} with rows of {LATENT_ROW_BYTES} bytes"
+        raise ArgumentError("head_dim_v", expected, repr(head_dim_v), function=function)
     if width % 8 or width >= k.shape[3]:
         expected = f"a multiple of 8 below {k.shape[3]}, k's last dimension"
         raise ArgumentError("head_dim_v", expected, repr(head_dim_v), function=function)
@@ -198,11 +230,17 @@ def _check_latent(k: Tensor, v: Any, scales: dict[str, Any], head_dim_v: Any, la
     return width
 
 
+def is_656(k: Tensor) -> bool:
+    """Whether a latent cache's array has rows of 656 bytes (`LATENT_656`): e4m3 rows are shorter."""
+    return k.itemsize == 1 and k.shape[-1] == LATENT_ROW_BYTES
+
+
 def _check(k: Tensor, v: Tensor, layout: str, function: str, most: int) -> None:
     """Everything that a cache's arrays have to be. most: channels of a row."""
     arrays.require_same_device([k, v])
+    has_own_scales = most == MAX_LATENT_DIM and len(k.shape) == 4 and is_656(k)
     for t in (k, v):
-        if t.dtype not in _DTYPES:
+        if t.dtype not in _DTYPES and not has_own_scales:
             hint = "bytes are given as what they are: view(torch.float8_e4m3fn)" if t.dtype == "uint8" else None
             raise DtypeError(t.argument, " or ".join(_DTYPES), t.dtype, function=function, hint=hint)
         if len(t.shape) != 4:
@@ -214,7 +252,7 @@ def _check(k: Tensor, v: Tensor, layout: str, function: str, most: int) -> None:
         raise ShapeError("v", f"shape {tuple(k.shape)}, like k", f"{tuple(v.shape)}", function=function)
     dim = k.shape[3]
     step = CHUNK_BYTES // k.itemsize
-    if not (step <= dim <= most and dim % step == 0):
+    if not (step <= dim <= most and dim % step == 0) and not has_own_scales:
         expected = f"head_dim, the last dimension, a multiple of {step} from {step} to {most}"
         raise ShapeError("k", expected, f"{dim}", function=function)
     extents, strides = by_position(k.shape, k.strides, layout)
@@ -247,10 +285,11 @@ def _check_strides(t: Tensor, function: str) -> None:
 def _extents(k: Tensor, layout: str, head_dim_v: int | None) -> dict[str, Any]:
     """A cache's attributes, but for those that `KVCache._settle` finds."""
     (blocks, heads, tokens), _ = by_position(k.shape, k.strides, layout)
-    dim = k.shape[3]
-    order = "fragment" if k.itemsize == 2 else IN_ORDER
+    dim, dtype, order = k.shape[3], _DTYPES.get(k.dtype, "fp8"), "fragment" if k.itemsize == 2 else IN_ORDER
+    if head_dim_v is not None and is_656(k):
+        dim, order = LATENT_656_DIM, LATENT_656
     formats = {
-        name: KVFormat(_DTYPES[k.dtype], width, row_dim(width), False, is_key, order)
+        name: KVFormat(dtype, width, row_dim(width), False, is_key, order)
         for name, is_key, width in (("k_format", True, dim), ("v_format", False, head_dim_v or dim))
     }
     return {

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..errors import UnsupportedError
+from .formats import arrays_row_bytes
 from .layout import CacheLayout
 
 #: Bytes that kernels copy at a time: rows begin at multiples of it.
@@ -91,7 +92,8 @@ def places_of(cache: CacheLayout, function: str) -> RowPlaces | None:
     """Places of a cache's rows; None where K or V is quantized by `append`: rows are found by their numbers."""
     extents = (cache.num_blocks, cache.num_kv_heads, cache.block_size)
     if cache.strides is not None:
-        return row_places(cache.strides, extents, cache.head_dim, function, cache.k_format.bits // 8)
+        itemsize = cache.k_format.bits // 8
+        return row_places(cache.strides, extents, arrays_row_bytes(cache.k_format) // itemsize, function, itemsize)
     if cache.k_format.quantized or cache.v_format.quantized:
         return None
     row = cache.k_format.row_dim

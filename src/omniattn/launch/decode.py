@@ -51,7 +51,7 @@ def _planes(one: KeyPass) -> dict[str, At | None]:
         "v": None if cache.is_latent else At("cache.v"),
         **params_of(cache),
         **{name: At(f"cache.{name}") if name in cache.key_arrays else None for name in ("k_mean", "k_channel_scale")},
-        "block_table": At("block_table") if cache.paged else None,
+        "block_table": At("indices") if one.problem.topk else At("block_table") if cache.paged else None,
         "recent_slots": slots,
         "recent_state": state,
     }
@@ -61,7 +61,8 @@ def params_of(cache: CacheLayout) -> dict[str, At | None]:
     """Parameter planes, or the scales of a caller's arrays."""
     found: dict[str, At | None] = {}
     for name, fmt in (("k", cache.k_format), ("v", cache.v_format)):
-        scale = At(f"cache.{name}_scale") if cache.scales is not None else None
+        has_scale = cache.scales is not None and not (cache.is_latent and name == "v")
+        scale = At(f"cache.{name}_scale") if has_scale else None
         found[f"{name}_params"] = At(f"cache.{name}_params") if fmt.plane_words else scale
     return found
 
@@ -188,7 +189,7 @@ class _PassPlan:
         values: dict[str, object] = {
             "q": At("q"),
             **_planes(one),
-            "seq_lens": At("seq_lens"),
+            "seq_lens": At("topk_length" if p.topk else "seq_lens") if p.has_lengths else None,
             "cu_seqlens_q": At("cu_seqlens_q") if p.packed else None,
             "total_queries": max(p.total_queries, 0),
             "has_company": int(p.has_company),
@@ -234,14 +235,15 @@ class _PassPlan:
             **_row_values(one),
             **scale_values(cache),
         }
-        arguments = DECODE.pack(values)
+        if cache.is_latent:
+            arguments = mla_decode.arguments(values, p, self.slot_rows, has_map=spec.arch_specific)
+        else:
+            arguments = DECODE.pack(values)
         # The CTAs of one sequence more clear the rows that no sequence owns.
         others = self.segments // p.batch if p.packed and not p.has_company else 0
         grid = (self.segments + others, -(-min(self.slot_rows, one.rows) * split // _COMBINE_WARPS), 1)
-        ctas, main = (self.num_workers, 1, 1), arguments
-        if cache.is_latent:
-            ctas, main = (self.row_blocks, self.num_workers, 1), mla_decode.arguments(values, p)
+        ctas = (self.row_blocks, self.num_workers, 1) if cache.is_latent else (self.num_workers, 1, 1)
         return (
-            LaunchRecord(spec, ctas, 32 * spec.num_warps, *main),
+            LaunchRecord(spec, ctas, 32 * spec.num_warps, *arguments),
             LaunchRecord(combine, grid, 32 * _COMBINE_WARPS, *arguments, overlap=True),
         )

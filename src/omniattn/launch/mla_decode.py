@@ -1,4 +1,4 @@
-"""Arguments of ``mla_decode_sm90``: those of ``decode``, and a tensor map of the cache."""
+"""Arguments of the kernels over latent caches: those of ``decode``, a tensor map of the cache, lists of rows."""
 
 from __future__ import annotations
 
@@ -7,20 +7,37 @@ from typing import Any
 from ..kv.places import places_of
 from ..problems import DecodeProblem
 from .attn_fwd_sm90 import PANEL, mapped
-from .host_struct import Arguments
+from .host_struct import Arguments, At
 from .structs import MLA_DECODE
 
 #: Keys of a block, and rows in one page from which on a tensor map brings them.
 _KEYS, _FEWEST = 64, 8
 
 
-def arguments(values: dict[str, object], problem: DecodeProblem) -> Arguments:
-    """The struct of a call; ``values``: the members of `launch.structs.DECODE`."""
-    rows = box_rows(problem)
+def arguments(values: dict[str, object], problem: DecodeProblem, slot_rows: int, *, has_map: bool) -> Arguments:
+    """The struct of a call.
+
+    Parameters
+    ----------
+    values : dict
+        The members of `launch.structs.DECODE`.
+    problem : DecodeProblem
+    slot_rows : int
+        Query rows of all blocks.
+    has_map : bool
+        The kernel is Hopper's, which has use for a tensor map.
+    """
+    rows = box_rows(problem) if has_map else 0
     packed: dict[str, Any] = {f"decode.{name}": x for name, x in values.items()}
-    return MLA_DECODE.pack(
-        packed | {"map": _map(problem, rows) if rows else None, "box_rows_log2": max(rows.bit_length() - 1, 0)}
-    )
+    packed |= {
+        "map": _map(problem, rows) if rows else None,
+        "row_max": At("row_max") if problem.maximum else None,
+        "box_rows_log2": max(rows.bit_length() - 1, 0),
+        "slot_rows": slot_rows,
+        "lists_rows": int(problem.topk > 0),
+        "listed_tokens": max(problem.tokens, 1),
+    }
+    return MLA_DECODE.pack(packed)
 
 
 def box_rows(problem: DecodeProblem) -> int:
@@ -28,7 +45,7 @@ def box_rows(problem: DecodeProblem) -> int:
 
     Blocks of keys begin at multiples of 64 keys, so that the only page of a sequence has any number of rows.
     """
-    if not problem.tensor_maps:
+    if not problem.tensor_maps or problem.topk or problem.cache.k_format.quantized:
         return 0
     size = problem.block_size
     rows = _KEYS if problem.table_columns <= 1 else min(size & -size, _KEYS)

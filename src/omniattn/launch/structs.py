@@ -300,7 +300,8 @@ MERGE_STATES = HostStruct(
 # params/mla_decode.cuh
 
 MLA_DECODE = HostStruct(
-    "MlaDecodeParams", ("M", "map"), (DECODE, "decode"), ("i", "box_rows_log2"),
+    "MlaDecodeParams", ("M", "map"), (DECODE, "decode"), ("P", "row_max"),
+    ("i", "box_rows_log2 slot_rows lists_rows listed_tokens"),
 )
 
 # params/quantize.cuh

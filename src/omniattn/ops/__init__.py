@@ -9,6 +9,7 @@ from .explain import Explanation, explain
 from .merge import merge_states
 from .quantize import quantize_qk, quantize_v
 from .score_mod import ScoreMod
+from .sparse import attention_sparse
 from .with_cache import attention_with_kvcache
 
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
     "append",
     "attention",
     "attention_backward",
+    "attention_sparse",
     "attention_varlen",
     "attention_varlen_backward",
     "attention_with_kvcache",

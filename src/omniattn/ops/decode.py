@@ -8,11 +8,14 @@ from ..checks import decode as checks
 from ..checks.caches import check_cache
 from ..checks.decode import DecodeOptions
 from ..checks.memory import check_memory
+from ..checks.sparse import SparseOptions
+from ..errors import ArgumentError
 from ..frameworks import FUNCTIONS, compiling
 from ..kv.cache import KVCache
 from ..plan.engine import Call, Operation, repeated, run
 from ..plan.others import plan_decode
 from . import on_cpu
+from .sparse import decode_listed
 from .traced import run_traced
 
 _DECODE = Operation(
@@ -25,8 +28,10 @@ def decode(
     q: Any,
     cache: KVCache,
     *,
-    seq_lens: Any,
+    seq_lens: Any = None,
     block_table: Any = None,
+    indices: Any = None,
+    topk_length: Any = None,
     window: tuple[int, int] | None = None,
     softmax_scale: float | None = None,
     softcap: float = 0.0,
@@ -60,6 +65,13 @@ def decode(
     block_table : array, (batch, max_blocks), int32, on q's device
         With a `PagedKVCache`: the block that holds tokens block_size * j and on of sequence b is block_table[b, j].
         Only the entries that seq_lens reaches are looked at.
+        Required, but for ``indices``.
+    indices : array, (batch, q_len, topk), int32, on q's device
+        With a latent cache, in the place of seq_lens and block_table: each query token attends to the rows of the cache
+        that its list names, block * block_size + token (DeepSeek sparse attention, DeepSeek-V3.2 2025). Numbers below 0
+        or beyond the cache are no keys. q_len is any; on a GPU q's first two dimensions have to lie as one.
+    topk_length : array, (batch, q_len), or (batch,) where q_len is 1, int32, on q's device, optional
+        Entries of each list that count, from the first on; all unless given.
     window : (left, right), optional
         A query sees at most ``left`` keys before its own; -1 is unlimited. right is 0 or -1: no key is in the future.
     softmax_scale : float, optional
@@ -110,6 +122,15 @@ def decode(
     arrays. Flash-Decoding (Dao et al. 2023); PagedAttention (Kwon et al. 2023).
     """
     check_cache(cache, "decode")
+    if indices is not None:
+        _refuse_with_lists(
+            seq_lens=seq_lens, block_table=block_table, window=window, recent_slots=recent_slots,
+            shared_prefix=shared_prefix or None,
+        )  # fmt: skip
+        options = SparseOptions(softmax_scale, softcap, return_lse, False, deterministic)
+        return decode_listed(q, cache, (indices, topk_length, sinks, out), options, stream)
+    if topk_length is not None:
+        raise ArgumentError("topk_length", "None without indices", type(topk_length).__name__, function="decode")
     said = (window, softmax_scale, softcap, return_lse, deterministic, shared_prefix)
     objects = (q, seq_lens, block_table, sinks, recent_slots, out)
     if compiling():
@@ -120,6 +141,13 @@ def decode(
             run(Call(_DECODE, objects, DecodeOptions(*said), stream, cache), is_asked=True) if known is None else known
         )
     return results[0] if len(results) == 1 else tuple(results)
+
+
+def _refuse_with_lists(**given: Any) -> None:
+    """What says which keys a query sees, where lists say it."""
+    for name, x in given.items():
+        if x is not None:
+            raise ArgumentError(name, "nothing with indices, which name each key", repr(x)[:60], function="decode")
 
 
 FUNCTIONS["decode"] = decode

@@ -16,6 +16,7 @@ from ..checks.decode import check_shared
 from ..checks.operands import ARRAYS as OPERAND_ARRAYS
 from ..checks.operands import STARTS, check_same_sequences
 from ..checks.quantize import check_starts
+from ..checks.sparse import host_lengths
 from ..checks.with_cache import host_places
 from ..errors import ArgumentError
 from ..launch.score_mod import PREFIX
@@ -263,6 +264,34 @@ def decode(call: Call, problem: DecodeProblem, tensors: Tensors) -> list[Any]:
             compute_dtype="float64" if q.dtype == "float64" else "float32",
         )
     return store_results(call, problem, tensors, [o, lse][: len(problem.outputs)])
+
+
+def sparse(call: Call, problem: DecodeProblem, tensors: Tensors) -> list[Any]:
+    """``attention_sparse``, and ``decode`` over lists of rows."""
+    import numpy as np
+
+    from ..reference import decode as reference
+
+    q, cache = tensors["q"], call.cache
+    assert cache is not None
+    arrays.prepare([q], call.stream)  # refuses a stream
+    heads, tokens = problem.num_q_heads, problem.tokens
+    with np.errstate(all="ignore"):
+        o, *of_rows = reference.sparse(
+            arrays.to_numpy(q).reshape(-1, heads, problem.head_dim),
+            reference.on_host(cache),
+            indices=arrays.to_numpy(tensors["indices"]).reshape(-1, problem.topk),
+            lengths=host_lengths(tensors, problem.topk, call.operation.name),
+            softmax_scale=problem.softmax_scale,
+            softcap=problem.softcap,
+            sinks=arrays.to_numpy(tensors["sinks"]) if "sinks" in tensors else None,
+            compute_dtype="float64" if q.dtype == "float64" else "float32",
+        )
+    if tokens:
+        o = o.reshape(-1, tokens, heads, o.shape[-1])
+        of_rows = [x.reshape(-1, tokens, heads).swapaxes(1, 2) for x in of_rows]
+    wanted = [x for x, is_asked in zip(of_rows, (problem.lse, problem.maximum), strict=True) if is_asked]
+    return store_results(call, problem, tensors, [o, *wanted])
 
 
 def with_cache(call: Call, problem: WithCacheProblem, tensors: Tensors) -> list[Any]:

@@ -56,6 +56,16 @@ class DecodeProblem:
         Sequences with more queries than q_len are another launch's, and so are rows that no sequence owns.
     num_splits : int
         Parts of a sequence's keys at most; 0: as many as are fastest.
+    topk : int
+        Of sparse attention the rows of the cache that a query token's list has; its tokens are the sequences, of one
+        query each. 0: all rows of a sequence.
+    tokens : int
+        Of sparse attention the query tokens that o and lse have for each of their sequences; 0: they have no such
+        dimension.
+    has_lengths : bool
+        seq_lens are given; of sparse attention they may not be.
+    maximum : bool
+        The caller wants the largest score of each row.
     tensor_maps : bool
         The driver in use can make them.
     """
@@ -84,6 +94,10 @@ class DecodeProblem:
     has_company: bool = False
     num_splits: int = 0
     tensor_maps: bool = True
+    topk: int = 0
+    tokens: int = 0
+    has_lengths: bool = True
+    maximum: bool = False
 
     @property
     def has_fixed_splits(self) -> bool:
@@ -114,10 +128,18 @@ class DecodeProblem:
     def outputs(self) -> tuple[Output, ...]:
         """Arrays that the call returns; those of packed queries without the first dimension."""
         batch, queries = self.rows
-        first = () if self.packed else (batch,)
-        o = Output("o", (*first, queries, self.num_q_heads, self.head_dim_v), self.dtype)
-        lse = Output("lse", (*first, self.num_q_heads, queries), "float32")
-        return (o, lse) if self.lse else (o,)
+        heads, dim = self.num_q_heads, self.head_dim_v
+        if self.topk and not self.tokens:
+            lead, of_rows = (batch, heads), (batch, heads)
+        elif self.topk:
+            lead, of_rows = (batch // self.tokens, self.tokens, heads), (batch // self.tokens, heads, self.tokens)
+        else:
+            first = () if self.packed else (batch,)
+            lead, of_rows = (*first, queries, heads), (*first, heads, queries)
+        wanted = [Output("o", (*lead, dim), self.dtype)]
+        wanted += [Output("lse", of_rows, "float32")] if self.lse else []
+        wanted += [Output("row_max", of_rows, "float32")] if self.maximum else []
+        return tuple(wanted)
 
 
 @dataclass(frozen=True, slots=True)

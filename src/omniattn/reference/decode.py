@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy.typing as npt
 
 from omniattn import arrays
 from omniattn.kv.cache import KVCache
-from omniattn.kv.formats import IN_ORDER, KVFormat
+from omniattn.kv.formats import IN_ORDER, LATENT_656, KVFormat
 from omniattn.reference import kv_cache
 from omniattn.reference.attention import attention
 
@@ -174,7 +175,10 @@ def read_tokens(
     """
     positions = np.arange(min(first, count), count)
     blocks, rows = _places(table, positions, cache.block_size)
-    if cache.k_format.layout == IN_ORDER:
+    if cache.k_format.layout == LATENT_656:
+        k = kv_cache.decode_656(cache.k[blocks, :, rows])
+        v = k[..., : cache.v_format.head_dim]
+    elif cache.k_format.layout == IN_ORDER:
         k, v = (
             kv_cache.decode_in_order(data[blocks, :, rows], _scales(scale, blocks, rows, data.shape[1], sequence), fmt)
             for data, scale, fmt in (
@@ -257,6 +261,61 @@ def decode(
     return o, lse
 
 
+def sparse(
+    q: Array,
+    cache: CacheArrays,
+    *,
+    indices: Array,
+    lengths: Array | None = None,
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    sinks: Array | None = None,
+    compute_dtype: npt.DTypeLike = np.float32,
+) -> tuple[Array, Array, Array]:
+    """Attention of each query token over rows of a latent cache that a list names.
+
+    Parameters
+    ----------
+    q : (tokens, heads, head_dim)
+    cache : CacheArrays
+    indices : (tokens, topk) int
+        Rows, block * block_size + token; those below 0 or beyond the cache are no keys.
+    lengths : (tokens,) int, optional
+        Entries of each list that count, from the first on; all unless given.
+    softmax_scale, softcap, sinks, compute_dtype
+        As in `reference.attention`.
+
+    Returns
+    -------
+    o : (tokens, heads, head_dim_v)
+    lse, maximum : (tokens, heads)
+        The largest score, -inf where there is no key; sinks do not count.
+    """
+    tokens, heads, dim = q.shape
+    scale = dim**-0.5 if softmax_scale is None else softmax_scale
+    o = np.zeros((tokens, heads, cache.v_format.head_dim), dtype=compute_dtype)
+    lse, maximum = (np.full((tokens, heads), -np.inf, dtype=compute_dtype) for _ in range(2))
+    rows = cache.k.shape[0] * cache.block_size
+    for i in range(tokens):
+        listed = np.asarray(indices[i] if lengths is None else indices[i, : max(int(lengths[i]), 0)], dtype=np.int64)
+        listed = listed[(listed >= 0) & (listed < rows)]
+        # The blocks of a table are rows: those of the list, one after the other.
+        single = dataclasses.replace(cache, **{
+            name: x.swapaxes(1, 2).reshape(rows, 1, 1, x.shape[-1])
+            for name, x in vars(cache).items() if name in ("k", "v", "k_params", "v_params")
+        })  # fmt: skip
+        k, v = read_tokens(single, listed, len(listed))
+        found = attention(
+            q[i][None, None], k[None], v[None], softmax_scale=scale, softcap=softcap, sinks=sinks,
+            compute_dtype=compute_dtype,
+        )  # fmt: skip
+        o[i], lse[i] = found[0][0, 0], found[1][0, :, 0]
+        if len(listed):
+            scores = scale * q[i].astype(compute_dtype) @ k[:, 0].astype(compute_dtype).T
+            maximum[i] = (softcap * np.tanh(scores / softcap) if softcap else scores).max(-1)
+    return o, lse, maximum
+
+
 def on_host(cache: KVCache) -> CacheArrays:
     """A cache's memory as NumPy sees it; of a cache on the CPU it is the memory itself, written in place."""
 
@@ -266,7 +325,7 @@ def on_host(cache: KVCache) -> CacheArrays:
         raw = arrays.raw_view(cache.planes[name])
         if fmt.layout == "fbgemm":
             return raw.swapaxes(1, 2)
-        raw = raw.view(np.uint8) if not fmt.quantized or fmt.layout == IN_ORDER else raw
+        raw = raw.view(np.uint8) if not fmt.quantized or fmt.layout in (IN_ORDER, LATENT_656) else raw
         return raw.swapaxes(1, 2) if cache.array_order == "NHD" else raw
 
     def params(name: str, fmt: KVFormat) -> Any:
@@ -291,5 +350,6 @@ def on_host(cache: KVCache) -> CacheArrays:
     return CacheArrays(
         cache.k_format, cache.v_format, plane("k", cache.k_format), plane("v", cache.v_format),
         params("k_params", cache.k_format), params("v_params", cache.v_format), own.get("k_mean"),
-        own.get("k_channel_scale"), cache.hadamard, recent, scale("k_scale"), scale("v_scale"),
+        own.get("k_channel_scale"), cache.hadamard, recent, scale("k_scale"),
+        scale("k_scale" if cache.facts.is_latent else "v_scale"),
     )  # fmt: skip

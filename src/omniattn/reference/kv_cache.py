@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from omniattn.arrays.host import bfloat16_bits
-from omniattn.kv.formats import KVFormat
+from omniattn.kv.formats import LATENT_656_CODES, LATENT_656_GROUP, KVFormat
 from omniattn.reference.e4m3 import E4M3_MAX, decode_e4m3, encode_e4m3
 
 Array = npt.NDArray[Any]
@@ -215,6 +215,16 @@ def decode_in_order(data: Array, scale: Array, fmt: KVFormat) -> Array:
     """Rows of bytes as float32 by their scales (...)."""
     codes = decode_e4m3(data) if fmt.dtype == "fp8" else np.ascontiguousarray(data).view(np.int8).astype(_F)
     return np.asarray(codes * scale[..., None])
+
+
+def decode_656(data: Array) -> Array:
+    """Latent rows (..., 656) of bytes as float32 (..., 576): `LATENT_656`."""
+    data = np.ascontiguousarray(data)
+    scales_end = LATENT_656_CODES + 4 * (LATENT_656_CODES // LATENT_656_GROUP)
+    scales = data[..., LATENT_656_CODES:scales_end].copy().view("<f4")
+    codes = decode_e4m3(data[..., :LATENT_656_CODES]) * np.repeat(scales, LATENT_656_GROUP, axis=-1)
+    rest = data[..., scales_end:].copy().view("<u2").astype(np.uint32) << np.uint32(16)
+    return np.concatenate([codes, rest.view(_F)], axis=-1)
 
 
 def encode(

@@ -193,16 +193,33 @@ LATENT_DIMS = (576, 512)
 LATENT_ROWS = 64
 
 
-def latent_row(dtype: str) -> KernelSpec:
-    """One ``mla_decode_sm90`` kernel: over a latent cache, which all query heads share."""
+#: Formats of a latent cache's rows, and `LatentFormat` of device code: 16-bit channels; e4m3 with one scale for all
+#: rows; e4m3 with four scales a row, and 64 channels in bf16, which is also the type of q.
+LATENT_FORMATS: dict[str, int] = {"latent": 0, "latent_e4m3": 1, "latent_656": 2}
+
+
+def has_latent_row(dtype: str, fmt: str) -> bool:
+    """Whether kernels take queries of type ``dtype`` over rows of a format."""
+    return fmt != "latent_656" or dtype == "bfloat16"
+
+
+def latent_row(dtype: str, fmt: str) -> KernelSpec:
+    """One ``mla_decode_sm90`` kernel: over a latent cache, which all query heads share.
+
+    Parameters
+    ----------
+    dtype : str
+    fmt : str
+        A key of `LATENT_FORMATS`.
+    """
     short, tag = IO_TYPES[dtype]
     width, width_v = LATENT_DIMS
     threads, panels = 384, width // 64
-    # Q and two blocks of 64 keys; maxima, denominators, barriers, scan.
-    exact = 3 * panels * 64 * 128 + 4 * 6 * LATENT_ROWS + 8 * (2 * panels + 6) + 4 * (threads // 32 + _SCAN_WORDS)
+    # Q and two blocks of 64 keys; maxima, denominators, barriers, listed keys, scan.
+    exact = 3 * panels * 64 * 128 + (4 * 6 + 2) * LATENT_ROWS + 8 * (2 * panels + 6) + 4 * (threads // 32 + _SCAN_WORDS)
     smem_bytes = _up(exact, 1024)
     return KernelSpec(
-        name=f"mla_decode_sm90_{short}_d{width}v{width_v}",
+        name=f"mla_decode_sm90_{short}_d{width}v{width_v}{fmt.removeprefix('latent')}",
         family="mla_decode_sm90",
         op="latent_decode",
         source="entry/mla_decode_sm90.cu",
@@ -211,6 +228,7 @@ def latent_row(dtype: str) -> KernelSpec:
             ("IO_TYPE", tag),
             ("HEAD_DIM", str(width)),
             ("HEAD_DIM_V", str(width_v)),
+            ("CACHE_FORMAT", str(LATENT_FORMATS[fmt])),
             ("SMEM_BYTES", str(smem_bytes)),
         ),
         dtype=dtype,
@@ -222,21 +240,21 @@ def latent_row(dtype: str) -> KernelSpec:
         smem_bytes=smem_bytes,
         min_arch=(9, 0),
         arch_specific=True,
-        cache=("latent", "latent"),
+        cache=(fmt, fmt),
     )
 
 
 def latent_combine_row(dtype: str) -> KernelSpec:
-    """The ``decode_combine_sm80`` kernel behind `latent_row`'s; its slots have the rows of all blocks."""
+    """The ``mla_combine_sm80`` kernel behind `latent_row`'s; its slots have the rows of all blocks."""
     short, tag = IO_TYPES[dtype]
     width = LATENT_DIMS[1]
     return KernelSpec(
-        name=f"decode_combine_sm80_{short}_d{width}_latent",
-        family="decode_combine_sm80",
+        name=f"mla_combine_sm80_{short}_d{width}",
+        family="mla_combine_sm80",
         op="latent_combine",
-        source="entry/decode_combine_sm80.cu",
-        symbol="decode_combine_sm80",
-        defines=(("IO_TYPE", tag), ("HEAD_DIM", str(width)), ("ROWS", "0")),
+        source="entry/mla_combine_sm80.cu",
+        symbol="mla_combine_sm80",
+        defines=(("IO_TYPE", tag), ("HEAD_DIM", str(width))),
         dtype=dtype,
         head_dim=width,
         block_m=LATENT_ROWS,
@@ -244,8 +262,6 @@ def latent_combine_row(dtype: str) -> KernelSpec:
         num_warps=8,
         smem_bytes=0,
         ctas_per_sm=8,
-        min_arch=(9, 0),
-        arch_specific=True,
     )
 
 
@@ -370,7 +386,7 @@ def decode_rows() -> Iterator[KernelSpec]:
             yield combine_row(dtype, head_dim, n_tiles, row_warps)
         yield dequantize_row(dtype, head_dim)
     for dtype in ("float16", "bfloat16"):
-        yield latent_row(dtype)
+        yield from (latent_row(dtype, fmt) for fmt in LATENT_FORMATS if has_latent_row(dtype, fmt))
         yield latent_combine_row(dtype)
     yield rounds_row()
     yield copy_row()

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
+from .latent_sm80 import LATENT_TILES
 from .spec import PREBUILT_ARCHS, KernelSpec
 
 #: GPUs that load a target's cubins (the same major version, the same minor one or a later one), and the shared memory
@@ -29,7 +30,8 @@ def _only_on(spec: KernelSpec) -> tuple[tuple[int, int], ...]:
 
     Tiles of short sequences and decode's warps that share keys were tuned on Hopper and nowhere else. Others belong to
     Hopper's own kernels: they write what those read, read what those write, or run beside them. And nobody can ask for
-    fp16 sums of e4m3 with scores of e4m3: they are where they come first (`problems.products`).
+    fp16 sums of e4m3 with scores of e4m3: they are where they come first (`problems.products`). Over latent caches
+    Hopper has a kernel of its own for more than 16 rows.
     """
     shares_keys = spec.op in ("decode", "decode_combine") and spec.block_m > 16
     helps = spec.op in ("mask_align", "quantize_fp8_sums", "quantize_values") or spec.fragments or spec.beside
@@ -38,6 +40,9 @@ def _only_on(spec: KernelSpec) -> tuple[tuple[int, int], ...]:
     short = spec.family == "attn_fwd_sm80" and spec.op == "attention" and spec.head_dim <= 128 and spec.block_m < 128
     if short or shares_keys or helps or of_grouping:
         return _HOPPER
+    of_hopper = spec.dtype == "bfloat16" or "latent_656" not in spec.cache  # what its own kernel takes
+    if spec.family == "mla_decode_sm80" and spec.block_m > LATENT_TILES[0] and of_hopper:
+        return tuple(cc for gpus in GPUS.values() for cc in gpus if cc not in _HOPPER)
     return ((8, 9), (12, 0)) if (spec.qk, spec.pv_accumulator) == ("fp8", "fp16") else ()
 
 
@@ -45,7 +50,7 @@ def _has_code_of_ada(spec: KernelSpec) -> bool:
     """Whether sm_89 has instructions for what the row does on sm_80 in others: conversions of e4m3."""
     if spec.op == "quantize":
         return spec.specialization is None or spec.specialization[1] == "float8_e4m3"
-    of_caches = any(name.startswith("fp8") for name in spec.cache)
+    of_caches = any(name.startswith(("fp8", "latent_")) for name in spec.cache)
     return of_caches or spec.op in ("quantize_fp8", "layout_fp8", "dequantize")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..errors import UnsupportedError
-from ..kv.formats import IN_ORDER, KVFormat
+from ..kv.formats import IN_ORDER, LATENT_656, KVFormat
 from ..problems import AppendProblem, DequantizeProblem, Target
 from ..registry import REGISTRY, KernelSpec, registered
 from ..registry.decode import (
@@ -15,10 +15,17 @@ from ..registry.decode import (
     append_row,
     combine_row,
     decode_row,
+    has_latent_row,
     latent_combine_row,
     latent_row,
 )
-from .choice import Selection, only, the_one
+from ..registry.latent_sm80 import LATENT_TILES, latent_sm80_row
+from .choice import Selection, names_in, only, the_one
+from .fit import fit
+
+#: Rows up to which the general kernel over latent caches is faster than Hopper's own
+#: (docs/performance/mla_decode_sm80.md).
+FEW_LATENT_ROWS = LATENT_TILES[0]
 
 
 def row_kind(fmt: KVFormat) -> tuple[int, int]:
@@ -99,12 +106,34 @@ def select_decode(
     return the_one(main, what, target, force), the_one(combine, f"partial results of {rows}", target, force)
 
 
-def select_latent(dtype: str, target: Target, force: str | None = None) -> tuple[Selection, Selection]:
-    """The kernels of one pass over a latent cache, as `select_decode`'s."""
-    main, combine = registered(latent_row(dtype)), registered(latent_combine_row(dtype))
+def latent_kind(k: KVFormat) -> str:
+    """A key of `LATENT_FORMATS`."""
+    if not k.quantized:
+        return "latent"
+    return "latent_656" if k.layout == LATENT_656 else "latent_e4m3"
+
+
+def select_latent(
+    dtype: str, k: KVFormat, rows: int, target: Target, force: str | None = None
+) -> tuple[Selection, Selection]:
+    """The kernels of one pass over a latent cache for so many query rows of a sequence, as `select_decode`'s.
+
+    Hopper has a kernel of its own, for 64 rows at a time; see `FEW_LATENT_ROWS`.
+    """
+    fmt = latent_kind(k)
+    best = next((tile for tile in LATENT_TILES if tile >= rows), LATENT_TILES[-1])
+    general = latent_sm80_row(dtype, fmt, best)
+    able = [general, *(latent_sm80_row(dtype, fmt, tile) for tile in LATENT_TILES if tile != best)]
+    if has_latent_row(dtype, fmt):
+        able.insert(1 if rows <= FEW_LATENT_ROWS else 0, latent_row(dtype, fmt))
+    names = names_in(force)
+    named = [row for row in able if row.name in names]
+    main = next((row for row in named or able if fit(row, None, target) is None), general)
     width, width_v = LATENT_DIMS
     what = f"{dtype} queries, a latent cache with rows of {width} channels, the first {width_v} of them V"
-    return the_one(main, what, target, force), the_one(combine, f"partial results of {width_v} channels", target, force)
+    merged = f"partial results of {width_v} channels"
+    combine = registered(latent_combine_row(dtype))
+    return the_one(registered(main), what, target, force), the_one(combine, merged, target, force)
 
 
 def select_append(problem: AppendProblem, target: Target, force: str | None = None) -> Selection:

@@ -141,9 +141,10 @@ def _over_latents(one: KeyPass, target: Target, force: str | None) -> PassWay:
             f"no kernel serves a latent cache with rows of {dims[0]} channels, {dims[1]} of them V",
             instead="rows of {} channels, {} of them V, or arrays on the CPU".format(*LATENT_DIMS),
         )
-    pair = select_latent(p.dtype, target, force)
-    blocks = one.row_blocks(pair[0].spec.block_m)
-    return _with_split(one, (1, 1), pair, max(1, target.sm_count // max(blocks, 1)))
+    pair = select_latent(p.dtype, one.k, one.rows, target, force)
+    spec = pair[0].spec
+    ctas = target.sm_count * at_a_time(spec, target)
+    return _with_split(one, (1, 1), pair, max(1, ctas // max(one.row_blocks(spec.block_m), 1)))
 
 
 def _by_rule(one: KeyPass, target: Target, force: str | None) -> PassWay:

@@ -8,14 +8,20 @@ from typing import Any
 import numpy as np
 
 import omniattn
+from omniattn.kv.formats import LATENT_656_CODES, LATENT_656_GROUP
 from omniattn.reference import attention
+from omniattn.reference.e4m3 import decode_e4m3, encode_e4m3
+from omniattn.reference.kv_cache import bfloat16_bits, decode_656
 from omniattn.registry import KernelSpec
 from omniattn.registry.decode import LATENT_DIMS
 from omniattn.testing.cache_cases import decode_errors
 from omniattn.testing.expected import Values
 from omniattn.testing.frameworks import Framework
 from omniattn.testing.inputs import make_qkv
+from omniattn.testing.rounding import round_to
 
+#: The one scale of e4m3 rows: its products with them are exact in 16 bits, as kernels may round them.
+_SCALE = 0.375
 #: Operations of the registry that have these cases.
 LATENT_OPS: tuple[str, ...] = ("latent_decode", "latent_combine")
 
@@ -43,6 +49,8 @@ class LatentCase:
     heads, q_len : int
     block_size : int
         0: contiguous.
+    fmt : str
+        A key of `registry.decode.LATENT_FORMATS`.
     """
 
     dtype: str
@@ -50,12 +58,13 @@ class LatentCase:
     heads: int
     q_len: int
     block_size: int
+    fmt: str = "latent"
 
     @property
     def name(self) -> str:
         """What messages call it."""
         cache = f"blocks of {self.block_size}" if self.block_size else "contiguous"
-        return f"lengths {self.lengths}, {self.heads} heads, {cache}"
+        return f"lengths {self.lengths}, {self.heads} heads, {cache}, {self.fmt}"
 
     def prepare(self) -> Prepared:
         """Inputs, and what must come out."""
@@ -66,19 +75,21 @@ class LatentCase:
             heads_kv=1, head_dim=width, seed=self.q_len, dtype=self.dtype,
         )  # fmt: skip
         q = q.reshape(batch, self.q_len, self.heads, width)
+        stored, rows = _stored(rows, self.fmt, self.dtype)
         counts = [-(-n // size) for n in self.lengths]
         order = iter(np.random.default_rng(self.q_len).permutation(sum(counts)))
         # What no token has is NaN.
-        pool = np.full((sum(counts), size, 1, width), np.nan, np.float32)
+        nan = 0x7F if stored.dtype == np.uint8 else np.nan
+        pool = np.full((sum(counts), size, 1, stored.shape[-1]), nan, stored.dtype)
         table = np.zeros((batch, max(counts)), np.int32)
         o, lse = np.zeros((*q.shape[:3], width_v), np.float32), np.zeros((batch, self.heads, self.q_len), np.float32)
         begin = 0
         for b, n in enumerate(self.lengths):
-            own = rows[begin : begin + n]
+            own, own_stored = rows[begin : begin + n], stored[begin : begin + n]
             begin += n
             for i in range(counts[b]):
                 table[b, i] = b if not self.block_size else next(order)
-                part = own[i * size : (i + 1) * size]
+                part = own_stored[i * size : (i + 1) * size]
                 pool[table[b, i], : len(part)] = part
             o[b : b + 1], lse[b : b + 1] = attention(q[b : b + 1], own[None], own[None, ..., :width_v], causal=True)
         return Prepared(q, pool, table, o, lse)
@@ -86,7 +97,15 @@ class LatentCase:
     def check(self, framework: Framework, prepared: Prepared) -> tuple[float, str]:
         """Decode, and compare O and the LSE."""
         kind = omniattn.PagedKVCache if self.block_size else omniattn.KVCache
-        cache: Any = kind.from_arrays(framework.array(prepared.pool, self.dtype), head_dim_v=LATENT_DIMS[1])
+        scales: dict[str, Any] = {}
+        if self.fmt == "latent":
+            pool = framework.array(prepared.pool, self.dtype)
+        else:
+            pool = framework.array(prepared.pool, "uint8")
+        if self.fmt == "latent_e4m3":
+            pool = framework.as_dtype(pool, "float8_e4m3fn")
+            scales["k_scale"] = framework.array(np.array([_SCALE]), "float32")
+        cache: Any = kind.from_arrays(pool, head_dim_v=LATENT_DIMS[1], **scales)
         call: dict[str, Any] = {"seq_lens": framework.array(np.array(self.lengths), "int32")}
         if self.block_size:
             call["block_table"] = framework.array(prepared.table, "int32")
@@ -98,10 +117,26 @@ class LatentCase:
         return worst, "" if worst <= 1.0 else "O {:.2f}, LSE {:.2f} of their tolerances".format(*errors)
 
 
+def _stored(rows: Values, fmt: str, dtype: str) -> tuple[Values, Values]:
+    """Rows (n, 1, channels) as they lie in a cache, and what they mean to queries of type ``dtype``."""
+    if fmt == "latent":
+        return rows, rows
+    if fmt == "latent_e4m3":
+        codes = encode_e4m3(rows / _SCALE)
+        return codes, decode_e4m3(codes) * np.float32(_SCALE)
+    groups = rows[..., :LATENT_656_CODES].reshape(*rows.shape[:-1], -1, LATENT_656_GROUP)
+    scales = (np.abs(groups).max(-1) / 448).astype("<f4")
+    codes = encode_e4m3(groups / scales[..., None]).reshape(*rows.shape[:-1], LATENT_656_CODES)
+    rope = bfloat16_bits(rows[..., LATENT_656_CODES:]).astype("<u2")
+    stored = np.concatenate([codes, scales.view(np.uint8), rope.view(np.uint8)], -1)
+    return stored, round_to(decode_656(stored), dtype)
+
+
 def latent_cases(spec: KernelSpec) -> tuple[LatentCase, ...]:
     """The cases of a row of `LATENT_OPS`: rows of one block and of several, by copies of each kind."""
+    fmt = spec.cache[0] if spec.cache else "latent"
     return (
-        LatentCase(spec.dtype, (700, 65), 128, 1, 64),
-        LatentCase(spec.dtype, (250, 3, 300), 16, 2, 3),
-        LatentCase(spec.dtype, (500, 64), 40, 4, 0),
+        LatentCase(spec.dtype, (700, 65), 128, 1, 64, fmt),
+        LatentCase(spec.dtype, (250, 3, 300), 16, 2, 3, fmt),
+        LatentCase(spec.dtype, (500, 64), 40, 4, 0, fmt),
     )

@@ -21,6 +21,12 @@ LIBRARY.define(
     tags=TAGS,
 )
 LIBRARY.define(
+    "attention_sparse(Tensor[] planes, Tensor[] key_arrays, int cache, Tensor q, Tensor indices, Tensor? topk_length, "
+    "Tensor? sinks, float? softmax_scale, float softcap, bool return_lse, bool return_max, bool deterministic) "
+    "-> Tensor[]",
+    tags=TAGS,
+)
+LIBRARY.define(
     "append(Tensor(a!)[] planes, Tensor[] key_arrays, int cache, Tensor k, Tensor v, Tensor? seq_lens, "
     "Tensor? block_table, Tensor? recent_slots, Tensor? cu_seqlens, Tensor? cos, Tensor? sin, str rope, "
     "Tensor? slot_mapping=None, Tensor? positions=None) -> ()",
@@ -57,9 +63,37 @@ def _decode_shapes(
     planes: Any, key_arrays: Any, number: int, q: Any, seq_lens: Any, block_table: Any, recent_slots: Any, sinks: Any,
     window: Any, softmax_scale: Any, softcap: float, return_lse: bool, deterministic: bool, shared_prefix: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    batch, q_len, heads, _ = q.shape
+    batch, q_len, heads, dim = q.shape
     shape = (batch, heads, q_len) if return_lse else (0,)
-    return q.new_empty(tuple(q.shape)), q.new_empty(shape, dtype=torch.float32)
+    return q.new_empty((batch, q_len, heads, _value_dim(number, dim))), q.new_empty(shape, dtype=torch.float32)
+
+
+def _value_dim(number: int, dim: int) -> int:
+    """Channels of o: of a latent cache fewer than q's."""
+    cache = of_key(number)
+    return dim if cache is None else int(cache.v_format.head_dim)
+
+
+def _sparse(
+    planes: Any, key_arrays: Any, number: int, q: Any, indices: Any, topk_length: Any, sinks: Any, softmax_scale: Any,
+    softcap: float, return_lse: bool, return_max: bool, deterministic: bool,
+) -> list[torch.Tensor]:  # fmt: skip
+    results = FUNCTIONS["attention_sparse"](
+        q, cache_of(number, planes, key_arrays, "attention_sparse"), indices=indices, topk_length=topk_length,
+        sinks=sinks, softmax_scale=softmax_scale, softcap=softcap, return_lse=return_lse, return_max=return_max,
+        deterministic=deterministic,
+    )  # fmt: skip
+    return list(results) if isinstance(results, tuple) else [results]
+
+
+def _sparse_shapes(
+    planes: Any, key_arrays: Any, number: int, q: Any, indices: Any, topk_length: Any, sinks: Any, softmax_scale: Any,
+    softcap: float, return_lse: bool, return_max: bool, deterministic: bool,
+) -> list[torch.Tensor]:  # fmt: skip
+    *lead, heads, dim = q.shape
+    of_rows = (lead[0], heads) if len(lead) == 1 else (lead[0], heads, lead[1])
+    found = [q.new_empty((*lead, heads, _value_dim(number, dim)))]
+    return found + [q.new_empty(of_rows, dtype=torch.float32) for wanted in (return_lse, return_max) if wanted]
 
 
 def _append(
@@ -77,7 +111,10 @@ def _append_shapes(*arguments: Any) -> None:
     return None
 
 
-for _name, _kernel, _shapes in (("decode", _decode, _decode_shapes), ("append", _append, _append_shapes)):
+for _name, _kernel, _shapes in (
+    ("decode", _decode, _decode_shapes), ("attention_sparse", _sparse, _sparse_shapes),
+    ("append", _append, _append_shapes),
+):  # fmt: skip
     for _key in ("CPU", "CUDA"):
         LIBRARY.impl(_name, _kernel, _key)
     torch.library.register_fake(f"omniattn::{_name}", _shapes, lib=LIBRARY)
@@ -112,6 +149,12 @@ def run(call: Call) -> list[Any]:
     function, cache, given = call.operation.name, call.cache, arrays_of(call)
     assert cache is not None
     planes, key_arrays = cache.operands
+    if "indices" in given:
+        x = plain(call.options)
+        return list(torch.ops.omniattn.attention_sparse.default(
+            list(planes), list(key_arrays), cache.key, given["q"], given["indices"], given["topk_length"],
+            given["sinks"], x.softmax_scale, float(x.softcap), x.return_lse, x.return_max, x.deterministic,
+        ))  # fmt: skip
     tables = (given["seq_lens"], given["block_table"], given["recent_slots"])
     x = call.options
     if function == "append":

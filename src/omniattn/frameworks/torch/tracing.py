@@ -169,7 +169,7 @@ def run_call(call: Call) -> list[Any]:
     """A call of any operation whose tensors are wrapped, watched or without memory; results as `plan.engine.run`."""
     function = call.operation.name
     call.options = plain(call.options)
-    if function in ("decode", "append"):
+    if function in ("decode", "append", "attention_sparse"):
         return caches.run(call)
     if function == "attention_with_kvcache":
         return with_cache.run(call)

@@ -1,0 +1,83 @@
+"""Rows of ``mla_decode_sm80``: decoding over latent caches on any GPU. Standard library only."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+from .spec import IO_TYPES, KernelSpec
+
+#: Query rows of a CTA.
+LATENT_TILES = (16, 32, 64)
+#: Bytes of a row by format: `registry.decode.LATENT_FORMATS`.
+_ROW_BYTES = {"latent": 1152, "latent_e4m3": 576, "latent_656": 656}
+_WIDTH, _WIDTH_V, _KEYS, _WARPS = 576, 512, 32, 8
+
+
+def _up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def latent_sm80_row(dtype: str, fmt: str, rows: int) -> KernelSpec:
+    """One ``mla_decode_sm80`` kernel.
+
+    Parameters
+    ----------
+    dtype : str
+        Of q and o.
+    fmt : str
+        A key of `registry.decode.LATENT_FORMATS`.
+    rows : int
+        One of `LATENT_TILES`.
+    """
+    short, tag = IO_TYPES[dtype]
+    row_bytes, in_16_bits = _ROW_BYTES[fmt], fmt == "latent"
+    stages, ctas = 2 if in_16_bits else 1, 2 if rows == 16 else 1
+    # Tiles of many rows leave no registers for all panels of Q.
+    held = 9 if rows < 64 else 8 if in_16_bits else 7
+    parts = 4 if rows == 16 else 2
+    key_warps = _WARPS // (rows // 16 * parts)
+    exact = (
+        stages * _KEYS * 2 * _WIDTH
+        + (128 if in_16_bits else _up(_KEYS * row_bytes, 128))  # rows in 8 bits
+        + max((9 - held) * rows * key_warps * 128, 128)  # panels of Q
+        + parts * rows * 4 * _KEYS  # scores
+        + 3 * 4 * rows  # rescale factors, maxima, denominators
+        + 2 * _KEYS  # listed keys
+        + 4 * (_WARPS + 2)  # scan
+        + 6 * 4  # cursor, scale
+        + 2 * 8 * 4  # splits
+    )
+    smem_bytes = _up(exact, 128)
+    return KernelSpec(
+        name=f"mla_decode_sm80_{short}_d{_WIDTH}v{_WIDTH_V}{fmt.removeprefix('latent')}_r{rows}",
+        family="mla_decode_sm80",
+        op="latent_decode",
+        source="entry/mla_decode_sm80.cu",
+        symbol="mla_decode_sm80",
+        defines=(
+            ("IO_TYPE", tag),
+            ("HEAD_DIM", str(_WIDTH)),
+            ("HEAD_DIM_V", str(_WIDTH_V)),
+            ("CACHE_FORMAT", str(list(_ROW_BYTES).index(fmt))),
+            ("ROWS", str(rows)),
+            ("HELD_PANELS", str(held)),
+            ("MIN_CTAS", str(ctas)),
+            ("SMEM_BYTES", str(smem_bytes)),
+        ),
+        dtype=dtype,
+        head_dim=_WIDTH,
+        own_head_dim_v=_WIDTH_V,
+        block_m=rows,
+        block_n=_KEYS,
+        num_warps=_WARPS,
+        smem_bytes=smem_bytes,
+        ctas_per_sm=ctas,
+        cache=(fmt, fmt),
+    )
+
+
+def latent_sm80_rows() -> Iterator[KernelSpec]:
+    """Rows that the registry lists."""
+    for dtype, fmt, rows in itertools.product(("float16", "bfloat16"), _ROW_BYTES, LATENT_TILES):
+        yield latent_sm80_row(dtype, fmt, rows)
