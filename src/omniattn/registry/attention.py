@@ -71,6 +71,17 @@ _FWD_SM80_SMALL_MODS_TILES: tuple[_FwdTile, ...] = tuple(
 # Without scores: one warp. 64 rows are Hopper's own kernel's.
 _FWD_SM80_SMALL_TILES: tuple[_FwdTile, ...] = tuple(tile for tile in _FWD_SM80_SMALL_MODS_TILES if tile.num_warps == 1)
 
+# More than 256 channels, v of any number of them: a tile for 163 KB, and one for the 99 KB of sm_86, sm_89 and sm_120.
+_FWD_SM80_WIDE_MODS_TILES: tuple[_FwdTile, ...] = (
+    _FwdTile(512, 64, 32, 8, 1, False, 1),
+    _FwdTile(512, 32, 16, 4, 1, False, 1, suffix="_m32"),
+)
+# And for 227 KB, where score modifiers would take 32 KB more than there are.
+_FWD_SM80_WIDE_TILES: tuple[_FwdTile, ...] = (
+    *_FWD_SM80_WIDE_MODS_TILES,
+    _FwdTile(512, 64, 64, 8, 1, False, 1, suffix="_n64", min_arch=(9, 0)),
+)
+
 # Keys split over CTAs (docs/performance/few_queries.md). Few queries: 64 rows a CTA, and as many keys under way as fit.
 _FWD_SM80_SPLIT_TILES: tuple[_FwdTile, ...] = (
     _FwdTile(64, 64, 64, 4, 2, True, 3),
@@ -90,15 +101,18 @@ def _attn_fwd_sm80(
     paged: bool = False,
 ) -> KernelSpec:
     """own_head_dim_v: v has a head_dim of its own; split: keys are split over CTAs; paged: K and V lie in pages."""
+    wide = tile.head_dim > 256  # two warps have the same rows
+    own_head_dim_v = own_head_dim_v or wide
     # Tiles of 16 rows search cu_seqlens_k for their sequence, and splits are of dense calls.
     assert not paged or (tile.block_m >= 32 and not split)
     short, tag = IO_TYPES[dtype]
     smem_bytes = 2 * tile.head_dim * (tile.block_m + 2 * tile.num_stages * tile.block_n)
     if score_mods:
-        smem_bytes += 4 * tile.block_m * tile.block_n
+        smem_bytes += 4 * tile.block_m * tile.block_n * (1 + wide)
+    smem_bytes += 4 * tile.block_m * tile.block_n * wide
     return KernelSpec(
         name=f"attn_fwd_sm80_{short}_d{tile.head_dim}{tile.suffix}"
-        + "_v" * own_head_dim_v
+        + "_v" * (own_head_dim_v and not wide)
         + "_paged" * paged
         + "_split" * split
         + "_mods" * score_mods,
@@ -136,6 +150,7 @@ def _attn_fwd_sm80(
         score_mod=score_mods,
         lists=score_mods,
         other_head_dim_v=own_head_dim_v,
+        any_head_dim_v=wide,
     )
 
 
@@ -351,8 +366,63 @@ def _attn_fwd_sm90(
     )
 
 
+#: Of ``attn_fwd_d512_sm90``: head_dim, head_dim_v, units of K and V under way (docs/performance/attn_fwd_d512_sm90.md).
+_FWD_D512_SM90_TILES: tuple[tuple[int, int, int], ...] = (
+    (512, 512, 5),
+    (384, 384, 7),
+    (512, 256, 5),
+    (256, 512, 9),
+)
+
+
+def _attn_fwd_d512_sm90(head_dim: int, head_dim_v: int, stages: int, dtype: str, varlen: bool) -> KernelSpec:
+    """A tile is that of a cluster, and so are the keys of a step."""
+    short, tag = IO_TYPES[dtype]
+    units = -(-head_dim // 128)
+    # P that the other CTA sends, with base and sum of each row; behind the barriers two tiles, and 32 packed sequences.
+    tiles_bytes = 256 * head_dim + 16384 * stages + 2 * (8192 + 512)
+    smem_bytes = -(-(tiles_bytes + 16 * (units + stages + 2) + 88 + (640 if varlen else 20)) // 1024) * 1024
+    return KernelSpec(
+        name=f"attn_fwd_d512_sm90_{short}_d{head_dim}"
+        + (f"v{head_dim_v}" if head_dim_v != head_dim else "")
+        + "_varlen" * varlen,
+        family="attn_fwd_d512_sm90",
+        op="attention",
+        source="entry/attn_fwd_d512_sm90.cu",
+        symbol="attn_fwd_d512_sm90",
+        defines=(
+            ("IO_TYPE", tag),
+            ("HEAD_DIM", str(head_dim)),
+            ("HEAD_DIM_V", str(head_dim_v)),
+            ("NUM_STAGES", str(stages)),
+            ("VARLEN", str(int(varlen))),
+            ("SMEM_BYTES", str(smem_bytes)),
+        ),
+        dtype=dtype,
+        head_dim=head_dim,
+        block_m=128,
+        block_n=128,
+        num_warps=12,
+        smem_bytes=smem_bytes,
+        cluster=2,
+        min_arch=(9, 0),
+        arch_specific=True,
+        sequences="packed" if varlen else "dense",
+        tensor_maps=True,
+        softcap="any",
+        own_head_dim_v=head_dim_v if head_dim_v != head_dim else 0,
+        above_head_dim=256,
+    )
+
+
 def attention_rows() -> Iterator[KernelSpec]:
     """Rows of exact attention."""
+    yield from (
+        _attn_fwd_d512_sm90(*tile, dtype, varlen)
+        for varlen in (False, True)
+        for tile in _FWD_D512_SM90_TILES
+        for dtype in ("float16", "bfloat16")
+    )
     yield from (
         _attn_fwd_sm80(tile, dtype, score_mods)
         for score_mods, tiles in ((False, _FWD_SM80_TILES), (True, _FWD_SM80_MODS_TILES))
@@ -375,6 +445,12 @@ def attention_rows() -> Iterator[KernelSpec]:
     yield from (
         _attn_fwd_sm80(tile, dtype, score_mods, own_head_dim_v=True)
         for score_mods, tiles in ((False, _FWD_SM80_TILES), (True, _FWD_SM80_MODS_TILES))
+        for tile in tiles
+        for dtype in ("float16", "bfloat16")
+    )
+    yield from (
+        _attn_fwd_sm80(tile, dtype, score_mods)
+        for score_mods, tiles in ((False, _FWD_SM80_WIDE_TILES), (True, _FWD_SM80_WIDE_MODS_TILES))
         for tile in tiles
         for dtype in ("float16", "bfloat16")
     )
@@ -406,7 +482,10 @@ def paged_rows() -> Iterator[KernelSpec]:
     """Rows of exact attention over K and V in pages."""
     yield from (
         _attn_fwd_sm80(tile, dtype, score_mods, paged=True)
-        for score_mods, tiles in ((False, _FWD_SM80_PAGED_TILES), (True, _FWD_SM80_PAGED_MODS_TILES))
+        for score_mods, tiles in (
+            (False, (*_FWD_SM80_PAGED_TILES, *_FWD_SM80_WIDE_TILES)),
+            (True, (*_FWD_SM80_PAGED_MODS_TILES, *_FWD_SM80_WIDE_MODS_TILES)),
+        )
         for tile in tiles
         for dtype in ("float16", "bfloat16")
     )
