@@ -72,8 +72,8 @@ OA_DEVICE void fill_rows(const DecodeParams& p, int32 first, int32 count, float 
 #pragma unroll
         for (int e = 0; e < Config::kWidth; ++e) values[e] = o;
         uint16* to = p.o + row * p.o_stride_s + head * p.o_stride_h;
-        const int32 first = lane * Config::kWidth;
-        store_channels<typename Config::Io>(to + first, values, 1.0f, p.head_dim - first);
+        const int32 channel = lane * Config::kWidth;
+        store_channels<typename Config::Io>(to + channel, values, 1.0f, p.head_dim - channel);
         if (p.lse != nullptr && lane == 0) p.lse[int64(head) * p.total_queries + row] = lse;
     }
 }
@@ -176,7 +176,7 @@ OA_DEVICE void combine(const DecodeParams& p, int32 slot_rows, CombineStorage<Co
     if (!active) return;
     RowResult result = finish_row(m, l, sink_log2<typename Config::Io>(p.sinks, p.sinks_kind, head));
     uint16* to = p.o + sequence * p.o_stride_b + (span.queries.first + token) * p.o_stride_s + head * p.o_stride_h;
-    const int32 first = lane * Config::kWidth;
-    store_channels<typename Config::Io>(to + first, sum, result.o_scale, p.head_dim - first);
+    const int32 channel = lane * Config::kWidth;
+    store_channels<typename Config::Io>(to + channel, sum, result.o_scale, p.head_dim - channel);
     if (lane == 0) note(sequence, head, span.queries.first, token, m, result.lse);
 }
