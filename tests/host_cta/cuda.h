@@ -46,6 +46,7 @@ inline T __ldg(const T* p) {
     return *p;
 }
 inline int __ffs(int x) { return __builtin_ffs(x); }
+inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline int __clz(int x) { return x == 0 ? 32 : __builtin_clz(unsigned(x)); }
 
 inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned bits) {
@@ -130,6 +131,14 @@ inline unsigned __reduce_or_sync(unsigned, unsigned x) {
 }
 inline bool __any_sync(unsigned mask, bool x) { return __ballot_sync(mask, x) != 0; }
 inline bool __all_sync(unsigned mask, bool x) { return __ballot_sync(mask, x) == 0xffffffffu; }
+
+// Fibers take turns where they wait: nothing comes between.
+template <typename T>
+inline T atomicAdd(T* p, T x) {
+    T old = *p;
+    *p += x;
+    return old;
+}
 
 // Addresses of shared memory, as sm_90 has them: from 1024 on.
 inline uint64_t __cvta_generic_to_shared(const void* p) { return (const unsigned char*)p - smem_raw + 1024; }

@@ -13,6 +13,7 @@ import difflib
 from .attention import attention_rows, paged_rows, split_rows
 from .backward import backward_rows
 from .decode import decode_rows, unlisted_rows
+from .indexer import indexer_rows
 from .latent_sm80 import latent_sm80_rows
 from .masks import mask_rows
 from .merging import combine_rows, merge_rows, packed_rows
@@ -41,6 +42,7 @@ REGISTRY: tuple[KernelSpec, ...] = tuple(
         *quantizer_rows(),
         *decode_rows(),
         *latent_sm80_rows(),
+        *indexer_rows(),
     ))
 )  # fmt: skip
 

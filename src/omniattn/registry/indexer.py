@@ -1,0 +1,79 @@
+"""Rows of the indexer of sparse attention: its logits, and the largest of each row. Standard library only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from .spec import KernelSpec
+
+#: Heads of one product; fewer are filled up, more are several.
+INDEX_HEADS = 64
+#: Channels of a key.
+INDEX_DIM = 128
+#: Of the generic kernel: queries times products of a CTA.
+_SLOTS = 2
+#: Of Hopper's, for one product of 64 heads and for more: the same, columns of a product, warpgroups that multiply,
+#: tiles in shared memory, CTAs of an SM.
+_ONE, _MORE = (2, 64, 1, 6, 3), (8, 128, 3, 8, 1)
+#: Keys that a CTA computes in one step.
+STEP = 128
+
+#: Of a CTA of top_k: threads, vectors of four elements that a thread asks for at once, CTAs of an SM, candidates in
+#: shared memory. For rows that are many, for few, and for those that a cluster shares.
+_MANY, _FEW, _SHARED = (512, 4, 2, 5120), (1024, 4, 1, 8192), (1024, 2, 1, 8192)
+#: Bytes of the histograms of the three digits, and of what stands behind them.
+_SELECT_BYTES = 4 * (4096 + 1024 + 1024) + 320
+#: CTAs that share a row at most.
+MAX_CLUSTER = 8
+#: Steps of a CTA of index_logits that are worth its queries' way into shared memory, and rounds of CTAs that even out
+#: sequences of different lengths.
+LEAST_STEPS, ROUNDS = 8, 3
+#: Elements of a row that a CTA of a cluster is worth; of a cluster of more than 4, which few places have room for.
+LEAST_PART, LEAST_PART_OF_MANY = 8192, 65536
+
+
+def _index_logits_sm90(shape: tuple[int, int, int, int, int], name: str) -> KernelSpec:
+    slots, width, consumers, stages, ctas = shape
+    tile = INDEX_HEADS * INDEX_DIM
+    smem = slots * (tile + 4 * 4 * 20 + 8) + stages * (tile + 4 * 64 + 16)
+    defines = {"SLOTS": slots, "WIDTH": width, "CONSUMERS": consumers, "STAGES": stages, "CTAS": ctas}
+    return KernelSpec(
+        name=f"index_logits_sm90_{name}", family="index_logits_sm90", op="index_logits",
+        source="entry/index_logits_sm90.cu", symbol="index_logits_sm90",
+        defines=tuple((n, str(v)) for n, v in defines.items()), dtype="float8_e4m3fn", head_dim=INDEX_DIM,
+        block_m=slots, block_n=width, num_warps=4 * (consumers + 1), smem_bytes=-(-smem // 1024) * 1024,
+        ctas_per_sm=ctas, min_arch=(9, 0), arch_specific=True,
+    )  # fmt: skip
+
+
+def _index_logits_sm80() -> KernelSpec:
+    smem = _SLOTS * (2 * INDEX_HEADS * INDEX_DIM + 4 * INDEX_HEADS + 8)
+    return KernelSpec(
+        name="index_logits_sm80", family="index_logits_sm80", op="index_logits", source="entry/index_logits_sm80.cu",
+        symbol="index_logits_sm80", defines=(("SLOTS", str(_SLOTS)),), dtype="float8_e4m3fn", head_dim=INDEX_DIM,
+        block_m=_SLOTS, block_n=INDEX_HEADS, num_warps=4, smem_bytes=-(-smem // 16) * 16, ctas_per_sm=3,
+    )  # fmt: skip
+
+
+def _top_k(shape: tuple[int, int, int, int], name: str, cluster: bool) -> KernelSpec:
+    threads, vectors, ctas, candidates = shape
+    arch = "sm90" if cluster else "sm80"
+    defines = {
+        "THREADS": threads, "VECTORS": vectors, "CANDIDATES": candidates, "CTAS": ctas, "CLUSTER": int(cluster),
+    }  # fmt: skip
+    return KernelSpec(
+        name=f"top_k_{arch}_{name}", family=f"top_k_{arch}", op="top_k", source="entry/top_k_sm80.cu",
+        symbol="top_k_sm80", defines=tuple((n, str(v)) for n, v in defines.items()), dtype="float32",
+        head_dim=INDEX_DIM, block_m=MAX_CLUSTER if cluster else 1, block_n=candidates, num_warps=threads // 32,
+        smem_bytes=_SELECT_BYTES + 8 * candidates, ctas_per_sm=ctas, min_arch=(9, 0) if cluster else (8, 0),
+    )  # fmt: skip
+
+
+def indexer_rows() -> Iterator[KernelSpec]:
+    """Rows of ``index_logits`` and ``top_k``."""
+    yield _index_logits_sm90(_ONE, "one")
+    yield _index_logits_sm90(_MORE, "more")
+    yield _index_logits_sm80()
+    yield _top_k(_MANY, "many", cluster=False)
+    yield _top_k(_FEW, "few", cluster=False)
+    yield _top_k(_SHARED, "shared", cluster=True)

@@ -1,0 +1,77 @@
+"""The kernels of the indexer of sparse attention, and how they divide their work."""
+
+from __future__ import annotations
+
+from ..problems import IndexLogitsProblem, Target, TopKProblem
+from ..registry import KernelSpec, by_name
+from ..registry.indexer import (
+    INDEX_HEADS,
+    LEAST_PART,
+    LEAST_PART_OF_MANY,
+    LEAST_STEPS,
+    MAX_CLUSTER,
+    ROUNDS,
+    STEP,
+)
+from .choice import Selection, forced, only, the_one
+from .fit import fit
+
+
+def select_index_logits(problem: IndexLogitsProblem, target: Target, force: str | None = None) -> Selection:
+    """The kernel of a call of ``index_logits``.
+
+    Raises
+    ------
+    ArgumentError
+        ``force`` names a kernel of the operation that cannot serve the call, or no kernel.
+    UnsupportedError
+        The GPU is too old.
+    """
+    aligned = problem.has_aligned_keys
+
+    def unfit(spec: KernelSpec) -> str | None:
+        if spec.arch_specific and not aligned:
+            return "it takes rows of keys at multiples of 16 bytes"
+        return fit(spec, None, target)
+
+    if (chosen := forced(force, ("index_logits",), unfit)) is not None:
+        return chosen
+    name = "one" if problem.queries == 1 and problem.num_heads <= INDEX_HEADS else "more"
+    for spec in (by_name(f"index_logits_sm90_{name}"), only("index_logits", lambda spec: not spec.arch_specific)):
+        if unfit(spec) is None:
+            keys = "keys at multiples of 16 bytes" if aligned else "keys of any block size"
+            return Selection(spec, (f"{problem.queries} queries of {problem.num_heads} heads, {keys}",))
+    generic = only("index_logits", lambda spec: not spec.arch_specific)
+    return the_one(generic, "rows of keys of any block size", target, None)
+
+
+def span_of(spec: KernelSpec, problem: IndexLogitsProblem, target: Target) -> int:
+    """Keys of a CTA of ``index_logits``: all SMs have some, and few steps are the least a CTA has."""
+    tiles = problem.sequences * -(-problem.queries // problem.query_tile(spec.block_m))
+    places = target.sm_count * spec.ctas_per_sm
+    steps = -(-problem.max_keys // STEP)
+    of_one_round = -(-steps * tiles // places)
+    own = of_one_round if of_one_round <= LEAST_STEPS else max(LEAST_STEPS, -(-of_one_round // ROUNDS))
+    return STEP * max(min(own, steps), 1)
+
+
+def select_top_k(problem: TopKProblem, target: Target, force: str | None = None) -> tuple[Selection, int]:
+    """The kernel of a call of ``top_k``, and how many CTAs have a row; raises as `select_index_logits`."""
+    ctas = _ctas_of_row(problem, target)
+    if (chosen := forced(force, ("top_k",), lambda spec: fit(spec, None, target))) is not None:
+        # A row for clusters takes rows of one CTA too.
+        return chosen, ctas if chosen.spec.min_arch >= (9, 0) else 1
+    number = "few" if problem.rows <= target.sm_count else "many"
+    spec = by_name("top_k_sm90_shared" if ctas > 1 else f"top_k_sm80_{number}")
+    why = f"{problem.rows} rows of {problem.width} elements on {target.sm_count} SMs, {ctas} CTAs a row"
+    return the_one(spec, why, target, None), ctas
+
+
+def _ctas_of_row(problem: TopKProblem, target: Target) -> int:
+    """As many as SMs would idle otherwise, where there are clusters."""
+    ctas = 1
+    while target.cc >= (9, 0) and ctas < MAX_CLUSTER and problem.rows * 2 * ctas <= target.sm_count:
+        if problem.width < 2 * ctas * (LEAST_PART if ctas < 4 else LEAST_PART_OF_MANY):
+            break
+        ctas *= 2
+    return ctas
