@@ -29,6 +29,7 @@ _REPLACED = "cp_async cvt cvt_quant gpu_sync half2 l2 ldmatrix math min_nan mma_
 _PARAMS = {
     "attn_fwd_sm80": "Params", "kv_append_sm80": "KvAppendParams", "kv_dequantize_sm80": "KvDequantizeParams",
     "kv_rounds_sm80": "KvDequantizeParams", "merge_states_sm80": "MergeStatesParams",
+    "latent_append_sm80": "LatentAppendParams",
 }  # fmt: skip
 _DTYPES = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "float32": np.float32}
 #: Bytes in front of a result and behind it that nobody may write.

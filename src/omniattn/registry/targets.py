@@ -45,7 +45,7 @@ def _has_code_of_ada(spec: KernelSpec) -> bool:
     """Whether sm_89 has instructions for what the row does on sm_80 in others: conversions of e4m3."""
     if spec.op == "quantize":
         return spec.specialization is None or spec.specialization[1] == "float8_e4m3"
-    of_caches = any(name.startswith("fp8") for name in spec.cache)
+    of_caches = any(name.startswith(("fp8", "latent_")) for name in spec.cache)
     return of_caches or spec.op in ("quantize_fp8", "layout_fp8", "dequantize")
 
 
