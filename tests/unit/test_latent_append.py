@@ -401,7 +401,15 @@ def test_places_outside_of_the_cache_are_not_written(kernels: HostKernels) -> No
     kernels(oa.append, cache, x[:, None].reshape(3, 2, 576), seq_lens=lens, block_table=bad)
     assert (cache.k.view(np.uint8) == 0xFF).all()
     angles = np.ones((2, 32), np.float32)
-    kernels(oa.append, cache, x[:3], slot_mapping=np.array([0, 1, 2]), positions=np.array([1, 2, -7]), cos=angles, sin=angles)
+    kernels(
+        oa.append,
+        cache,
+        x[:3],
+        slot_mapping=np.array([0, 1, 2]),
+        positions=np.array([1, 2, -7]),
+        cos=angles,
+        sin=angles,
+    )
     assert np.isnan(cache.k[0, 1:3, 0, 512:].astype(np.float32)).all()
     assert np.isfinite(cache.k[0, :3, 0, :512].astype(np.float32)).all()
     assert np.isfinite(cache.k[0, 0].astype(np.float32)).all()

@@ -95,9 +95,13 @@ def check_append(call: Call, tensors: dict[str, Tensor]) -> AppendProblem:
     return AppendProblem(
         k.dtype, cache.facts, batch, rows, 0 if packed else k.shape[1], cache.head_dim, cache.num_kv_heads, capacity,
         cache.block_size, cache.num_blocks, tensors["block_table"].shape[1] if "block_table" in tensors else 0, style,
-        pairs, positions, k_strides, v_strides,
-        *(tensors[name].dtype if name in tensors else "" for name in ("slot_mapping", "positions")), k_pe_strides,
+        pairs, positions, k_strides, v_strides, _dtype_of(tensors, "slot_mapping"), _dtype_of(tensors, "positions"),
+        k_pe_strides,
     )  # fmt: skip
+
+
+def _dtype_of(tensors: dict[str, Tensor], name: str) -> str:
+    return tensors[name].dtype if name in tensors else ""
 
 
 #: Strides of k, v and k_pe, of k and k_pe with those of heads.

@@ -430,7 +430,8 @@ def _append_by_slots(call: Call, problem: AppendProblem, tensors: Tensors) -> li
     if problem.rows and int(slots.max()) >= count:
         raise ArgumentError("slot_mapping", f"slots below {count}", f"{int(slots.max())}", function=function)
     wanted = np.flatnonzero(slots >= 0)
-    k, v = (None if x is None else x[wanted] for x in _new_tokens(problem, tensors))
+    k, v = _new_tokens(problem, tensors)
+    k, v = k[wanted], None if v is None else v[wanted]
     if problem.rope != "none":
         positions = arrays.to_numpy(tensors["positions"])[wanted]
         bad = positions[(positions < 0) | (positions >= problem.rope_rows)]

@@ -17,7 +17,7 @@ from omniattn.testing.frameworks import Framework
 from omniattn.testing.inputs import make_qkv
 
 #: Operations of the registry that have these cases.
-LATENT_OPS: tuple[str, ...] = ("latent_decode", "latent_combine")
+LATENT_OPS: tuple[str, ...] = ("latent_decode", "latent_combine", "latent_append")
 
 
 @dataclass(frozen=True)
