@@ -33,6 +33,7 @@ _PARAMS = {
     "kv_dequantize_sm80": "KvDequantizeParams",
     "kv_rounds_sm80": "KvDequantizeParams", "merge_states_sm80": "MergeStatesParams",
     "top_k_sm80": "TopKParams",
+    "latent_append_sm80": "LatentAppendParams",
 }  # fmt: skip
 _DTYPES = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "float32": np.float32, "int32": np.int32}
 #: Bytes in front of a result and behind it that nobody may write.

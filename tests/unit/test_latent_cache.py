@@ -122,9 +122,6 @@ def test_what_is_not_served_says_so() -> None:
     latent = pool()
     cache = oa.PagedKVCache.from_arrays(latent, head_dim_v=16)
     table, lens = np.zeros((1, 6), np.int32), np.array([20], np.int32)
-    rows = np.zeros((1, 2, 1, 24), np.float16)
-    with pytest.raises(UnsupportedError, match="a latent cache"):
-        oa.append(cache, rows, rows, seq_lens=lens, block_table=table)
     long = np.zeros((1, 17, 3, 24), np.float16)
     with pytest.raises(UnsupportedError, match="a latent cache with 17 queries"):
         oa.attention_with_kvcache(long, cache, seq_lens=lens, block_table=table)

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from .. import arguments, arrays
 from ..arrays import Tensor
-from ..errors import ArgumentError, DtypeError, ShapeError, UnsupportedError
+from ..errors import ArgumentError, DtypeError, ShapeError
 from ..kv.cache import KVCache
 from ..kv.formats import KV_ARRAY_DTYPES
 from ..plan.engine import Call
@@ -20,11 +20,12 @@ _NAME = "append"
 #: The caller's arrays, in the order of a call.
 ARRAYS = (
     "k", "v", "seq_lens", "cu_seqlens", "block_table", "cos", "sin", "recent_slots", "slot_mapping", "positions",
+    "k_pe",
 )  # fmt: skip
 #: Those that say where tokens go by sequences, which slot_mapping takes the place of.
 _BY_SEQUENCE = ("seq_lens", "cu_seqlens", "block_table", "recent_slots")
 #: Those that kernels access 16 bytes at a time.
-ALIGNED = frozenset({"k", "v"})
+ALIGNED = frozenset({"k", "v", "k_pe"})
 
 
 class AppendOptions(NamedTuple):
@@ -37,9 +38,7 @@ def check_append(call: Call, tensors: dict[str, Tensor]) -> AppendProblem:
     """The problem of a call."""
     rope, cache = call.options.rope, call.cache
     assert cache is not None
-    if cache.facts.is_latent:
-        raise UnsupportedError(f"{_NAME}(): a latent cache", instead="writing its rows, cache.k, by its own library")
-    k, v = tensors["k"], tensors["v"]
+    k = tensors["k"]
     check_choice(rope, "rope", ROPE_STYLES, _NAME)
     if cache.facts.scales is not None and cache.facts.scales.sequences:
         expected = "scales that do not depend on the sequence: one, one a head, or one a token and head"
@@ -53,13 +52,9 @@ def check_append(call: Call, tensors: dict[str, Tensor]) -> AppendProblem:
     allowed = values.CPU_DTYPES if k.device == "cpu" else values.GPU_DTYPES
     if k.dtype not in allowed:
         raise DtypeError("k", f"{' or '.join(allowed)} on {k.device}", k.dtype, function=_NAME)
-    if len(k.shape) != (3 if packed else 4):
-        names = "(rows, num_kv_heads, head_dim)" if packed else "(batch, tokens, num_kv_heads, head_dim)"
-        raise ShapeError("k", f"{3 if packed else 4} dimensions {names}", f"shape {tuple(k.shape)}", function=_NAME)
-    if tuple(k.shape[-2:]) != (cache.num_kv_heads, cache.head_dim):
-        expected = f"the cache's (num_kv_heads, head_dim) = {(cache.num_kv_heads, cache.head_dim)} at the end"
-        raise ShapeError("k", expected, f"shape {tuple(k.shape)}", function=_NAME)
-    values.check_like(v, k.shape, k.dtype, _NAME)
+    k_strides, v_strides, k_pe_strides = (_latent_strides if cache.facts.is_latent else _strides)(
+        cache, tensors, packed
+    )
     if by_slot:
         rows, batch, capacity = _check_slot_mapping(cache, tensors), 0, cache.block_size
     else:
@@ -67,8 +62,9 @@ def check_append(call: Call, tensors: dict[str, Tensor]) -> AppendProblem:
         rows = k.shape[0] if packed else k.shape[0] * k.shape[1]
         if batch == 0:
             rows = 0  # packed rows of no sequence
-    for t in (k, v):
-        values.check_strides(t, _NAME)
+    for name in ("k", "v", "k_pe"):
+        if name in tensors:
+            values.check_strides(tensors[name], _NAME)
     style, pairs, positions = "none", 0, 0
     if ("cos" in tensors) != ("sin" in tensors):
         missing, there = ("sin", "cos") if "cos" in tensors else ("cos", "sin")
@@ -77,8 +73,11 @@ def check_append(call: Call, tensors: dict[str, Tensor]) -> AppendProblem:
         style, cos = rope, tensors["cos"]
         if cos.dtype != "float32":
             raise DtypeError("cos", "float32", cos.dtype, function=_NAME)
-        if len(cos.shape) != 2 or not 1 <= cos.shape[1] <= cache.head_dim // 2 or cos.shape[0] < 1:
-            expected = f"(positions, pairs) with 1 to {cache.head_dim // 2} pairs"
+        most = cache.head_dim // 2
+        if cache.facts.is_latent:
+            most = (cache.head_dim - cache.v_format.head_dim) // 2
+        if len(cos.shape) != 2 or not 1 <= cos.shape[1] <= most or cos.shape[0] < 1:
+            expected = f"(positions, pairs) with 1 to {most} pairs"
             raise ShapeError("cos", expected, f"shape {tuple(cos.shape)}", function=_NAME)
         values.check_like(tensors["sin"], cos.shape, "float32", _NAME)
         for name in ("cos", "sin"):
@@ -96,9 +95,68 @@ def check_append(call: Call, tensors: dict[str, Tensor]) -> AppendProblem:
     return AppendProblem(
         k.dtype, cache.facts, batch, rows, 0 if packed else k.shape[1], cache.head_dim, cache.num_kv_heads, capacity,
         cache.block_size, cache.num_blocks, tensors["block_table"].shape[1] if "block_table" in tensors else 0, style,
-        pairs, positions, tuple(k.strides), tuple(v.strides),
-        *(tensors[name].dtype if name in tensors else "" for name in ("slot_mapping", "positions")),
+        pairs, positions, k_strides, v_strides, _dtype_of(tensors, "slot_mapping"), _dtype_of(tensors, "positions"),
+        k_pe_strides,
     )  # fmt: skip
+
+
+def _dtype_of(tensors: dict[str, Tensor], name: str) -> str:
+    return tensors[name].dtype if name in tensors else ""
+
+
+#: Strides of k, v and k_pe, of k and k_pe with those of heads.
+_Strides = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+
+
+def _strides(cache: KVCache, tensors: dict[str, Tensor], packed: bool) -> _Strides:
+    """Strides of k and v, whose shapes and dtypes are checked."""
+    k = tensors["k"]
+    if "v" not in tensors:
+        raise ArgumentError("v", "an array", "None", function=_NAME)
+    if "k_pe" in tensors:
+        raise ArgumentError("k_pe", "None but with a latent cache", "an array", function=_NAME)
+    if len(k.shape) != (3 if packed else 4):
+        names = "(rows, num_kv_heads, head_dim)" if packed else "(batch, tokens, num_kv_heads, head_dim)"
+        raise ShapeError("k", f"{3 if packed else 4} dimensions {names}", f"shape {tuple(k.shape)}", function=_NAME)
+    if tuple(k.shape[-2:]) != (cache.num_kv_heads, cache.head_dim):
+        expected = f"the cache's (num_kv_heads, head_dim) = {(cache.num_kv_heads, cache.head_dim)} at the end"
+        raise ShapeError("k", expected, f"shape {tuple(k.shape)}", function=_NAME)
+    v = tensors["v"]
+    values.check_like(v, k.shape, k.dtype, _NAME)
+    return tuple(k.strides), tuple(v.strides), ()
+
+
+def _latent_strides(cache: KVCache, tensors: dict[str, Tensor], packed: bool) -> _Strides:
+    """The same of a latent cache's rows: in k as a whole, or what is behind V's channels in k_pe."""
+    k, k_pe, width_v = tensors["k"], tensors.get("k_pe"), cache.v_format.head_dim
+    if "v" in tensors:
+        expected = "None with a latent cache: the value is a part of k's row (and k_pe what is behind it)"
+        raise ArgumentError("v", expected, "an array", function=_NAME)
+    width = cache.head_dim if k_pe is None else width_v
+    where = "without k_pe" if k_pe is None else "with k_pe"
+    found = [_with_head(k, width, packed, where)]
+    if k_pe is not None:
+        found.append(_with_head(k_pe, cache.head_dim - width_v, packed, "the channels behind k's"))
+        if k_pe.dtype != k.dtype:
+            raise DtypeError("k_pe", f"{k.dtype}, like k", k_pe.dtype, function=_NAME)
+        tokens = 1 if packed else 2
+        if tuple(k_pe.shape[:tokens]) != tuple(k.shape[:tokens]):
+            expected = f"{tuple(k.shape[:tokens])} at the beginning, like k"
+            raise ShapeError("k_pe", expected, f"shape {tuple(k_pe.shape)}", function=_NAME)
+    return found[0], (), found[1] if len(found) > 1 else ()
+
+
+def _with_head(t: Tensor, width: int, packed: bool, where: str) -> tuple[int, ...]:
+    """Strides of an array of rows, with one of its head, which it need not have."""
+    lead = ("rows",) if packed else ("batch", "tokens")
+    shape, strides = tuple(t.shape), tuple(t.strides)
+    if len(shape) == len(lead) + 1:
+        shape, strides = (*shape[:-1], 1, shape[-1]), (*strides[:-1], 0, strides[-1])
+    if len(shape) != len(lead) + 2 or shape[-2:] != (1, width):
+        names = ", ".join(lead)
+        expected = f"({names}, {width}) or ({names}, 1, {width}), {where}"
+        raise ShapeError(t.argument, expected, f"shape {tuple(t.shape)}", function=_NAME)
+    return strides
 
 
 def _check_sequences(cache: KVCache, tensors: dict[str, Tensor]) -> tuple[int, int]:

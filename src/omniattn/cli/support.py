@@ -121,6 +121,7 @@ LINES: dict[str, tuple[str, str]] = {
     "latent_decode": ("the same, latent caches", "decode over latent caches"),
     "latent_combine": ("the same, latent caches", "behind latent_decode"),
     "append": ("`append`", ""),
+    "latent_append": ("`append`", "append to latent caches"),
     "dequantize": ("`decode`", "prompts over quantized caches"),
     "dequantize_rounds": ("`decode`", "prompts over quantized caches"),
     "copy_blocks": ("`copy_blocks`", ""),

@@ -10,17 +10,16 @@ from ..arrays import Tensor
 from ..arrays.identity import Same, key_of
 from ..arrays.order import LaunchOrder
 from ..errors import ArgumentError, StrideError
-from .formats import KV_ARRAY_DTYPES, KVFormat, arrays_row_bytes, check_format
+from .formats import KV_ARRAY_DTYPES, LATENT_656, arrays_row_bytes, check_format
 from .key_arrays import describe_key_arrays
+from .latent import latent_memory
 from .layout import ADDRESSES, CacheLayout, intern
 from .leaves import WithLeaves
 from .on_arrays import MAX_CACHE_ROWS, OnArrays
 from .places import by_position
+from .recent import RECENT_SPARE, check_recent
 from .scales import places_of_scales
 
-#: Tokens that a ring of the newest ones has beyond the window: as many as `decode` takes may be dropped again, and the
-#: window is still whole.
-RECENT_SPARE = 16
 #: What a copy does not have of a cache: it follows from its arrays.
 _OF_ADDRESSES = (
     "_order", "_plain_torch", "_identity", "_key", "_operands", "_written", "_apart", "_leaves", "_of",
@@ -60,6 +59,13 @@ class KVCache(OnArrays, WithLeaves):
     recent_dtype : "bf16" or "fp16", optional
         Type of the newest tokens; on a GPU it has to be that of the queries. Unless given, that of a 16-bit K or V,
         else "bf16".
+    head_dim_v : int, optional
+        A latent cache (multi-head latent attention), as in `from_arrays`: one row a token, whose first head_dim_v
+        channels are the value too. num_kv_heads is 1, head_dim up to 576, on a GPU (576, 512). ``k_dtype`` is "bf16" or
+        "fp16"; "fp8", e4m3 with one scale; or "fp8_ds_mla", vLLM's name of FlashMLA's rows of 656 bytes. ``k`` is
+        (batch, max_seqlen, 1, row), with "fp8" and "fp8_ds_mla" uint8, and the arguments above do not apply.
+    k_scale : array, (1,), float32, optional
+        With head_dim_v and "fp8": the scale, 1 unless given. `append` reads it, and the kernels that decode.
 
     Attributes
     ----------
@@ -111,10 +117,13 @@ class KVCache(OnArrays, WithLeaves):
         hadamard: bool = False,
         recent_window: int = 0,
         recent_dtype: str | None = None,
+        head_dim_v: int | None = None,
+        k_scale: Any = None,
     ) -> None:
         self._build(
             "KVCache", (batch, max_seqlen), ("batch", "max_seqlen"), num_kv_heads, head_dim, like, k_dtype, v_dtype,
             group_size, zero_point, layout, k_mean, k_channel_scale, hadamard, (recent_window, recent_dtype, batch),
+            (head_dim_v, k_scale),
         )  # fmt: skip
 
     def _build(
@@ -134,25 +143,34 @@ class KVCache(OnArrays, WithLeaves):
         k_channel_scale: Any,
         hadamard: Any,
         recent: tuple[Any, Any, Any],
+        latent: tuple[Any, Any],
     ) -> None:
-        numbers = []
-        for value, argument in zip((*extents, num_kv_heads), (*names, "num_kv_heads"), strict=True):
-            numbers.append(arguments.check_int(value, argument, name, least=1))
-        blocks, block_size, heads = numbers
+        blocks, block_size, heads = self._check_extents(name, extents, names, num_kv_heads)
+        # A module's parameter says where it is as well as any array; nothing is computed with it.
+        like = like.detach() if getattr(like, "requires_grad", False) is True else like
+        ref = arrays.describe(like, "like")
+        # Of `like` only the place is kept: it may be a large array that its owner wants to be rid of.
+        self._device, self._ordinal, self._device_name = ref.device, ref.ordinal, ref.device_name
+        if latent[0] is not None:
+            others: dict[str, tuple[Any, Any]] = {
+                "v_dtype": (v_dtype, None), "group_size": (group_size, None), "zero_point": (zero_point, True),
+                "layout": (layout, "fragment"), "k_mean": (k_mean, None), "k_channel_scale": (k_channel_scale, None),
+                "hadamard": (hadamard, False), "recent_window": (recent[0], 0), "recent_dtype": (recent[1], None),
+                "recent_slots": (recent[2] if self.paged else None, None),
+            }  # fmt: skip
+            self._settle({"k": latent_memory(self, name, ref, head_dim, k_dtype, latent, others)})
+            return
+        if latent[1] is not None:
+            expected = "None without head_dim_v: quantized rows have scales that `append` fits"
+            raise ArgumentError("k_scale", expected, type(latent[1]).__name__, function=name)
         dim = arguments.check_int(head_dim, "head_dim", name)
         if not (8 <= dim <= arguments.MAX_HEAD_DIM and dim % 8 == 0):
             raise ArgumentError(
                 "head_dim", f"a multiple of 8 from 8 to {arguments.MAX_HEAD_DIM}", repr(head_dim), function=name
             )
-        for number, argument in ((blocks, names[0]), (block_size, names[1])):
-            if number > arguments.MAX_ROWS:
-                raise ArgumentError(argument, f"at most {arguments.MAX_ROWS}", f"{number}", function=name)
-        if blocks * block_size * heads > MAX_CACHE_ROWS:
-            expected = f"at most {MAX_CACHE_ROWS} rows in all (tokens x heads)"
-            raise ArgumentError(names[1], expected, f"{blocks} x {block_size} x {heads}", function=name)
         zero_point = arguments.check_bool(zero_point, "zero_point", name)
         self.hadamard = arguments.check_bool(hadamard, "hadamard", name)
-        self.num_blocks, self.block_size, self.num_kv_heads, self.head_dim = blocks, block_size, heads, dim
+        self.head_dim = dim
         self.k_format, self.v_format = (
             check_format(dtype, dim, group_size, zero_point, name, is_key=is_key, layout=layout)
             for dtype, is_key in ((k_dtype, True), (k_dtype if v_dtype is None else v_dtype, False))
@@ -170,17 +188,12 @@ class KVCache(OnArrays, WithLeaves):
             raise ArgumentError("group_size", "None, because no format has scales", repr(group_size), function=name)
         if not zero_point and not any(f.dtype in ("int8", "int4") for f in formats):
             raise ArgumentError("zero_point", "True: only int8 and int4 have a zero point", "False", function=name)
-        # A module's parameter says where it is as well as any array; nothing is computed with it.
-        like = like.detach() if getattr(like, "requires_grad", False) is True else like
-        ref = arrays.describe(like, "like")
-        # Of `like` only the place is kept: it may be a large array that its owner wants to be rid of.
-        self._device, self._ordinal, self._device_name = ref.device, ref.ordinal, ref.device_name
         self._key_arrays = describe_key_arrays(
             {"k_mean": k_mean, "k_channel_scale": k_channel_scale}, heads, self.k_format, ref, name
         )
         if self.hadamard and not self.k_format.quantized:
             raise ArgumentError("hadamard", f"False with k_dtype {k_dtype!r}, which is exact", "True", function=name)
-        self.recent_window, self.recent_slots, self.recent_format = self._check_recent(name, *recent)
+        self.recent_window, self.recent_slots, self.recent_format = check_recent(self, name, *recent)
         self.array_order: str | None = None
         planes: dict[str, Tensor] = {}
         for argument, fmt in (("k", self.k_format), ("v", self.v_format)):
@@ -200,35 +213,19 @@ class KVCache(OnArrays, WithLeaves):
             t.argument = f"cache.{plane}"
         self._settle(planes)
 
-    def _check_recent(self, name: str, window: Any, dtype: Any, slots: Any) -> tuple[int, int, KVFormat | None]:
-        """The recent window's tokens, slots and format; (0, 0, None) for none."""
-        tokens = arguments.check_int(window, "recent_window", name)
-        formats = (self.k_format, self.v_format)
-        exact = next((f.dtype for f in formats if not f.quantized), None)
-        if tokens == 0:
-            # KVCache's slots are its sequences, no argument.
-            for value, argument in ((dtype, "recent_dtype"), (slots if self.paged else None, "recent_slots")):
-                if value is not None:
-                    raise ArgumentError(argument, "None without recent_window", repr(value), function=name)
-            return 0, 0, None
-        if not any(f.quantized for f in formats):
-            expected = f"0 with {exact!r}, which keeps all tokens as they are; a window is for 'fp8', 'int8' and 'int4'"
-            raise ArgumentError("recent_window", expected, repr(window), function=name)
-        if dtype is None:
-            dtype = exact or "bf16"
-        choices = tuple(KV_ARRAY_DTYPES) if exact is None else (exact,)
-        if not isinstance(dtype, str) or dtype not in choices:
-            expected = " or ".join(map(repr, choices)) if exact is None else f"{exact!r}, like the 16-bit K or V"
-            raise ArgumentError("recent_dtype", expected, repr(dtype), function=name)
-        if slots is None:
-            raise ArgumentError("recent_slots", "an integer >= 1, with recent_window", "None", function=name)
-        count = arguments.check_int(slots, "recent_slots", name, least=1)
-        ring = tokens + RECENT_SPARE
-        if ring > arguments.MAX_ROWS or count * ring * self.num_kv_heads > MAX_CACHE_ROWS:
-            expected = f"at most {MAX_CACHE_ROWS} rows in all (slots x ({tokens} + {RECENT_SPARE}) x heads)"
-            received = f"{count} x {ring} x {self.num_kv_heads}"
-            raise ArgumentError("recent_window", expected, received, function=name)
-        return tokens, count, KVFormat(dtype, self.head_dim, self.k_format.row_dim, False, True)
+    def _check_extents(self, name: str, extents: tuple[Any, Any], names: tuple[str, str], heads: Any) -> list[int]:
+        """Blocks, tokens of one, and heads; they are attributes then."""
+        numbers = []
+        for value, argument in zip((*extents, heads), (*names, "num_kv_heads"), strict=True):
+            numbers.append(arguments.check_int(value, argument, name, least=1))
+        for number, argument in zip(numbers, names, strict=False):
+            if number > arguments.MAX_ROWS:
+                raise ArgumentError(argument, f"at most {arguments.MAX_ROWS}", f"{number}", function=name)
+        if numbers[0] * numbers[1] * numbers[2] > MAX_CACHE_ROWS:
+            expected = f"at most {MAX_CACHE_ROWS} rows in all (tokens x heads)"
+            raise ArgumentError(names[1], expected, " x ".join(map(str, numbers)), function=name)
+        self.num_blocks, self.block_size, self.num_kv_heads = numbers
+        return numbers
 
     def __setattr__(self, name: str, value: Any) -> None:
         # What kernels believe of the memory: another number would send them out of bounds.
@@ -260,10 +257,12 @@ class KVCache(OnArrays, WithLeaves):
         self._settle(self._planes)
 
     def __repr__(self) -> str:
-        return (
-            f"<{type(self).__name__} {self.num_blocks} x {self.block_size} tokens, {self.num_kv_heads} heads of "
-            f"{self.head_dim}, K {self.k_format.dtype}, V {self.v_format.dtype}, {self._device_name}>"
-        )
+        k, v = self.k_format, self.v_format
+        rows = f"{self.num_kv_heads} heads of {self.head_dim}, K {k.dtype}, V {v.dtype}"
+        if k.head_dim != v.head_dim:
+            name = "fp8_ds_mla" if k.layout == LATENT_656 else k.dtype
+            rows = f"latent rows of {k.head_dim}, {v.head_dim} of them V, {name}"
+        return f"<{type(self).__name__} {self.num_blocks} x {self.block_size} tokens, {rows}, {self._device_name}>"
 
     def _array(self, name: str) -> Any:
         """A plane as its framework's array, safe to use there; None for none."""
@@ -449,7 +448,7 @@ class PagedKVCache(KVCache):
         Tokens of a block, any number from 1 on. Multiples of 16 are fastest.
     num_kv_heads, head_dim, like, k_dtype, v_dtype, group_size, zero_point, layout, k_mean, k_channel_scale, hadamard
         As in `KVCache`.
-    recent_window, recent_dtype
+    recent_window, recent_dtype, head_dim_v, k_scale
         As in `KVCache`.
     recent_slots : int
         With recent_window: sequences that there is room for in it; `append` and `decode` take the number of the slot of
@@ -492,9 +491,11 @@ class PagedKVCache(KVCache):
         recent_window: int = 0,
         recent_dtype: str | None = None,
         recent_slots: int | None = None,
+        head_dim_v: int | None = None,
+        k_scale: Any = None,
     ) -> None:
         self._build(
             "PagedKVCache", (num_blocks, block_size), ("num_blocks", "block_size"), num_kv_heads, head_dim, like,
             k_dtype, v_dtype, group_size, zero_point, layout, k_mean, k_channel_scale, hadamard,
-            (recent_window, recent_dtype, recent_slots),
+            (recent_window, recent_dtype, recent_slots), (head_dim_v, k_scale),
         )  # fmt: skip

@@ -13,7 +13,8 @@ from .host_struct import At, strides
 from .numbers import MAX_GRID_X, quotient_factors
 from .structs import KV_APPEND, KV_COPY, MAX_PAIRS
 
-_ROPE = {"none": 0, "half": 1, "interleaved": 2}
+#: `RopeStyle` of device code.
+ROPE = {"none": 0, "half": 1, "interleaved": 2}
 _THREADS, _COPY_THREADS = 128, 256
 
 
@@ -68,7 +69,7 @@ def build(spec: KernelSpec, problem: AppendProblem, target: Target) -> tuple[Lau
         "block_size": p.block_size,
         "num_blocks": p.num_blocks,
         "table_columns": p.table_columns,
-        "rope": _ROPE[p.rope],
+        "rope": ROPE[p.rope],
         "rope_pairs": p.rope_pairs,
         "rope_rows": p.rope_rows,
         "hadamard": int(cache.hadamard),

@@ -268,6 +268,16 @@ KV_DEQUANTIZE = HostStruct(
     ("I", "block_places head_places token_places place_bytes scale_outer scale_head scale_token"), ("i", "row_scales"),
 )
 
+# params/latent_append.cuh
+
+LATENT_APPEND = HostStruct(
+    "LatentAppendParams", ("P", "k k_pe seq_lens cu_seqlens block_table slots positions cos sin data scale"),
+    ("q", "k_stride_b k_stride_s k_pe_stride_b k_pe_stride_s rows"),
+    ("i", "batch tokens capacity block_size num_blocks table_columns rope rope_pairs rope_rows"),
+    ("I", "tokens_multiplier"), ("i", "tokens_shift"), ("I", "block_multiplier"),
+    ("i", "block_shift wide_slots wide_positions"), ("I", "block_places token_places place_bytes"),
+)
+
 # params/layout_fp8.cuh
 
 LAYOUT_FP8 = HostStruct(

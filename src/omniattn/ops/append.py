@@ -21,7 +21,7 @@ from .traced import run_traced
 
 _APPEND = Operation(
     "append", checks.ARRAYS, checks.check_append, check_memory, plan_append, on_cpu.append,
-    ("k", "v"), checks.ALIGNED, writes_cache=True, traced=run_traced,
+    ("k",), checks.ALIGNED, writes_cache=True, traced=run_traced,
 )  # fmt: skip
 
 
@@ -39,8 +39,9 @@ _COPIES = {
 def append(
     cache: KVCache,
     k: Any,
-    v: Any,
+    v: Any = None,
     *,
+    k_pe: Any = None,
     seq_lens: Any = None,
     cu_seqlens: Any = None,
     block_table: Any = None,
@@ -65,6 +66,10 @@ def append(
         Packed, (rows, num_kv_heads, head_dim), with cu_seqlens or slot_mapping.
         float16 or bfloat16, on the CPU float32 and float64 too; head_dim contiguous, the other strides free (on a GPU
         multiples of 8 elements, addresses multiples of 16 bytes). Nothing of them lies in the cache.
+        Of a latent cache (``head_dim_v``) k alone: rows of head_dim channels, or with k_pe of head_dim_v; the dimension
+        of the one head may be left out.
+    k_pe : array, optional
+        Latent caches: the channels behind the first head_dim_v, which cos and sin rotate; shape and dtype like k's.
     seq_lens : array, (batch,), int32, on k's device; with slot_mapping left out
         Tokens of each sequence, the new ones included: what `decode` takes afterwards. Checked on the CPU; on a GPU
         that would need a synchronization, and tokens whose place is outside the cache are not written.
@@ -82,8 +87,8 @@ def append(
         With slot_mapping and cos: position of each token, which its key is rotated by; at least as many as there are
         slots.
     cos, sin : array, (positions, pairs), float32, contiguous, optional
-        Both: K's first 2 * pairs channels are rotated by the angle of their position. A position without a row raises
-        on the CPU; on a GPU its key is NaN.
+        Both: K's first 2 * pairs channels (of a latent cache the first ones behind V's) are rotated by the angle of
+        their position. A position without a row raises on the CPU; on a GPU what is rotated is NaN.
     rope : "half" or "interleaved"
         Pairs are channels (i, i + pairs), or (2i, 2i + 1). Looked at with cos and sin only.
     recent_slots : array, (batch,), int32
@@ -103,9 +108,13 @@ def append(
     The rotation is computed in fp32 and rounded once, by the cache's format. With a recent_window the same kernel keeps
     the newest tokens in 16 bits; the quantized ones are the same with and without it. GPUs: compute capability 8.0 and
     newer; on the CPU NumPy writes the same bytes.
+
+    Latent rows in e4m3 are codes of x / scale, rounded to nearest, and beyond the largest code that one. In rows of 656
+    bytes ("fp8_ds_mla") the scale of 128 channels is max(max|x| / 448, 2^-126), and NaN, with codes of 0, where one is
+    not finite; the last 64 channels are rounded to bfloat16.
     """
     check_cache(cache, "append")
-    objects = (k, v, seq_lens, cu_seqlens, block_table, cos, sin, recent_slots, slot_mapping, positions)
+    objects = (k, v, seq_lens, cu_seqlens, block_table, cos, sin, recent_slots, slot_mapping, positions, k_pe)
     if compiling():
         run_traced(Call(_APPEND, objects, AppendOptions(rope), stream, cache))
     elif repeated(_APPEND, objects, (rope,), stream, cache) is None:

@@ -351,14 +351,13 @@ def append(call: Call, problem: AppendProblem, tensors: Tensors) -> list[Any]:
     import numpy as np
 
     from ..reference.decode import append_tokens, on_host
-    from ..reference.kv_cache import rotate
 
     cache, function = call.cache, call.operation.name
     assert cache is not None
     arrays.prepare([tensors["k"]], call.stream)  # refuses a stream
     if problem.slots:
         return _append_by_slots(call, problem, tensors)
-    k, v, lengths = (arrays.to_numpy(tensors[n]) for n in ("k", "v", "seq_lens"))
+    (k, v), lengths = _new_tokens(problem, tensors), arrays.to_numpy(tensors["seq_lens"])
     if "cu_seqlens" in tensors:
         starts = [int(x) for x in arrays.to_numpy(tensors["cu_seqlens"])]
         if starts[0] != 0 or starts[-1] > problem.rows or any(b < a for a, b in itertools.pairwise(starts)):
@@ -366,7 +365,7 @@ def append(call: Call, problem: AppendProblem, tensors: Tensors) -> list[Any]:
             raise ArgumentError("cu_seqlens", expected, str(starts), function=function)
     else:
         starts = [b * problem.tokens for b in range(problem.batch + 1)]
-        k, v = (x.reshape(problem.rows, *x.shape[2:]) for x in (k, v))
+        k, v = (None if x is None else x.reshape(problem.rows, *x.shape[2:]) for x in (k, v))
     new = [end - begin for begin, end in itertools.pairwise(starts)]
     table = host_table(cache, tensors.get("block_table"), problem.batch)
     check_values(cache, lengths, table, problem.capacity, function, new=new)
@@ -390,9 +389,32 @@ def append(call: Call, problem: AppendProblem, tensors: Tensors) -> list[Any]:
             if problem.rope != "none":
                 angles = slice(first, first + end - begin)
                 cos, sin = (arrays.to_numpy(tensors[n])[angles, None] for n in ("cos", "sin"))
-                keys = rotate(keys, cos, sin, problem.rope == "interleaved")
-            append_tokens(host, keys, np.asarray(v[begin:end]), table[b], first, int(slots[b]))
+                keys = _rotated(problem, keys, cos, sin)
+            append_tokens(host, keys, None if v is None else np.asarray(v[begin:end]), table[b], first, int(slots[b]))
     return []
+
+
+def _new_tokens(problem: AppendProblem, tensors: Tensors) -> tuple[Any, Any]:
+    """k and v of `append`, with heads; of a latent cache whole rows, and None."""
+    import numpy as np
+
+    if not problem.cache.is_latent:
+        return arrays.to_numpy(tensors["k"]), arrays.to_numpy(tensors["v"])
+    lead = 1 if problem.packed else 2
+    found = [arrays.to_numpy(tensors[name]) for name in ("k", "k_pe") if name in tensors]
+    return np.concatenate([x.reshape(*x.shape[:lead], 1, x.shape[-1]) for x in found], axis=-1), None
+
+
+def _rotated(problem: AppendProblem, keys: Any, cos: Any, sin: Any) -> Any:
+    """Keys in float32; of latent rows the channels behind V's are rotated."""
+    import numpy as np
+
+    from ..reference.kv_cache import rotate
+
+    first = problem.cache.v_format.head_dim if problem.cache.is_latent else 0
+    keys = np.asarray(keys, dtype=np.float32)
+    turned = rotate(keys[..., first:], cos, sin, problem.rope == "interleaved")
+    return np.concatenate([keys[..., :first], turned], axis=-1) if first else turned
 
 
 def _append_by_slots(call: Call, problem: AppendProblem, tensors: Tensors) -> list[Any]:
@@ -400,7 +422,6 @@ def _append_by_slots(call: Call, problem: AppendProblem, tensors: Tensors) -> li
     import numpy as np
 
     from ..reference.decode import on_host, write_tokens
-    from ..reference.kv_cache import rotate
 
     cache, function = call.cache, call.operation.name
     assert cache is not None
@@ -409,7 +430,8 @@ def _append_by_slots(call: Call, problem: AppendProblem, tensors: Tensors) -> li
     if problem.rows and int(slots.max()) >= count:
         raise ArgumentError("slot_mapping", f"slots below {count}", f"{int(slots.max())}", function=function)
     wanted = np.flatnonzero(slots >= 0)
-    k, v = (arrays.to_numpy(tensors[name])[wanted] for name in ("k", "v"))
+    k, v = _new_tokens(problem, tensors)
+    k, v = k[wanted], None if v is None else v[wanted]
     if problem.rope != "none":
         positions = arrays.to_numpy(tensors["positions"])[wanted]
         bad = positions[(positions < 0) | (positions >= problem.rope_rows)]
@@ -419,7 +441,7 @@ def _append_by_slots(call: Call, problem: AppendProblem, tensors: Tensors) -> li
         cos, sin = (arrays.to_numpy(tensors[name])[positions, None] for name in ("cos", "sin"))
     with np.errstate(all="ignore"):  # IEEE arithmetic, as in `append`
         if problem.rope != "none":
-            k = rotate(k, cos, sin, problem.rope == "interleaved")
+            k = _rotated(problem, k, cos, sin)
         write_tokens(on_host(cache), k, v, slots[wanted] // cache.block_size, slots[wanted] % cache.block_size)
     return []
 

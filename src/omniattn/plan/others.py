@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..launch import decode, fp8, indexer, kv_append, merge_states, quantize
+from ..launch import decode, fp8, indexer, kv_append, latent_append, merge_states, quantize
 from ..launch.host_struct import At
 from ..problems import (
     AppendProblem,
@@ -67,7 +67,8 @@ def decode_launches(way: DecodeWay, problem: DecodeProblem, target: Target, forc
 def plan_append(problem: AppendProblem, target: Target, force: str | None) -> Launches:
     """The launch of ``append``."""
     selection = select_append(problem, target, force)
-    return Launches(selection, kv_append.build(selection.spec, problem, target))
+    build = latent_append.build if problem.cache.is_latent else kv_append.build
+    return Launches(selection, build(selection.spec, problem, target))
 
 
 def plan_copy(problem: CopyProblem, target: Target, force: str | None) -> Launches:

@@ -29,7 +29,9 @@ class AppendProblem:
     rope_pairs, rope_rows : int
         Extents of cos and sin.
     k_strides, v_strides : tuple of int
-        Element strides of k and v.
+        Element strides of k and v, heads included; none of v for latent caches.
+    k_pe_strides : tuple of int
+        Of a latent cache's channels behind V's, where these are in an array of their own.
     slots, positions : str
         Element types of slot_mapping, by which tokens are written then, and of positions; "" for none.
     """
@@ -52,6 +54,7 @@ class AppendProblem:
     v_strides: tuple[int, ...] = ()
     slots: str = ""
     positions: str = ""
+    k_pe_strides: tuple[int, ...] = ()
 
     @property
     def packed(self) -> bool:

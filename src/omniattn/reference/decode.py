@@ -107,39 +107,39 @@ def _places(table: Array, positions: Array, block_size: int) -> tuple[Array, Arr
     return np.asarray(table)[positions // block_size], positions % block_size
 
 
-def append_tokens(cache: CacheArrays, k: Array, v: Array, table: Array, first: int, slot: int = 0) -> None:
+def append_tokens(cache: CacheArrays, k: Array, v: Array | None, table: Array, first: int, slot: int = 0) -> None:
     """Quantize tokens (tokens, heads, head_dim) of one sequence, and write them at positions ``first`` and on.
 
-    Tokens before position 0 are passed over. ``slot``: the sequence's in the recent window.
+    Tokens before position 0 are passed over. ``slot``: the sequence's in the recent window. v: None of latent caches.
     """
     missing = max(-first, 0)
-    k, v, first = k[missing:], v[missing:], first + missing
+    k, v, first = k[missing:], None if v is None else v[missing:], first + missing
     if k.shape[0] == 0:
         return
     if cache.recent is not None:
+        assert v is not None
         cache.recent.append(slot, k, v, first)
     write_tokens(cache, k, v, *_places(table, np.arange(first, first + k.shape[0]), cache.block_size))
 
 
-def write_tokens(cache: CacheArrays, k: Array, v: Array, blocks: Array, rows: Array) -> None:
-    """Quantize tokens (tokens, heads, head_dim), and write them to rows of blocks."""
+def write_tokens(cache: CacheArrays, k: Array, v: Array | None, blocks: Array, rows: Array) -> None:
+    """Quantize tokens (tokens, heads, head_dim), and write them to rows of blocks. v: None of latent caches."""
+    if cache.k_format.layout == LATENT_656:
+        cache.k[blocks, :, rows] = kv_cache.encode_656(k)
+        return
     stored = (
         kv_cache.transform_key(k, cache.k_format, cache.k_mean, cache.k_channel_scale, cache.hadamard)
         if cache.k_format.quantized
         else kv_cache.pad_row(np.asarray(k), cache.k_format)
     )
     k_valid = None if cache.hadamard else cache.k_format.head_dim
-    planes = (
-        (cache.k, cache.k_params, cache.k_format, stored, k_valid),
-        (
-            cache.v,
-            cache.v_params,
-            cache.v_format,
-            kv_cache.pad_row(np.asarray(v), cache.v_format),
-            cache.v_format.head_dim,
-        ),
-    )
-    for (data, params, fmt, values, valid), scale in zip(planes, (cache.k_scale, cache.v_scale), strict=True):
+    planes: list[tuple[Array, Array, KVFormat, Array, int | None, Array | None]] = [
+        (cache.k, cache.k_params, cache.k_format, stored, k_valid, cache.k_scale)
+    ]
+    if v is not None:
+        values = kv_cache.pad_row(np.asarray(v), cache.v_format)
+        planes.append((cache.v, cache.v_params, cache.v_format, values, cache.v_format.head_dim, cache.v_scale))
+    for data, params, fmt, values, valid, scale in planes:
         if fmt.layout == IN_ORDER:
             if scale is not None and scale.ndim == 3:
                 scale[blocks, :, rows] = kv_cache.row_scale(values, fmt)

@@ -19,6 +19,8 @@ _F = np.float32
 MIN_SCALE = _F(2.0**-60)
 #: Smallest scale of FBGEMM's layout: the smallest fp16 number.
 MIN_FP16 = _F(2.0**-24)
+#: Smallest scale of `LATENT_656`, fp32's smallest normal number.
+MIN_LATENT_SCALE = _F(2.0**-126)
 #: Codes of the integer formats.
 CODES: dict[str, tuple[int, int]] = {"int8": (-128, 127), "int4": (-8, 7)}
 
@@ -225,6 +227,28 @@ def decode_656(data: Array) -> Array:
     codes = decode_e4m3(data[..., :LATENT_656_CODES]) * np.repeat(scales, LATENT_656_GROUP, axis=-1)
     rest = data[..., scales_end:].copy().view("<u2").astype(np.uint32) << np.uint32(16)
     return np.concatenate([codes, rest.view(_F)], axis=-1)
+
+
+def encode_656(x: Array) -> npt.NDArray[np.uint8]:
+    """Latent rows (..., 576) as bytes (..., 656): `LATENT_656`.
+
+    ::
+
+        scale = max(max|x| / 448, 2^-126) of each 128 channels;   code = e4m3(x / scale)
+
+    A group with NaN or infinity gets the scale NaN and codes of 0.
+    """
+    x = np.asarray(x)
+    latent = x[..., :LATENT_656_CODES].astype(_F)
+    groups = latent.reshape(*x.shape[:-1], -1, LATENT_656_GROUP)
+    amax = np.abs(groups).max(axis=-1)
+    scale = np.where(np.isfinite(amax), np.maximum(amax / _F(E4M3_MAX), MIN_LATENT_SCALE), _F(np.nan))
+    with np.errstate(invalid="ignore"):
+        scaled = groups / scale[..., None]
+    codes = np.where(np.isnan(scale)[..., None], np.uint8(0), encode_e4m3(scaled)).reshape(latent.shape)
+    rest = bfloat16_bits(x[..., LATENT_656_CODES:]).astype("<u2")
+    parts = (codes, scale.astype("<f4"), rest)
+    return np.concatenate([np.ascontiguousarray(part).view(np.uint8) for part in parts], axis=-1)
 
 
 def encode(

@@ -14,6 +14,7 @@ from .attention import attention_rows, paged_rows, split_rows
 from .backward import backward_rows
 from .decode import decode_rows, unlisted_rows
 from .indexer import indexer_rows
+from .latent_append import latent_append_rows
 from .latent_sm80 import latent_sm80_rows
 from .masks import mask_rows
 from .merging import combine_rows, merge_rows, packed_rows
@@ -43,6 +44,7 @@ REGISTRY: tuple[KernelSpec, ...] = tuple(
         *decode_rows(),
         *latent_sm80_rows(),
         *indexer_rows(),
+        *latent_append_rows(),
     ))
 )  # fmt: skip
 

@@ -31,8 +31,8 @@ class KernelSpec:
         ``"merge_states"``; of masks ``"mask_pack"``, ``"mask_align"``, ``"mask_list"``,
         ``"tile_kinds"``; of packed sequences
         ``"clear_unused"``; of caches
-        ``"append"``, ``"decode"``, ``"decode_combine"``, ``"latent_decode"``, ``"latent_combine"``,
-        ``"dequantize"``, ``"dequantize_rounds"``, ``"copy_blocks"``; of sparse attention's indexer
+        ``"append"``, ``"decode"``, ``"decode_combine"``, ``"latent_append"``, ``"latent_decode"``,
+        ``"latent_combine"``, ``"dequantize"``, ``"dequantize_rounds"``, ``"copy_blocks"``; of sparse attention's indexer
         ``"index_logits"``, ``"top_k"``.
     source : str
         Path of the ``.cu`` file below the kernels root.

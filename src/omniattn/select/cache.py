@@ -19,6 +19,7 @@ from ..registry.decode import (
     latent_combine_row,
     latent_row,
 )
+from ..registry.latent_append import latent_append_row
 from ..registry.latent_sm80 import LATENT_TILES, latent_sm80_row
 from .choice import Selection, names_in, only, the_one
 from .fit import fit
@@ -106,6 +107,14 @@ def select_decode(
     return the_one(main, what, target, force), the_one(combine, f"partial results of {rows}", target, force)
 
 
+def no_latent_kernel(width: int, width_v: int) -> UnsupportedError:
+    """The error of a latent cache with such rows on a GPU."""
+    return UnsupportedError(
+        f"no kernel serves a latent cache with rows of {width} channels, {width_v} of them V",
+        instead="rows of {} channels, {} of them V, or arrays on the CPU".format(*LATENT_DIMS),
+    )
+
+
 def latent_kind(k: KVFormat) -> str:
     """A key of `LATENT_FORMATS`."""
     if not k.quantized:
@@ -139,6 +148,12 @@ def select_latent(
 def select_append(problem: AppendProblem, target: Target, force: str | None = None) -> Selection:
     """The kernel of an append; raises as `select_decode`."""
     k, v = problem.cache.k_format, problem.cache.v_format
+    if problem.cache.is_latent:
+        if (k.head_dim, v.head_dim) != LATENT_DIMS:
+            raise no_latent_kernel(k.head_dim, v.head_dim)
+        kind = latent_kind(k)
+        what = f"{problem.dtype} tokens, rows of {k.head_dim} channels, {kind}"
+        return the_one(registered(latent_append_row(problem.dtype, kind)), what, target, force)
     what = f"{problem.dtype} tokens, {_formats(k, v)}, rows of {k.row_dim} channels"
     return the_one(append_spec(problem.dtype, k, v), what, target, force)
 

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ..errors import UnsupportedError
 from ..problems import UNLIMITED, DecodeProblem, Target
 from ..problems.costs import DecodeCosts
 from ..problems.decode import FIXED_COMBINE_WARPS, MAX_WORKERS, DecodeSplit, KeyPass, passes
@@ -16,7 +15,7 @@ from ..problems.target import Coefficients
 from ..registry import KernelSpec
 from ..registry.decode import BESIDE_TILES, COMBINE_WARPS, LATENT_DIMS, QUERY_TILES, RESULTS_OF_WARP, SHARED_TILES
 from ..registry.targets import is_carried
-from .cache import decode_spec, select_decode, select_latent
+from .cache import decode_spec, no_latent_kernel, select_decode, select_latent
 from .choice import Selection
 from .cost import longest
 from .model import rules
@@ -139,10 +138,7 @@ def _over_latents(one: KeyPass, target: Target, force: str | None) -> PassWay:
     p = one.problem
     dims = p.head_dim, p.head_dim_v
     if dims != LATENT_DIMS:
-        raise UnsupportedError(
-            f"no kernel serves a latent cache with rows of {dims[0]} channels, {dims[1]} of them V",
-            instead="rows of {} channels, {} of them V, or arrays on the CPU".format(*LATENT_DIMS),
-        )
+        raise no_latent_kernel(*dims)
     pair = select_latent(p.dtype, one.k, one.rows, target, force)
     spec = pair[0].spec
     ctas = target.sm_count * at_a_time(spec, target)

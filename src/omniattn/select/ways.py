@@ -123,4 +123,5 @@ def asked_of_append(problem: AppendProblem, target: Target) -> Asked[OnlyWay]:
     def rule(force: str | None) -> OnlyWay:
         return OnlyWay(select_append(problem, target, force))
 
-    return Asked("append", rule, lambda: (rule(None),), lambda _: None, lambda *_: 0.0, frozenset({"append"}))
+    kernels = frozenset({"append", "latent_append"})
+    return Asked("append", rule, lambda: (rule(None),), lambda _: None, lambda *_: 0.0, kernels)

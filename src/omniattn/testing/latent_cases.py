@@ -23,7 +23,7 @@ from omniattn.testing.rounding import round_to
 #: The one scale of e4m3 rows: its products with them are exact in 16 bits, as kernels may round them.
 _SCALE = 0.375
 #: Operations of the registry that have these cases.
-LATENT_OPS: tuple[str, ...] = ("latent_decode", "latent_combine")
+LATENT_OPS: tuple[str, ...] = ("latent_decode", "latent_combine", "latent_append")
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from omniattn.testing.factor_cases import factor_cases
 from omniattn.testing.frameworks import Framework
 from omniattn.testing.gradient_cases import BACKWARD_OPS, gradient_cases
 from omniattn.testing.indexer_cases import INDEXER_OPS, indexer_cases
+from omniattn.testing.latent_append_cases import latent_append_cases
 from omniattn.testing.latent_cases import LATENT_OPS, latent_cases
 from omniattn.testing.layout_cases import layout_cases
 from omniattn.testing.mask_cases import PACK_OPS, mask_cases
@@ -52,6 +53,8 @@ def cases_of(spec: KernelSpec) -> Sequence[RowCase]:
     """The cases of a row. It need not take all of them: rows of one operation differ in what they were compiled for."""
     if spec.op in CACHE_OPS:
         return cache_cases(spec)
+    if spec.op == "latent_append":
+        return latent_append_cases(spec)
     if spec.op in LATENT_OPS:
         return latent_cases(spec)
     if spec.op in INDEXER_OPS:

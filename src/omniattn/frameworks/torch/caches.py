@@ -27,9 +27,9 @@ LIBRARY.define(
     tags=TAGS,
 )
 LIBRARY.define(
-    "append(Tensor(a!)[] planes, Tensor[] key_arrays, int cache, Tensor k, Tensor v, Tensor? seq_lens, "
+    "append(Tensor(a!)[] planes, Tensor[] key_arrays, int cache, Tensor k, Tensor? v, Tensor? seq_lens, "
     "Tensor? block_table, Tensor? recent_slots, Tensor? cu_seqlens, Tensor? cos, Tensor? sin, str rope, "
-    "Tensor? slot_mapping=None, Tensor? positions=None) -> ()",
+    "Tensor? slot_mapping=None, Tensor? positions=None, Tensor? k_pe=None) -> ()",
     tags=TAGS,
 )
 
@@ -98,12 +98,12 @@ def _sparse_shapes(
 
 def _append(
     planes: Any, key_arrays: Any, number: int, k: Any, v: Any, seq_lens: Any, block_table: Any, recent_slots: Any,
-    cu_seqlens: Any, cos: Any, sin: Any, rope: str, slot_mapping: Any = None, positions: Any = None,
+    cu_seqlens: Any, cos: Any, sin: Any, rope: str, slot_mapping: Any = None, positions: Any = None, k_pe: Any = None,
 ) -> None:  # fmt: skip
     FUNCTIONS["append"](
         cache_of(number, planes, key_arrays, "append"), k, v, seq_lens=seq_lens, cu_seqlens=cu_seqlens,
         block_table=block_table, slot_mapping=slot_mapping, positions=positions, cos=cos, sin=sin, rope=rope,
-        recent_slots=recent_slots,
+        recent_slots=recent_slots, k_pe=k_pe,
     )  # fmt: skip
 
 
@@ -160,7 +160,7 @@ def run(call: Call) -> list[Any]:
     if function == "append":
         torch.ops.omniattn.append.default(
             list(planes), list(key_arrays), cache.key, given["k"], given["v"], *tables, given["cu_seqlens"],
-            given["cos"], given["sin"], x.rope, given["slot_mapping"], given["positions"],
+            given["cos"], given["sin"], x.rope, given["slot_mapping"], given["positions"], given["k_pe"],
         )  # fmt: skip
         return []
     x = plain(x)
