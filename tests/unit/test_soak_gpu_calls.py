@@ -22,7 +22,7 @@ pytest.importorskip("ml_dtypes")
 
 #: Functions that end a problem when they have been planned, and those that it goes on after.
 LAST = ("attention", "attention_varlen", "attention_backward", "attention_varlen_backward", "merge_states",
-        "quantize_qk", "quantize_v", "decode", "attention_with_kvcache")  # fmt: skip
+        "quantize_qk", "quantize_v", "decode", "attention_with_kvcache", "attention_sparse")  # fmt: skip
 MIDDLE = ("append", "copy_blocks", "copy_recent")
 
 
@@ -101,6 +101,6 @@ def test_every_problem_is_a_legal_call(pretend_gpu: tuple[int, int], monkeypatch
                 planned[one.operation] += 1
             else:
                 pytest.fail(f"problem {number} has called nothing")
-    only_hopper = {"latent caches"} if pretend_gpu < (9, 0) else set()
+    only_hopper = {"latent caches", "sparse attention"} if pretend_gpu < (9, 0) else set()
     assert set(planned) >= set(OPERATIONS) - {"e4m3 arrays"} - only_hopper
     assert sum(planned.values()) > 3 * refused

@@ -20,13 +20,14 @@ from .attention_backward import attention_backward, attention_varlen_backward
 from .decode import decode
 from .merge import merge_states
 from .quantize import quantize_qk, quantize_v
+from .sparse import attention_sparse
 from .tiles import TileCounts, count_tiles, finding
 from .with_cache import attention_with_kvcache
 
 #: What can be explained.
 OPERATIONS = (
     attention, attention_varlen, attention_backward, attention_varlen_backward, attention_with_kvcache, decode, append,
-    copy_blocks, copy_recent, merge_states, quantize_qk, quantize_v,
+    copy_blocks, copy_recent, merge_states, quantize_qk, quantize_v, attention_sparse,
 )  # fmt: skip
 
 
@@ -150,8 +151,9 @@ def explain(function: Any, *arguments: Any, **options: Any) -> Explanation:
     ----------
     function : callable
         `attention`, `attention_varlen`, `attention_backward`, `attention_varlen_backward`, `attention_with_kvcache`,
-        `decode`, `append`, `copy_blocks`, `copy_recent`, `merge_states`, `quantize_qk` or `quantize_v`. An array or
-        quantized operand in its place is q of `attention`, or with cu_seqlens of `attention_varlen`.
+        `decode`, `append`, `copy_blocks`, `copy_recent`, `merge_states`, `quantize_qk`, `quantize_v` or
+        `attention_sparse`. An array or quantized operand in its place is q of `attention`, or with cu_seqlens of
+        `attention_varlen`.
     arguments, options
         As the function takes them.
 
