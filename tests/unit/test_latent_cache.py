@@ -10,7 +10,7 @@ import pytest
 import omniattn as oa
 from omniattn.errors import ArgumentError, ShapeError, UnsupportedError
 from omniattn.kv.layout import CacheLayout
-from omniattn.launch.structs import DECODE, MLA_DECODE
+from omniattn.launch.structs import MLA_DECODE
 from omniattn.plan.others import plan_decode
 from omniattn.problems import DecodeProblem, Target
 from omniattn.runtime.record import LaunchRecord
@@ -159,7 +159,7 @@ def launches(asked: DecodeProblem, target: Target = HOPPER) -> tuple[LaunchRecor
 def test_blocks_of_rows_share_the_sms(heads: int, q_len: int, blocks: int, workers: int) -> None:
     main, combine = launches(problem(heads, q_len))
     assert main.spec.name == "mla_decode_sm90_fp16_d576v512"
-    assert combine.spec.name == "decode_combine_sm80_fp16_d512_latent"
+    assert combine.spec.name == "mla_combine_sm80_fp16_d512"
     # 4 sequences: a whole number of CTAs each.
     assert main.grid == (blocks, workers - workers % 4, 1)
     assert main.threads == 384
@@ -187,7 +187,7 @@ def test_partial_results_have_the_rows_of_all_blocks() -> None:
     size = plan_decode(problem(128, 2), HOPPER, None).workspace_bytes
     workers, rows = main.grid[1], 4 * 64
     assert size == 2 * workers * rows * (4 * 512 + 8)
-    at = DECODE.offsets["num_row_blocks"]
+    at = MLA_DECODE.offsets["decode.num_row_blocks"]
     assert int.from_bytes(combine.arguments[at : at + 4], "little") == 4
     assert combine.grid[0] == 4
 
