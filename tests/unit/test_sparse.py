@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -352,15 +354,24 @@ def test_scales_of_rows_in_e4m3(scale: Any, error: type[Exception], said: str) -
 
 def test_a_row_of_656_bytes_is_what_the_page_says() -> None:
     """docs/kv_formats.md: where each channel begins, by a row that has one channel only."""
-    for channel, first, last in ((0, 0, 1), (127, 127, 128), (511, 511, 512), (512, 528, 530), (575, 654, 656)):
-        row = np.zeros(576)
-        row[channel] = 1.0
-        stored = rows_656(row[None])[0]
-        own = stored.copy()
-        own[512:528] = 0  # scales
-        assert set(np.flatnonzero(own)) <= set(range(first, last))
-        found = oa.PagedKVCache.from_arrays(stored.reshape(1, 1, 1, 656), head_dim_v=512)
-        assert found.k_format.position(channel) == 8 * first
+    page = (Path(__file__).parents[2] / "docs" / "kv_formats.md").read_text(encoding="utf-8")
+    table = re.findall(r"^\| 656 bytes \| (\d+) \| (\d+|–) \| (\d+) \|$", page, re.M)
+    assert len(table) == 6
+    for channel, scale, byte in table:
+        stored = np.zeros((1, 656), np.uint8)
+        if scale == "–":
+            stored[0, int(byte) : int(byte) + 2] = 0x80, 0x3F
+        else:
+            stored[0, int(byte)] = 0x38
+            stored[0, int(scale) : int(scale) + 4] = np.array([3.0], np.float32).view(np.uint8)
+        cache = oa.PagedKVCache.from_arrays(stored.reshape(1, 1, 1, 656), head_dim_v=512)
+        assert cache.k_format.position(int(channel)) == 8 * int(byte)
+        q = np.zeros((1, 1, 576), np.float32)
+        q[..., int(channel)] = 2.0
+        zero = np.zeros((1, 1), np.int32)
+        o, most = oa.attention_sparse(q, cache, indices=zero, softmax_scale=1.0, return_max=True)
+        assert most[0, 0] == (2.0 if scale == "–" else 6.0)
+        assert np.flatnonzero(o).tolist() == ([] if scale == "–" else [int(channel)])
 
 
 # Plans for a GPU
