@@ -96,6 +96,7 @@ SIGNATURES: dict[str, dict[str, str]] = {
         "flash_mla_with_kvcache": "q, k_cache, block_table, cache_seqlens, head_dim_v, tile_scheduler_metadata, "
         "num_splits=None, softmax_scale=None, causal=False, is_fp8_kvcache=False, indices=None, attn_sink=None, "
         "extra_k_cache=None, extra_indices_in_kvcache=None, topk_length=None, extra_topk_length=None",
+        "flash_mla_sparse_fwd": "q, kv, indices, sm_scale, d_v=512, attn_sink=None, topk_length=None",
         "flash_attn_varlen_func": f"q, k, v, {STARTS_MLA}, {SCORE_MLA}",
         "flash_attn_varlen_qkvpacked_func": f"qkv, cu_seqlens, max_seqlen, head_dim_qk, {SCORE_MLA}",
         "flash_attn_varlen_kvpacked_func": f"q, kv, {STARTS_MLA}, head_dim_qk, {SCORE_MLA}",
@@ -217,7 +218,7 @@ def test_flash_mla_is_installed_by_its_name_only() -> None:
     compat.install()
     assert importlib.util.find_spec("flash_mla") is None
     compat.install("flash_mla")
-    from flash_mla import flash_mla_with_kvcache, get_mla_metadata
+    from flash_mla import flash_mla_sparse_fwd, flash_mla_with_kvcache, get_mla_metadata
     from flash_mla.flash_mla_interface import FlashMLASchedMeta
 
     from omniattn.compat import flash_mla as ours
@@ -225,8 +226,9 @@ def test_flash_mla_is_installed_by_its_name_only() -> None:
     assert flash_mla_with_kvcache is ours.flash_mla_with_kvcache
     assert isinstance(get_mla_metadata(1, heads=2)[0], FlashMLASchedMeta)
     assert importlib.metadata.version("flash-mla") == ours.__version__
-    with pytest.raises(ImportError, match="flash_mla_sparse_fwd"):
-        from flash_mla import flash_mla_sparse_fwd  # noqa: F401
+    assert flash_mla_sparse_fwd is ours.flash_mla_sparse_fwd
+    with pytest.raises(ImportError, match="get_mla_decoding_metadata"):
+        from flash_mla import get_mla_decoding_metadata  # noqa: F401
 
 
 @pytest.mark.usefixtures("clean")

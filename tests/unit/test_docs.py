@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -133,3 +134,59 @@ def test_code_of_the_pages_about_precision() -> None:
     o, lse = omniattn.attention_varlen(q, k, v, **options, causal=True, return_lse=True, precision="int8")
     assert torch.equal(names["o"], o)
     assert torch.equal(names["lse"], lse)
+
+
+@pytest.mark.frameworks
+def test_code_of_the_page_about_latent_attention() -> None:
+    """A layer of DeepSeek's sizes: absorbed and not, over lists of all rows, and in 656 bytes."""
+    torch = pytest.importorskip("torch")
+    absorbed, whole, scaling, writing, sparse, indexed = code("mla.md")
+    generator = torch.Generator().manual_seed(6)
+
+    def array(*shape: int, scale: float = 1.0) -> Any:
+        return (torch.randn(shape, generator=generator) * scale).bfloat16()
+
+    heads, lengths = 2, (40, 25)
+    c, r = array(2, 40, 512), array(2, 40, 64)
+    names: dict[str, Any] = {
+        "oa": omniattn, "torch": torch, "math": math, "heads": heads, "mscale_all_dim": 1.0, "factor": 40,
+        "c": c, "r": r, "w_uk": array(heads, 128, 512, scale=0.05), "w_uv": array(heads, 128, 512, scale=0.05),
+        "q_nope": array(2, 40, heads, 128), "q_rope": array(2, 40, heads, 64),
+        "lens": torch.tensor(lengths, dtype=torch.int32), "table": torch.tensor([[2, 0, 3], [1, 5, 4]]).int(),
+    }  # fmt: skip
+    exec(scaling, names)
+    assert names["scale"] == pytest.approx(0.1352, abs=1e-4)
+    exec(whole, names)
+    wanted = torch.stack([names["o"][b, n - 1] for b, n in enumerate(lengths)])
+    names["pool"] = torch.full((6, 16, 1, 576), torch.nan, dtype=torch.bfloat16)
+    rows = torch.cat([c, r], -1)
+    for b, n in enumerate(lengths):
+        for t in range(n):
+            names["pool"][names["table"][b, t // 16], t % 16, 0] = rows[b, t]
+    for name in ("q_nope", "q_rope"):
+        names[name] = torch.stack([names[name][b, n - 1 : n] for b, n in enumerate(lengths)])
+    exec(absorbed, names)
+    assert (names["o"][:, 0].float() - wanted.float()).abs().max() < 0.03
+    latent = omniattn.decode(
+        names["q"], names["cache"], seq_lens=names["lens"], block_table=names["table"], softmax_scale=names["scale"]
+    )
+    listed = [
+        names["table"][b, t // 16] * 16 + t % 16 if t < n else -1 for b, n in enumerate(lengths) for t in range(40)
+    ]
+    names |= {"indices": torch.tensor(listed, dtype=torch.int32).view(2, 1, 40), "counts": names["lens"]}
+    exec(sparse, names)
+    assert (names["o"].float() - latent[:, 0].float()).abs().max() < 0.02
+    exec(writing, names)
+    stored = names["rows_656"](names["pool"][..., :512], names["pool"][..., 512:])
+    eight = omniattn.decode(
+        names["q"], omniattn.PagedKVCache.from_arrays(stored, head_dim_v=512), indices=names["indices"],
+        topk_length=names["counts"], softmax_scale=names["scale"],
+    )  # fmt: skip
+    assert (eight.float() - latent.float()).norm() < 0.05 * latent.float().norm()
+    if hasattr(omniattn, "top_k"):
+        names |= {
+            "q_index": array(2, 1, 64, 128).to(torch.float8_e4m3fn), "weights": array(2, 64).float(),
+            "k_index": torch.zeros(6, 64, 1, 132, dtype=torch.uint8),
+        }  # fmt: skip
+        exec(indexed.replace("2048", "16").replace("block_size=64", "block_size=16"), names)
+        assert names["indices"].shape == (2, 16)

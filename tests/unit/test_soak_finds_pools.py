@@ -82,7 +82,8 @@ def test_a_scale_that_is_a_little_off(dtype: str, monkeypatch: pytest.MonkeyPatc
     """By less than codes are apart: some codes are not the nearest ones."""
     one = first(lambda f: _scales(f, "one") and f["cache"]["k_dtype"] == dtype and min(f["lengths"]) > 20
                 and not f["pool"]["scale_view"])  # fmt: skip
-    break_arrays(monkeypatch, lambda a, o: (a, o | {"k_scale": o["k_scale"] * np.float32(1.002)}))
+    kept = lambda o: {"k_scale": o["k_scale"] * np.float32(1.002), "v_scale": o["v_scale"] * np.float32(1)}  # noqa: E731
+    break_arrays(monkeypatch, lambda a, o: (a, o | kept(o)))
     assert "cache.k" in found_in(one)
 
 

@@ -16,12 +16,12 @@ import pytest
 import omniattn
 from omniattn.problems import precision
 from omniattn.testing.inputs import GENERATORS
-from omniattn.testing.soak import draw, indexer, machines, mods, pools, views
+from omniattn.testing.soak import draw, indexer, machines, mods, pools, sparse, views
 from omniattn.testing.soak.operations import OPERATIONS, problem
 from omniattn.testing.soak.problem import Problem
 
 #: Problems within which everything is drawn.
-N = 4000
+N = 5500
 #: Arguments that problems leave at their defaults: arrays and caches are positional, streams are another test's.
 LEFT = {"stream", "q", "k", "v", "do", "o", "lse", "o_a", "lse_a", "o_b", "lse_b", "cache", "copies", "like"}
 
@@ -58,7 +58,11 @@ def _said(of: Problem) -> dict[str, set[str]]:
         names |= {"cu_seqlens_q", "max_seqlen_q"} if facts["packed"] else set()
         names |= {"leftpad_k"} if "leftpad" in facts else set()
     if of.operation == "latent caches":
-        names = names - {"k"} | {"seq_lens"} | ({"block_table"} if "block_size" in facts else set())
+        names = names - {"k", "k_scale"} | {"seq_lens"} | ({"block_table"} if "block_size" in facts else set())
+    if of.operation == "sparse attention":
+        names = names - {"k", "k_scale"} | {"indices"} | ({"topk_length"} & set(facts))
+        names |= {"kv"} if facts["function"] == "attention_sparse" else set()
+        names |= {"head_dim_v"} if facts["source"].startswith("rows") else set()
     function = facts.get("function", of.operation)
     if of.operation in ("low precision", "e4m3 arrays"):
         function = "attention_varlen" if facts["packed"] else "attention"
@@ -67,9 +71,9 @@ def _said(of: Problem) -> dict[str, set[str]]:
 
 def _of_arrays(facts: dict[str, Any]) -> dict[str, set[str]]:
     """What a cache on arrays of the caller is made of."""
-    if facts.get("counted") == "latent":
-        cache = "PagedKVCache" if "block_size" in facts else "KVCache"
-        return {f"{cache}.from_arrays": {"k", "layout", "head_dim_v"}}
+    if "rows" in facts and "layout" in facts:
+        cache = "PagedKVCache" if "block_size" in facts or facts.get("source") == "pages" else "KVCache"
+        return {f"{cache}.from_arrays": {"k", "layout", "head_dim_v", *({"k_scale"} & set(facts["arrays"]))}}
     if "pool" not in facts:
         return {}
     names = {"k", "layout"} | ({"v"} if facts["pool"]["kind"] != "rows" else set())
@@ -177,6 +181,25 @@ def test_all_kinds_of_arrays_of_the_caller_are_drawn(operation: str, drawn: list
             one.facts for one in drawn if "shared_prefix" in one.facts.get("options", {}) and "queries" in one.facts
         ]
         assert {(f["packed"], f["levels"]) for f in shared} == {(a, b) for a in (True, False) for b in (True, False)}
+
+
+def test_all_kinds_of_sparse_attention_are_drawn(drawn: list[Problem]) -> None:
+    facts = [one.facts for one in drawn if one.operation == "sparse attention"]
+    assert {(f["source"], f["function"]) for f in facts} == {
+        *((source, "attention_sparse") for source in sparse.SOURCES), ("pages", "decode"), ("sequences", "decode"),
+    }  # fmt: skip
+    for known in (facts, [one.facts for one in drawn if one.operation == "latent caches"]):
+        assert {(f["rows"]["format"], "scale" in f["rows"]) for f in known} == {
+            ("16", False), ("656", False), ("e4m3", False), ("e4m3", True),
+        }  # fmt: skip
+        assert {f["rows"]["dtype"] for f in known if f["rows"]["format"] == "656"} == {"uint8", "float8_e4m3fn"}
+    small = [one for one in drawn if one.operation == "sparse attention" and one.facts["topk"] < 100]
+    made = [(one.facts, sparse.lists(one)) for one in small]
+    assert any((x.indices == -1).all(1).any() for _, x in made)
+    assert any(x.lengths is not None and not x.lengths.all() for _, x in made)
+    assert any((x.indices >= np.prod(f["lead"])).any() for f, x in made)
+    assert any(len(set(keys.tolist())) < len(keys) for _, x in made for keys in x.keys)
+    assert all(x.indices.shape[-1] == f["topk"] for f, x in made)
 
 
 def _dtypes(drawn: list[Problem]) -> set[str]:

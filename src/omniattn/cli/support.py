@@ -91,6 +91,7 @@ CACHES = {"16": "16-bit", "fbgemm": "int4 (FBGEMM's layout)"}
 _FORMAT = re.compile(r"^(.+?)(?:g(\d+))?$", re.MULTILINE)
 
 _FORWARD, _FP8 = "`attention`, `attention_varlen`", "the same, precision fp8 and e4m3 arrays"
+_LATENT = "`decode` over latent caches, `attention_sparse`"
 _BACKWARD, _QUANTIZE = "`attention_backward`, `attention_varlen_backward`", "`quantize_qk`, `quantize_v`"
 #: Operation of the registry to its line in the README's table, and to what calls it where its name does not say so.
 LINES: dict[str, tuple[str, str]] = {
@@ -118,8 +119,8 @@ LINES: dict[str, tuple[str, str]] = {
     "quantize_fp8": (_QUANTIZE, "quantize_qk to e4m3"),
     "decode": ("`decode`", ""),
     "decode_combine": ("`decode`", "behind decode"),
-    "latent_decode": ("the same, latent caches", "decode over latent caches"),
-    "latent_combine": ("the same, latent caches", "behind latent_decode"),
+    "latent_decode": (_LATENT, "decode over latent caches, attention_sparse"),
+    "latent_combine": (_LATENT, "behind latent_decode"),
     "append": ("`append`", ""),
     "latent_append": ("`append`", "append to latent caches"),
     "dequantize": ("`decode`", "prompts over quantized caches"),

@@ -62,7 +62,7 @@ def install(*names: str, replace: bool = False) -> None:
         "flash_attn" (with "flash_attn.flash_attn_interface" and "flash_attn.bert_padding"), "flash_attn_interface"
         (FlashAttention-3; with "flash_attn_3"), "sageattention" (with "sageattention.core"). These three unless given.
         Or "flashinfer" (with "flashinfer.decode", ".prefill", ".cascade" and ".page"), whose attention over caches is
-        all that is there, and "flash_mla", whose dense functions are: for code that uses nothing else of them. What is
+        all that is there, and "flash_mla", whose attention is: for code that uses nothing else of them. What is
         installed already stays.
     replace : bool
         Also where the original has been imported. Whoever holds its functions keeps them.

@@ -1,12 +1,11 @@
-"""FlashMLA's dense functions (``flash_mla`` 1.0) on omniattn: the same signatures, defaults and results.
+"""FlashMLA's functions (``flash_mla`` 1.0) on omniattn: the same signatures, defaults and results.
 
 ``from omniattn.compat.flash_mla import flash_mla_with_kvcache``, or ``omniattn.compat.install("flash_mla")`` for code
-that imports the original. Decoding runs on compute capability 9.0, with pages of any size, and on the CPU (NumPy
-reference). Tensors are float16 or bfloat16.
+that imports the original. Decoding, dense and sparse, and sparse prefill run on the GPUs of `omniattn.decode` over
+latent caches, with pages of any size and any number of heads, and on the CPU (NumPy reference).
 
 Scheduling metadata is not needed, as the kernels divide the work themselves: what `get_mla_metadata` gives may be
-reused for other shapes and lengths. Sparse attention (``indices``) and rows in 8 bits raise, and
-``flash_mla_sparse_fwd`` is not here.
+reused for other shapes and lengths. A second cache (``extra_k_cache``) raises.
 """
 
 from __future__ import annotations
@@ -16,9 +15,10 @@ from typing import Any
 import torch
 
 from .. import arguments
-from ..errors import ArgumentError, ShapeError
+from ..errors import ArgumentError, DtypeError, ShapeError
 from ..kv.cache import PagedKVCache
-from ..ops import decode
+from ..kv.formats import LATENT_656_DIM, LATENT_ROW_BYTES
+from ..ops import attention_sparse, decode
 from . import common
 
 __version__ = "1.0.0"
@@ -28,6 +28,7 @@ __all__ = [
     "flash_attn_varlen_func",
     "flash_attn_varlen_kvpacked_func",
     "flash_attn_varlen_qkvpacked_func",
+    "flash_mla_sparse_fwd",
     "flash_mla_with_kvcache",
     "get_mla_metadata",
 ]
@@ -67,23 +68,36 @@ def flash_mla_with_kvcache(
     Parameters
     ----------
     q : tensor, (batch_size, seq_len_q, num_heads_q, 576), float16 or bfloat16
-        With ``causal`` at most 16 tokens a sequence; without, any number of rows.
-    k_cache : tensor, (num_blocks, page_block_size, 1, 576), like q
-        A token's row; its first ``head_dim_v`` channels are the value. Pages of any size.
+        With ``causal`` at most 16 tokens a sequence; without, or with ``indices``, any number of rows.
+    k_cache : tensor, (num_blocks, page_block_size, 1, 576) or (num_blocks, page_block_size, 1, 656)
+        A token's row; its first ``head_dim_v`` channels are the value. Pages of any size. In q's type; or, with
+        ``is_fp8_kvcache``, rows of 656 bytes (`omniattn.KVCache.from_arrays`) as float8_e4m3fn, uint8 or int8, or of
+        576 channels as float8_e4m3fn.
     block_table : tensor, (batch_size, max_num_blocks_per_seq), int32
+        Without effect with ``indices``, as ``cache_seqlens``: both may be None then.
     cache_seqlens : tensor, (batch_size,), int32
         Tokens of each sequence, the new ones included.
     head_dim_v : int
-        512; on the CPU other multiples of 8 below the rows' width too.
+        512; on the CPU, of rows in 16 bits, other multiples of 8 below the rows' width too.
     tile_scheduler_metadata : FlashMLASchedMeta
         Without effect. None is taken as well.
     softmax_scale : float, optional
         576^-0.5 unless given.
     causal : bool
-        The last token sees all keys, each token before it one less; otherwise all of them see all keys.
-    num_splits, is_fp8_kvcache, indices, attn_sink, extra_k_cache, extra_indices_in_kvcache, topk_length, \
-extra_topk_length
-        Their defaults.
+        The last token sees all keys, each token before it one less; otherwise all of them see all keys. False with
+        ``indices``.
+    is_fp8_kvcache : bool
+        Whether ``k_cache`` is in 8 bits. FlashMLA wants True with ``indices``; here rows in 16 bits are served too.
+    indices : tensor, (batch_size, seq_len_q, topk), int32, optional
+        Rows that each query token attends to, block * page_block_size + token. Those below 0 or beyond the cache are
+        no keys.
+    attn_sink : tensor, (num_heads_q,), float32, optional
+        With ``indices``: out is multiplied by exp(lse) / (exp(lse) + exp(attn_sink)), and rounded again; the LSE does
+        not count it. +inf makes out 0, -inf has no effect.
+    topk_length : tensor, (batch_size,), int32, optional
+        With ``indices``: entries of each list of a sequence that count, from the first on.
+    num_splits, extra_k_cache, extra_indices_in_kvcache, extra_topk_length
+        None.
 
     Returns
     -------
@@ -97,37 +111,163 @@ extra_topk_length
         As `omniattn.decode`; before anything is written.
     """
     name = "flash_mla_with_kvcache"
-    common.check_tensors(name, q=q, k_cache=k_cache, block_table=block_table, cache_seqlens=cache_seqlens)
+    common.check_tensors(name, q=q, k_cache=k_cache)
     if not isinstance(tile_scheduler_metadata, FlashMLASchedMeta | None):
         received, expected = type(tile_scheduler_metadata).__name__, "what get_mla_metadata of this module gives"
         raise ArgumentError("tile_scheduler_metadata", expected, received, function=name)
     if num_splits is not None:
         raise ArgumentError("num_splits", "None", type(num_splits).__name__, function=name)
     common.refuse(
-        name, "attention over chosen rows and over rows in 8 bits has no kernel here", None, indices=(indices, None),
-        attn_sink=(attn_sink, None), extra_k_cache=(extra_k_cache, None), topk_length=(topk_length, None),
+        name, "keys of a second cache have no kernel here", None, extra_k_cache=(extra_k_cache, None),
         extra_indices_in_kvcache=(extra_indices_in_kvcache, None), extra_topk_length=(extra_topk_length, None),
-        is_fp8_kvcache=(common.flag(is_fp8_kvcache, "is_fp8_kvcache", name), False),
     )  # fmt: skip
     common.check_rank(q, "q", "(batch_size, seq_len_q, num_heads_q, head_dim)", name)
     common.check_rank(k_cache, "k_cache", "(num_blocks, page_block_size, 1, head_dim)", name)
-    if k_cache.shape[-1] != q.shape[-1]:
-        expected = f"{q.shape[-1]} channels, like q"
-        raise ShapeError("k_cache", expected, f"shape {tuple(k_cache.shape)}", function=name)
-    cache = PagedKVCache.from_arrays(k_cache, head_dim_v=arguments.check_int(head_dim_v, "head_dim_v", name))
-    batch, rows, heads, _ = q.shape
-    is_one = not common.flag(causal, "causal", name) and rows > 1
+    rows = _rows(q, k_cache, common.flag(is_fp8_kvcache, "is_fp8_kvcache", name), name)
+    cache = PagedKVCache.from_arrays(rows, head_dim_v=arguments.check_int(head_dim_v, "head_dim_v", name))
+    is_causal = common.flag(causal, "causal", name)
+    if indices is not None:
+        if is_causal:
+            raise ArgumentError("causal", "False with indices, which name each key", "True", function=name)
+        return _sparse(q, cache, indices, attn_sink, topk_length, softmax_scale, name)
+    for of_lists, x in (("attn_sink", attn_sink), ("topk_length", topk_length)):
+        if x is not None:
+            raise ArgumentError(of_lists, "None without indices", type(x).__name__, function=name)
+    common.check_tensors(name, block_table=block_table, cache_seqlens=cache_seqlens)
+    batch, tokens, heads, _ = q.shape
+    is_one = not is_causal and tokens > 1
     if is_one:
         # Rows that see the same keys are heads of one token.
-        q = q.reshape(batch, 1, rows * heads, q.shape[-1])
+        q = q.reshape(batch, 1, tokens * heads, q.shape[-1])
     out, lse = decode(
         common.contiguous_rows(q), cache, seq_lens=cache_seqlens, block_table=block_table,
         softmax_scale=softmax_scale, return_lse=True,
     )  # fmt: skip
     if is_one:
-        out = out.reshape(batch, rows, heads, out.shape[-1])
-        lse = lse.reshape(batch, rows, heads).transpose(1, 2).contiguous()
+        out = out.reshape(batch, tokens, heads, out.shape[-1])
+        lse = lse.reshape(batch, tokens, heads).transpose(1, 2).contiguous()
     return out, common.infinite(lse)
+
+
+def _rows(q: torch.Tensor, k_cache: torch.Tensor, is_fp8: bool, name: str) -> torch.Tensor:
+    """``k_cache`` as `PagedKVCache.from_arrays` takes it."""
+    is_byte = k_cache.element_size() == 1
+    if is_byte != is_fp8:
+        expected = f"{is_byte} with a k_cache of {str(k_cache.dtype).removeprefix('torch.')}"
+        raise ArgumentError("is_fp8_kvcache", expected, f"{is_fp8}", function=name)
+    has_own_scales = is_byte and k_cache.shape[-1] == LATENT_ROW_BYTES and q.shape[-1] == LATENT_656_DIM
+    if k_cache.shape[-1] != q.shape[-1] and not has_own_scales:
+        expected = f"{q.shape[-1]} channels, like q" + (f", or rows of {LATENT_ROW_BYTES} bytes" if is_byte else "")
+        raise ShapeError("k_cache", expected, f"shape {tuple(k_cache.shape)}", function=name)
+    if is_byte and not has_own_scales and k_cache.dtype != torch.float8_e4m3fn:
+        expected = f"float8_e4m3fn, or rows of {LATENT_ROW_BYTES} bytes"
+        raise DtypeError("k_cache", expected, str(k_cache.dtype).removeprefix("torch."), function=name)
+    return k_cache.view(torch.uint8) if k_cache.dtype == torch.int8 else k_cache
+
+
+def _sparse(
+    q: torch.Tensor, cache: Any, indices: Any, attn_sink: Any, topk_length: Any, softmax_scale: Any, name: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Decoding over lists of rows."""
+    common.check_tensors(name, indices=indices)
+    batch, tokens, heads, _ = q.shape
+    _check_sink(attn_sink, heads, name)
+    if topk_length is not None:
+        common.check_tensors(name, topk_length=topk_length)
+        if tuple(topk_length.shape) != (batch,):
+            raise ShapeError("topk_length", f"shape ({batch},)", f"{tuple(topk_length.shape)}", function=name)
+        topk_length = topk_length[:, None].expand(batch, tokens).contiguous()
+    if q.stride(-1) != 1 or q.stride(0) != tokens * q.stride(1):
+        q = q.contiguous()
+    out, lse = decode(
+        q, cache, indices=indices.contiguous(), topk_length=topk_length, softmax_scale=softmax_scale, return_lse=True
+    )
+    return _with_sink(out, lse.transpose(1, 2), attn_sink), common.infinite(lse)
+
+
+def _check_sink(attn_sink: Any, heads: int, name: str) -> None:
+    if attn_sink is None:
+        return
+    common.check_tensors(name, attn_sink=attn_sink)
+    if attn_sink.dtype != torch.float32:
+        raise DtypeError("attn_sink", "float32", str(attn_sink.dtype).removeprefix("torch."), function=name)
+    if tuple(attn_sink.shape) != (heads,):
+        raise ShapeError("attn_sink", f"shape ({heads},)", f"{tuple(attn_sink.shape)}", function=name)
+
+
+def _with_sink(out: torch.Tensor, lse: torch.Tensor, attn_sink: torch.Tensor | None) -> torch.Tensor:
+    """``out`` (..., heads, dim) with its part of the softmax beside the sink; ``lse`` (..., heads) does not count it.
+
+    The kernels' own sinks count in the LSE, from which they could be taken away only where they are small.
+    """
+    if attn_sink is None:
+        return out
+    # Of a row without keys out is 0 already, and lse - sink may be NaN.
+    part = torch.sigmoid(lse - attn_sink).masked_fill_(lse == -torch.inf, 0.0)
+    return out.mul_(part[..., None])
+
+
+@torch.compiler.disable
+@torch.no_grad()
+def flash_mla_sparse_fwd(
+    q: Any,
+    kv: Any,
+    indices: Any,
+    sm_scale: float,
+    d_v: int = 512,
+    attn_sink: Any = None,
+    topk_length: Any = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Sparse attention of a prompt over latent rows (`omniattn.attention_sparse`), without gradients.
+
+    Parameters
+    ----------
+    q : tensor, (s_q, h_q, 576), float16 or bfloat16
+    kv : tensor, (s_kv, 1, 576), like q
+        Rows, whose first ``d_v`` channels are the value.
+    indices : tensor, (s_q, 1, topk), int32
+        Rows that each query token attends to. Those below 0, or from s_kv on, are no keys.
+    sm_scale : float
+    d_v : int
+        512; on the CPU other multiples of 8 below the rows' width too.
+    attn_sink : tensor, (h_q,), float32, optional
+        As in `flash_mla_with_kvcache`.
+    topk_length : tensor, (s_q,), int32, optional
+        Entries of each list that count, from the first on.
+
+    Returns
+    -------
+    output : tensor, (s_q, h_q, d_v)
+    max_logits : tensor, (s_q, h_q), float32
+        The largest scaled score; -inf where a row has no key.
+    lse : tensor, (s_q, h_q), float32
+        Natural logarithm, without sinks; +inf, with an output of 0, where a row has no key.
+
+    Raises
+    ------
+    ArgumentError, UnsupportedError, KernelNotFoundError, CompileError, DriverError
+        As `omniattn.attention_sparse`; before anything is written.
+    """
+    name = "flash_mla_sparse_fwd"
+    common.check_tensors(name, q=q, kv=kv, indices=indices)
+    common.check_rank(q, "q", "(s_q, h_q, head_dim)", name)
+    common.check_rank(kv, "kv", "(s_kv, 1, head_dim)", name)
+    common.check_rank(indices, "indices", "(s_q, 1, topk)", name)
+    if tuple(kv.shape[1:]) != (1, q.shape[-1]):
+        expected = f"(s_kv, 1, {q.shape[-1]}): one head, and q's channels"
+        raise ShapeError("kv", expected, f"shape {tuple(kv.shape)}", function=name)
+    if kv.dtype != q.dtype:
+        expected, received = (str(x.dtype).removeprefix("torch.") for x in (q, kv))
+        raise DtypeError("kv", f"{expected}, like q", received, function=name)
+    _check_sink(attn_sink, q.shape[1], name)
+    if topk_length is not None:
+        common.check_tensors(name, topk_length=topk_length)
+    width, scale = arguments.check_int(d_v, "d_v", name), arguments.check_number(sm_scale, "sm_scale", name)
+    out, lse, most = attention_sparse(
+        common.contiguous_rows(q), common.contiguous_rows(kv), indices=indices.contiguous(), topk_length=topk_length,
+        head_dim_v=width, softmax_scale=scale, return_lse=True, return_max=True,
+    )  # fmt: skip
+    return _with_sink(out, lse, attn_sink), most, common.infinite(lse)
 
 
 def flash_attn_varlen_func(

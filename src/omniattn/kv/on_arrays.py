@@ -210,8 +210,7 @@ def _check_latent(k: Tensor, v: Any, scales: dict[str, Any], head_dim_v: Any, la
             f"{function}(): head_dim_v with {k.dtype} rows",
             instead=f"float16, bfloat16, float8_e4m3fn, rows of {LATENT_ROW_BYTES} bytes, or K and V of their own",
         )
-    if len(k.shape) != 4:
-        return width  # `_check` says so
+    _check_rank(k, layout, function)
     has_own_scales = is_656(k)
     if k.dtype == "uint8" and not has_own_scales:
         expected = f"rows of {LATENT_ROW_BYTES} bytes, the last dimension, with uint8 and head_dim_v"
@@ -239,14 +238,12 @@ def is_656(k: Tensor) -> bool:
 def _check(k: Tensor, v: Tensor, layout: str, function: str, most: int) -> None:
     """Everything that a cache's arrays have to be. most: channels of a row."""
     arrays.require_same_device([k, v])
-    has_own_scales = most == MAX_LATENT_DIM and len(k.shape) == 4 and is_656(k)
+    has_own_scales = most == MAX_LATENT_DIM and is_656(k)
     for t in (k, v):
         if t.dtype not in _DTYPES and not has_own_scales:
             hint = "bytes are given as what they are: view(torch.float8_e4m3fn)" if t.dtype == "uint8" else None
             raise DtypeError(t.argument, " or ".join(_DTYPES), t.dtype, function=function, hint=hint)
-        if len(t.shape) != 4:
-            names = "(blocks, tokens, heads, dim)" if layout == "NHD" else "(blocks, heads, tokens, dim)"
-            raise ShapeError(t.argument, f"4 dimensions {names}", f"shape {tuple(t.shape)}", function=function)
+        _check_rank(t, layout, function)
     if v.dtype != k.dtype:
         raise DtypeError("v", f"{k.dtype}, like k", v.dtype, function=function)
     if tuple(v.shape) != tuple(k.shape):
@@ -266,6 +263,12 @@ def _check(k: Tensor, v: Tensor, layout: str, function: str, most: int) -> None:
     if by_position(v.shape, v.strides, layout)[1] != strides:
         raise StrideError("v", f"strides {tuple(k.strides)}, like k", f"{tuple(v.strides)}", function=function)
     row_places(strides, extents, dim, function, k.itemsize)
+
+
+def _check_rank(t: Tensor, layout: str, function: str) -> None:
+    if len(t.shape) != 4:
+        names = "(blocks, tokens, heads, dim)" if layout == "NHD" else "(blocks, heads, tokens, dim)"
+        raise ShapeError(t.argument, f"4 dimensions {names}", f"shape {tuple(t.shape)}", function=function)
 
 
 def _check_strides(t: Tensor, function: str) -> None:

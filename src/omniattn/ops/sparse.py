@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .. import arrays
+from .. import arguments, arrays
 from ..checks import sparse as checks
 from ..checks.memory import check_memory
 from ..checks.sparse import SparseOptions
@@ -136,7 +136,8 @@ def _cache_of(kv: Any, head_dim_v: int) -> KVCache:
         expected = "(rows, 1, head_dim) or (rows, head_dim)"
         raise ShapeError("kv", expected, f"shape {tuple(t.shape)}", function="attention_sparse")
     rows = kv.reshape(1, t.shape[0], 1, t.shape[-1]) if len(t.shape) == 2 else kv[None]
-    cache: KVCache = PagedKVCache.from_arrays(rows, head_dim_v=head_dim_v)
+    width = arguments.check_int(head_dim_v, "head_dim_v", "attention_sparse", least=1)
+    cache: KVCache = PagedKVCache.from_arrays(rows, head_dim_v=width)
     return cache
 
 

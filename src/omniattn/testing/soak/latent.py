@@ -8,38 +8,37 @@ import numpy as np
 
 import omniattn
 from omniattn.testing.expected import Grade
-from omniattn.testing.soak import formulas, limits
+from omniattn.testing.soak import formulas
 from omniattn.testing.soak.draw import Draw
 from omniattn.testing.soak.formulas import Keys, Rules
 from omniattn.testing.soak.judge import grade, repeated, truth, unchanged
+from omniattn.testing.soak.latent_rows import draw_format, draw_rows, limits_of, place_rows
 from omniattn.testing.soak.machines import Machine
 from omniattn.testing.soak.problem import Problem
-from omniattn.testing.soak.views import View
 
 
 def draw(d: Draw) -> dict[str, Any]:
     """Facts of a problem."""
-    dims = d.pick(((24, 16), (40, 8), (576, 512))) if d.cpu else (576, 512)
     heads = d.pick((1, 3, 8)) if d.cpu else d.pick((1, 5, 16, 32, 64, 100, 128))
     batch = d.weighted({1: 2.0, 2: 2.0, 5: 1.0, 40: 0.0 if d.cpu else 0.5})
     q_len = d.weighted({1: 4.0, 2: 1.0, 5: 1.0, 16: 0.5})
     lengths = [q_len - 1 + max(d.length(100 if d.cpu else 3000), 1) for _ in range(batch)]
     facts: dict[str, Any] = {
-        "dtype": d.pick(("float16", "bfloat16")), "heads": (heads, 1), "head_dims": dims, "lengths": lengths,
-        "q_len": q_len, "function": d.pick(("decode", "attention_with_kvcache")), "counted": "latent",
+        **draw_format(d), "heads": (heads, 1), "lengths": lengths, "q_len": q_len,
+        "function": d.pick(("decode", "attention_with_kvcache")),
     }  # fmt: skip
     if d.chance(0.8):
         size = facts["block_size"] = d.pick((64, 16, 1, 7, 48, 256))
         blocks = sum(-(-n // size) for n in lengths) + d.integer(0, 3)
-        shape = (blocks, size, 1, dims[0])
+        lead = (blocks, size, 1)
     else:
-        shape = (batch, max(lengths) + d.integer(0, 20), 1, dims[0])
+        lead = (batch, max(lengths) + d.integer(0, 20), 1)
     facts["layout"] = d.pick(("NHD", "HND"))
     if facts["layout"] == "HND":
-        shape = (shape[0], 1, shape[1], dims[0])
+        lead = (lead[0], 1, lead[1])
     facts["arrays"] = {
-        "q": {**d.numbers((batch, q_len, heads, dims[0]), "io", loud=False), "view": {}},
-        "k": {**d.numbers(shape, "io", loud=False), "view": _view(d)},
+        "q": {**d.numbers((batch, q_len, heads, facts["head_dims"][0]), "io", loud=False), "view": {}},
+        **draw_rows(d, facts, lead),
     }
     if d.chance(0.2):
         facts["arrays"]["sinks"] = {"shape": (heads,), "dtype": "float32", "kind": "normal", "scale": 2.0}
@@ -56,19 +55,15 @@ def draw(d: Draw) -> dict[str, Any]:
     return facts
 
 
-def _view(d: Draw) -> View:
-    """Gaps between rows and blocks."""
-    return {"after": (d.integer(0, 1), d.integer(0, 2), 0, 8 * d.integer(0, 2))} if d.chance(0.4) else {}
-
-
 def check(m: Machine, problem: Problem) -> list[Grade]:
     """Run a problem."""
     facts, options = problem.facts, problem.options()
-    arrays = {name: problem.place(m, name) for name in facts["arrays"]}
-    q, pool = arrays["q"].array, arrays["k"].array
+    stored = place_rows(m, problem)
+    arrays = {name: problem.place(m, name) for name in facts["arrays"] if name in ("q", "sinks")} | stored.placed
+    q = arrays["q"].array
     lengths, width_v, q_len = facts["lengths"], facts["head_dims"][1], facts["q_len"]
     kind = omniattn.PagedKVCache if "block_size" in facts else omniattn.KVCache
-    cache = kind.from_arrays(pool, layout=facts["layout"], head_dim_v=width_v)
+    cache = kind.from_arrays(arrays["k"].array, layout=facts["layout"], head_dim_v=width_v, **stored.options)
     table = _table(problem)
     call: dict[str, Any] = {"seq_lens": m.place(np.array(lengths, np.int32), "int32", {}).array}
     if table is not None:
@@ -81,9 +76,9 @@ def check(m: Machine, problem: Problem) -> list[Grade]:
         return result if isinstance(result, tuple) else (result,)
 
     results, grades = unchanged(m, arrays, run)
-    rows = m.f64(pool) if facts["layout"] == "NHD" else m.f64(pool).swapaxes(1, 2)
+    rows = stored.meant if facts["layout"] == "NHD" else stored.meant.swapaxes(1, 2)
     queries, sinks = m.f64(q), m.f64(arrays["sinks"].array) if "sinks" in arrays else None
-    of = limits.decode(problem.dtype, codes=False, value_codes=False, recent=False, cpu=m.on_cpu)
+    of = limits_of(m, problem)
     scale = options.get("softmax_scale", facts["head_dims"][0] ** -0.5)
     rules = Rules(scale, options.get("softcap", 0.0), options.get("window", (-1, 0))[0], 0)
     o, o_bound = (m.zeros(*queries.shape[:3], width_v) for _ in range(2))

@@ -7,7 +7,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from omniattn.testing.expected import Grade
-from omniattn.testing.soak import attention, caches, gradients, indexer, latent, low, merging, quantizers, with_cache
+from omniattn.testing.soak import (
+    attention,
+    caches,
+    gradients,
+    indexer,
+    latent,
+    low,
+    merging,
+    quantizers,
+    sparse,
+    with_cache,
+)
 from omniattn.testing.soak.draw import Draw
 from omniattn.testing.soak.machines import Machine
 from omniattn.testing.soak.problem import Problem
@@ -43,6 +54,7 @@ OPERATIONS: dict[str, Operation] = {
     "caches": Operation(3.0, caches.draw, caches.check),
     "attention_with_kvcache": Operation(1.5, with_cache.draw, with_cache.check),
     "latent caches": Operation(0.7, latent.draw, latent.check),
+    "sparse attention": Operation(0.7, sparse.draw, sparse.check),
     "e4m3 arrays": Operation(1.0, low.draw_e4m3, low.check_e4m3),
     "index_logits": Operation(0.4, indexer.draw_logits, indexer.check_logits),
     "top_k": Operation(0.4, indexer.draw_top_k, indexer.check_top_k),
