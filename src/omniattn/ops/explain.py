@@ -154,8 +154,8 @@ def explain(function: Any, *arguments: Any, **options: Any) -> Explanation:
     function : callable
         `attention`, `attention_varlen`, `attention_backward`, `attention_varlen_backward`, `attention_with_kvcache`,
         `decode`, `append`, `copy_blocks`, `copy_recent`, `merge_states`, `quantize_qk`, `quantize_v`,
-        `attention_sparse`, `index_logits` or `top_k`. An array or quantized operand in its place is q of `attention`, or
-        with cu_seqlens of `attention_varlen`.
+        `attention_sparse`, `index_logits` or `top_k`. An array or quantized operand in its place is q of `attention`,
+        or with cu_seqlens of `attention_varlen`.
     arguments, options
         As the function takes them.
 
