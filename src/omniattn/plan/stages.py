@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from ..launch import (
     attn_fwd,
+    attn_fwd_d512_sm90,
     attn_fwd_sm90,
     attn_fwd_split,
     attn_fwd_stream_k,
@@ -171,6 +172,8 @@ def _whole(
 ) -> tuple[LaunchRecord, ...]:
     """Attention with all keys of a tile in one CTA."""
     if places is None and row.arch_specific:
+        if row.cluster > 1:
+            return attn_fwd_d512_sm90.build(row, problem, order)
         return attn_fwd_sm90.build(row, problem, order, mask.places)
     if places is None:
         return attn_fwd.build(row, problem, mask.places)

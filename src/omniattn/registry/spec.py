@@ -51,12 +51,16 @@ class KernelSpec:
         Largest head_dim it takes (the padded tile width).
     own_head_dim_v : int
         The same of v and o where that is another one; else 0.
+    above_head_dim : int
+        It takes calls alone one of whose two head dims is larger.
     block_m, block_n, num_warps : int
         Tile of query rows and keys, and warps per CTA.
     smem_bytes : int
         Dynamic shared memory per CTA.
     ctas_per_sm : int
         CTAs that the kernel's registers and shared memory leave room for on one SM.
+    cluster : int
+        Of attention: CTAs, on as many SMs, that take a tile of queries together.
     sequences : str
         ``"dense"`` (batches), ``"packed"``, or ``"any"``.
     paged : bool
@@ -129,6 +133,7 @@ class KernelSpec:
     num_warps: int
     smem_bytes: int
     ctas_per_sm: int = 1
+    cluster: int = 1
     min_arch: tuple[int, int] = (8, 0)
     arch_specific: bool = False
     prebuild: tuple[str, ...] = ()
@@ -160,6 +165,7 @@ class KernelSpec:
     cache: tuple[str, ...] = ()
     generated: tuple[tuple[str, str], ...] = ()
     own_head_dim_v: int = 0
+    above_head_dim: int = 0
     score_mods: bool = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -174,6 +180,11 @@ class KernelSpec:
     def twin(self) -> str:
         """The name without the dtype: what this row and that of the other 16-bit type have in common."""
         return self.name.replace(f"_{IO_TYPES[self.dtype][0]}_", "_", 1) if self.dtype in IO_TYPES else self.name
+
+    @property
+    def rotates_heads(self) -> bool:
+        """Of persistent kernels: head by head, it begins each head at another tile."""
+        return self.score_mods and self.cluster == 1
 
     @property
     def stored_bits(self) -> int:

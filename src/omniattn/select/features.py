@@ -12,7 +12,7 @@ from ..problems.target import SECTOR, WARP_ROWS, WARPGROUP_ROWS
 from ..problems.tile_order import busiest_cta
 from ..registry import KernelSpec
 from .candidate import Candidate, MaskInput
-from .orders import MAX_ROUNDS, head_tiles, heads_apart, heads_of, row_bytes, seen_bytes, tiles_of_busiest
+from .orders import MAX_ROUNDS, head_tiles, heads_apart, heads_of, places_of, row_bytes, seen_bytes, tiles_of_busiest
 
 #: Tiles of a head that are counted one by one; of more the mean is as good.
 _COUNTED = 8
@@ -195,7 +195,7 @@ def _launch(
 
     stored: elements of o of a tile that threads write. share: of the bytes of all tiles.
     """
-    whole, items, places = found.whole, tiles * splits, target.sm_count * row.ctas_per_sm
+    whole, items, places = found.whole, tiles * splits, places_of(row, target)
     resident = max(1, min(-(-int(items) // target.sm_count), row.ctas_per_sm))
     own = steps = 0.0
     is_uneven = False
@@ -224,11 +224,11 @@ def _in_order(found: _Tiles, row: KernelSpec, order: Whole, target: Target) -> P
         items, short, groups = tiles_of_busiest(row, p, order)
         steps, short = items * found.longest, short * found.longest
     else:
-        of, heads, places = head_tiles(row, p), heads_of(p), target.sm_count * row.ctas_per_sm
+        of, heads, places = head_tiles(row, p), heads_of(p), places_of(row, target)
         if tiles.num_items > MAX_ROUNDS * order.ctas:
             items, steps = found.tiles / order.ctas, found.steps / order.ctas
         else:
-            work, count = busiest_cta(tiles, heads, of.lengths, order.ctas, row.score_mods)
+            work, count = busiest_cta(tiles, heads, of.lengths, order.ctas, row.rotates_heads)
             items, steps = float(count), float(work - count)
         far = heads_apart(tiles, len(of.lengths), places, p.window_left != UNLIMITED)
         apart = far * seen_bytes(of, row_bytes(p)) if far else 0.0
@@ -288,7 +288,7 @@ def _tiles(candidate: Candidate, p: AttentionProblem, target: Target) -> _Tiles:
     of_q = p.head_dim * queries * p.num_q_heads
     of_bias = row.bias_bytes * rows * row.block_n if row.bias_bytes else 0
     scores = "as they are"
-    if row.score_mods:
+    if row.score_mods and (p.score_mods or row.cluster == 1):
         scores = "masks" if p.mask != "none" and not p.softcap and p.score_mod is None else "functions"
     whole = Pass(
         kind="wgmma" if of_hopper else "mma.sync",
@@ -305,7 +305,7 @@ def _tiles(candidate: Candidate, p: AttentionProblem, target: Target) -> _Tiles:
         is_stream=False,
         groups=-(-rows // (WARPGROUP_ROWS if of_hopper else WARP_ROWS)),
         warps=row.num_warps,
-        keys=row.block_n,
+        keys=row.block_n // row.cluster,  # either CTA multiplies its part, by all channels and by all keys' values
         channels=(row.head_dim + row.head_dim_v) / 2,
         stored=0.0,
         read=itemsize * columns * seen + 2.0 * columns * queries * p.num_q_heads,

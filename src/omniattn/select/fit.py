@@ -150,6 +150,8 @@ def _unfit_class(row: KernelSpec, of: _Class) -> str | None:
         return reason
     if row.head_dim_v < of.head_dim_v:
         return f"it takes v of head_dim up to {row.head_dim_v}, not {of.head_dim_v}"
+    if max(of.head_dim, of.head_dim_v) <= row.above_head_dim:
+        return f"it is for head dims above {row.above_head_dim}"
     # Kernels with tensor maps fill the rows of each array with zeros, and so do quantizers. Others have one head_dim.
     takes_both = row.arch_specific or row.quantized or row.any_head_dim_v
     if not takes_both and of.own_head_dim_v != row.other_head_dim_v:

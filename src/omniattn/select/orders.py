@@ -48,13 +48,13 @@ def usual_order(row: KernelSpec, problem: AttentionProblem, target: Target) -> W
     """
     if not row.arch_specific:
         return WHOLE
-    p, places = problem, target.sm_count * row.ctas_per_sm
+    p, places = problem, places_of(row, target)
     heads, blocks = heads_of(p), num_m_blocks(p, row.block_m)
     if p.varlen or heads * blocks == 0 or p.window_right == UNLIMITED == p.window_left:
         return _listed(places, head_by_head(heads, blocks))
     if p.window_left == UNLIMITED:
         return _listed(places, in_pairs(heads, blocks, 0, lead_rows_of(row, p)))
-    if row.score_mods and row.ctas_per_sm == 1 and p.mask == "none" and not p.finds_tiles:
+    if row.rotates_heads and row.ctas_per_sm == 1 and p.mask == "none" and not p.finds_tiles:
         # Head by head these kernels begin each at another tile: without a mask that is no better than chance.
         return _listed(places, interleave(heads, blocks))
     return _listed(places, head_by_head(heads, blocks))
@@ -66,7 +66,7 @@ def best_balance(row: KernelSpec, problem: AttentionProblem, target: Target) -> 
     Arguments as those of `usual_order`.
     """
     p, usual = problem, usual_order(row, problem, target)
-    tiles, heads, places = usual.tiles, heads_of(p), target.sm_count * row.ctas_per_sm
+    tiles, heads, places = usual.tiles, heads_of(p), places_of(row, target)
     if tiles is None or p.varlen or not 0 < tiles.num_items <= MAX_ROUNDS * places:
         return 1.0
     if p.window_left == p.window_right == UNLIMITED:
@@ -79,7 +79,7 @@ def best_balance(row: KernelSpec, problem: AttentionProblem, target: Target) -> 
     if p.window_left != UNLIMITED and (row.ctas_per_sm > 1 or tiles.num_tail_heads > 0):
         return 1.0
     lengths = head_tiles(row, p).lengths
-    return _least_work(heads, lengths, places) / busiest(tiles, heads, lengths, places, row.score_mods)
+    return _least_work(heads, lengths, places) / busiest(tiles, heads, lengths, places, row.rotates_heads)
 
 
 def other_orders(row: KernelSpec, problem: AttentionProblem, target: Target) -> Iterator[Whole]:
@@ -87,7 +87,7 @@ def other_orders(row: KernelSpec, problem: AttentionProblem, target: Target) -> 
     if best_balance(row, problem, target) >= 1 - _GAIN:
         return
     p, usual = problem, usual_order(row, problem, target)
-    tiles, heads, places = usual.tiles, heads_of(p), target.sm_count * row.ctas_per_sm
+    tiles, heads, places = usual.tiles, heads_of(p), places_of(row, target)
     assert tiles is not None
     if p.window_left == p.window_right == UNLIMITED:
         blocks, last = tiles.num_items // heads, _last_rows(row, p)
@@ -99,7 +99,7 @@ def other_orders(row: KernelSpec, problem: AttentionProblem, target: Target) -> 
     lengths = of.lengths
     if p.window_left != UNLIMITED:
         interleaved = interleave(heads, len(lengths))
-        most = busiest(tiles, heads, lengths, places, row.score_mods)
+        most = busiest(tiles, heads, lengths, places, row.rotates_heads)
         if busiest(interleaved, heads, lengths, places) < (1 - _GAIN) * most:
             yield _listed(places, interleaved)
         return
@@ -116,6 +116,11 @@ def _listed(places: int, tiles: TileList, ctas: int | None = None) -> Whole:
     """A list and its CTAs: all that the GPU has places for, or ``ctas``."""
     count = places if ctas is None else ctas
     return Whole(tiles, min(tiles.num_items, count), places - count)
+
+
+def places_of(row: KernelSpec, target: Target) -> int:
+    """CTAs of a kernel that a GPU has places for at one time; of kernels in clusters the clusters."""
+    return target.sm_count * row.ctas_per_sm // row.cluster
 
 
 def heads_of(problem: AttentionProblem) -> int:

@@ -1,0 +1,458 @@
+// What a warpgroup of attn_fwd_d512_sm90 (entry/) computes: of 64 query rows S and P of its CTA's keys, and its CTA's
+// half of O of all keys.
+//
+// P goes to the warpgroup of the other CTA that has the same rows: from registers to the same registers, through
+// shared memory of the receiver. Either warpgroup has a base of its own for its exponents, which it sends along; the
+// receiver raises its own base to it, or makes the received P smaller. So no step waits for a maximum of the other CTA.
+//
+// Config: Io, kHeadDimV (a CTA's half), kPanels, kPanelsV, kVarlen, kStages.
+#pragma once
+#include "attention/halved_o_producer.cuh"
+#include "attention/sinks.cuh"
+#include "attention/softmax.cuh"
+#include "attention/warp_softmax.cuh"
+#include "ptx/cluster_stores.cuh"
+#include "ptx/cvt.cuh"
+#include "ptx/math.cuh"
+#include "ptx/shared.cuh"
+#include "ptx/warpgroup.cuh"
+#include "ptx/wgmma.cuh"
+#include "ptx/wgmma_bf16.cuh"
+#include "ptx/wgmma_fp16.cuh"
+
+template <typename Config>
+class HalvedOConsumer {
+    using Layout = HalvedOLayout<Config>;
+    using Storage = HalvedOStorage<Config>;
+    using Io = typename Config::Io;
+    using Products = Wgmma<Io, kOwnKeys>;
+    using Pv = Wgmma<Io, Config::kHeadDimV>;
+    static constexpr int kOutputs = Config::kHeadDimV / 2, kScores = kOwnKeys / 2, kSteps = kOwnKeys / 16;
+    using Output = float[kOutputs];
+    using Scores = float[kScores];
+    using Probabilities = uint32[kSteps][4];
+
+  public:
+    OA_DEVICE HalvedOConsumer(const AttnFwdSm90Params& params, const HalvedOBarriers<Config>& bars, int32 group)
+        : p_(params.fwd),
+          bars_(bars),
+          group_(group),
+          rank_(int32(cluster_rank())),
+          lane_(in_register(threadIdx.x & 31)),
+          q_(wgmma_descriptor(smem_addr_at(&Storage::q) + group * 64 * 128, 16, 1024)),
+          k_(wgmma_descriptor(smem_addr_at(&Storage::units), 16, 1024)),
+          v_(wgmma_descriptor(smem_addr_at(&Storage::units), Layout::kVPanel, 1024)) {}
+
+    OA_DEVICE void run() {
+        while (next_tile()) {
+            Output o;
+#pragma unroll
+            for (int i = 0; i < kOutputs; ++i) o[i] = 0.0f;
+            m_[0] = m_[1] = kLowest, l_[0] = l_[1] = 0.0f;
+            const int32 first = of_tile(&HandedTile::first), end = of_tile(&HandedTile::end);
+            if (is_true(first < end)) {
+                attend(first, end, o);
+            } else {
+                for (int u = 0; u < Layout::kUnitsK; ++u) {
+                    wait_by_vote(bars_.q_full + 8 * u, q_phase_);
+                    release_q(u);
+                }
+            }
+            store(o);
+            q_phase_ ^= 1;
+        }
+    }
+
+  private:
+    OA_DEVICE static int32 warp() { return int32(threadIdx.x >> 5) & 3; }
+    OA_DEVICE static uint32 thread() { return threadIdx.x & 127; }
+
+    // Of what is the same in all lanes. A vote, because the compiler knows its outcome to be the warp's: what hangs on it
+    // stays in uniform registers.
+    OA_DEVICE static bool is_true(bool x) { return __any_sync(0xffffffffu, x); }
+    // Behind a wait with a loop of its own the compiler takes the warp for divergent.
+    OA_DEVICE static void wait_by_vote(uint32 bar, uint32 parity) {
+        while (!__all_sync(0xffffffffu, mbarrier_test(bar, parity))) continue;
+    }
+
+    // Of the tile at hand: read where it is needed, as registers are short.
+    OA_DEVICE int32 of_tile(int32 HandedTile::* member) const {
+        const uint32 tile = smem_addr_at(&Storage::tiles, bars_.base) + q_phase_ * uint32(sizeof(HandedTile));
+        return int32(load_shared(smem_addr_at(member, tile)));
+    }
+    OA_DEVICE bool next_tile() const {
+        wait_by_vote(bars_.q_full, q_phase_);
+        return is_true(of_tile(&HandedTile::m0) != kNoMoreTiles);
+    }
+    // First row of the warp.
+    OA_DEVICE int32 warp_row() const { return of_tile(&HandedTile::m0) + group_ * 64 + warp() * 16; }
+
+    // In the inner loop S of a step and P V of the one before are under way, and softmax runs under the latter. What
+    // is rare, a base that is raised, keys of the next sequence, leaves it: O is touched with no product in flight, or ptxas would let each product
+    // wait for the one before.
+    OA_DEVICE void attend(int32 first, int32 end, Output& o) {
+        // Rows of the next sequence must not have a say: results would depend on them.
+        bool own_rows[2] = {true, true};
+        if constexpr (Config::kVarlen) {
+            const int32 rows = of_tile(&HandedTile::seqlen_q) - warp_row() - (lane_ >> 2);
+            own_rows[0] = rows > 0, own_rows[1] = rows > 8;
+        }
+        Scores s;
+        Probabilities own, next, other;
+        float alpha[2], by[2], factor[2];
+        int32 n = end - 1;
+        issue_scores<true>(s, n == first, [] {});
+        wgmma_wait<0>();
+        wgmma_pin(s);
+        release_last_scores(n == first);
+        for (;;) {
+            if (softmax(s, n, own_rows, own, alpha)) rescale(o, alpha);
+            send(own, n == first);
+            bool is_later = false, grew = false, ends;
+            for (;;) {
+                ends = is_true(n == first);
+                if (ends) break;
+                issue_scores<false>(s, n - 1 == first, [&] {
+                    if (is_later) {
+                        release_values();
+                        take(own, next);
+                    }
+                });
+                if (wait_message() || grew || has_foreign_keys(n)) {
+                    wgmma_wait<0>();
+                    wgmma_pin(s);
+                    wgmma_pin(o);
+                    break;
+                }
+                issue_values(o, own);
+                wgmma_wait<1>();
+                wgmma_pin(s);
+                --n;
+                release_last_scores(n == first);
+                grew = softmax(s, n, own_rows, next, alpha);
+                receive(other);
+                issue_values(o, other);
+                received();
+                send(next, n == first);
+                wgmma_wait<1>();
+                release_values();
+                is_later = true;
+            }
+            wgmma_wait<0>();
+            wgmma_pin(s);
+            wgmma_pin(o);
+            if (ends) {
+                if (is_later) {
+                    release_values();
+                    take(own, next);
+                }
+                wait_message();
+            } else {
+                release_last_scores(n - 1 == first);
+            }
+            follow(factor, by);
+            scale(own, by);
+            if (grew) by[0] *= alpha[0], by[1] *= alpha[1];
+            rescale(o, by);
+            if (has_foreign_keys(n)) clear_foreign_keys(n);
+            issue_values(o, own);
+            wgmma_wait<0>();
+            wgmma_pin(o);
+            release_values();
+            receive(own);
+            scale(own, factor);
+            issue_values(o, own);
+            received();
+            wgmma_wait<0>();
+            wgmma_pin(o);
+            release_values();
+            if (ends) break;
+            --n;
+        }
+        sum_of_quad(l_);
+#pragma unroll
+        for (int r = 0; r < 2; ++r) l_[r] = fmaf(other_l_[r], factor[r], l_[r]);
+    }
+
+    // S = Q K^T of this CTA's keys of a step, asynchronous but for the last unit. between: called once all products
+    // that were in flight before are done.
+    template <bool kFirst, typename Between>
+    OA_DEVICE void issue_scores(Scores& s, bool is_last, Between between) {
+        wgmma_discard(s);
+#pragma unroll
+        for (int u = 0; u < Layout::kUnitsK; ++u) {
+            if constexpr (kFirst) mbarrier_wait(bars_.q_full + 8 * u, q_phase_);
+            bars_.ring.wait(at_);
+            const WgmmaDescriptor k = k_.next(at_.stage * Layout::kUnit);
+            wgmma_fence();
+#pragma unroll
+            for (int c = 0; c < Layout::panels_of(u); ++c)
+#pragma unroll
+                for (int step = 0; step < 4; ++step)
+                    Products::ss(s, q_.at((2 * u + c) * Layout::kQPanel + step * 32),
+                                 k.at(c * Layout::kKPanel + step * 32), (u | c | step) != 0);
+            wgmma_commit();
+            wgmma_pin(s);
+            at_.advance();
+            if (u == 0) {
+                if constexpr (!kFirst) {
+                    wgmma_wait<1>();
+                    between();
+                }
+            } else {
+                wgmma_wait<1>();
+                release();
+                if (is_last) release_q(u - 1);
+            }
+        }
+    }
+
+    // Whether a step has keys of the next sequence.
+    OA_DEVICE bool has_foreign_keys(int32 n) const {
+        return Config::kVarlen && is_true(of_tile(&HandedTile::seqlen_k) - n * kStepKeys < kStepKeys);
+    }
+    // O += P V of the next 64 keys in the ring, asynchronous.
+    OA_DEVICE void issue_values(Output& o, const Probabilities& probs) {
+        wgmma_pin(o);
+#pragma unroll
+        for (int u = 0; u < Layout::kUnitsV; ++u) {
+            bars_.ring.wait(at_);
+            const WgmmaDescriptor v = v_.next(at_.stage * Layout::kUnit);
+            wgmma_fence();
+#pragma unroll
+            for (int step = 0; step < kUnitKeysV / 16; ++step)
+                Pv::template rs<kMnMajor>(o, probs[u * (kUnitKeysV / 16) + step], v.at(step * 16 * 128), 1);
+            at_.advance();
+        }
+        wgmma_commit();
+        wgmma_pin(o);
+    }
+    // Clears the rows of V, in the next buffers of the ring, that belong to the next sequence: 0 times its NaN would be
+    // NaN. Both warpgroups do, with the same zeros.
+    OA_DEVICE void clear_foreign_keys(int32 n) const {
+        RingState<Config::kStages> at = at_;
+#pragma unroll 1
+        for (int32 u = 0; u < 2 * Layout::kUnitsV; ++u) {
+            const int32 of = (u < Layout::kUnitsV ? rank_ : 1 - rank_) * kOwnKeys + u % Layout::kUnitsV * kUnitKeysV;
+            const int32 valid = of_tile(&HandedTile::seqlen_k) - n * kStepKeys - of;
+            wait_by_vote(bars_.ring.full + 8 * at.stage, at.phase);
+            const uint32 to = smem_addr_at(&Storage::units, bars_.base) + at.stage * Layout::kUnit;
+#pragma unroll 1
+            for (int32 i = 0; i < kUnitKeysV * 8; i += 128)
+#pragma unroll
+                for (int c = 0; c < Config::kPanelsV; ++c)
+                    if (i + int32(thread()) >= valid * 8)
+                        store_shared4(to + c * Layout::kVPanel + (i + thread()) * 16, make_uint4(0, 0, 0, 0));
+            at.advance();
+        }
+        fence_proxy_async();
+        named_barrier_sync(1 + group_, 128);
+    }
+
+    // Buffers are released in the order in which they are used.
+    OA_DEVICE void release() {
+        bars_.ring.release(released_, lane_);
+        released_.advance();
+    }
+    // S is there: the last unit of K, and at a tile's end of Q, is free.
+    OA_DEVICE void release_last_scores(bool is_last) {
+        release();
+        if (is_last) release_q(Layout::kUnitsK - 1);
+    }
+    OA_DEVICE void release_values() {
+#pragma unroll
+        for (int u = 0; u < Layout::kUnitsV; ++u) release();
+    }
+    OA_DEVICE void release_q(int u) const {
+        __syncwarp();
+        if (lane_ == 0) mbarrier_arrive(bars_.q_empty + 8 * u);
+    }
+
+    // P from S, and the sums. Returns whether the base was raised, and O has to follow by alpha.
+    OA_DEVICE bool softmax(Scores& s, int32 n, const bool (&own_rows)[2], Probabilities& probs, float (&alpha)[2]) {
+        float c = p_.softmax_scale * kLog2e;
+        // Else a factor in the exponent is all that scores need.
+        if (p_.softcap > 0.0f || !(c > 0.0f && c < 1e30f)) {
+            transform(s);
+            c = 1.0f;
+        }
+        if (is_true(n < of_tile(&HandedTile::full_first) || n >= of_tile(&HandedTile::full_end))) {
+            FwdTile t;
+            t.seqlen_q = of_tile(&HandedTile::seqlen_q), t.seqlen_k = of_tile(&HandedTile::seqlen_k);
+            mask_edges_by_bits(s, p_, t, warp_row(), n * kStepKeys + rank_ * kOwnKeys, lane_);
+        }
+        const bool grew = raise(s, c, own_rows, alpha);
+#pragma unroll
+        for (int i = 0; i < kOwnKeys / 8; ++i)
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                const float p0 = exp2_approx(fmaf(s[4 * i + 2 * r], c, -m_[r]));
+                const float p1 = exp2_approx(fmaf(s[4 * i + 2 * r + 1], c, -m_[r]));
+                l_[r] += p0 + p1;
+                probs[i >> 1][2 * (i & 1) + r] = pack2(Io{}, p0, p1);
+            }
+        // Here, and not behind the loads that come next: registers are short.
+#pragma unroll
+        for (int step = 0; step < kSteps; ++step) wgmma_pin(probs[step]);
+        return grew;
+    }
+    // To base-2 units, with the softcap: what a factor in the exponent cannot do.
+    OA_DEVICE void transform(Scores& s) const {
+#pragma unroll
+        for (int i = 0; i < kScores; ++i) s[i] *= p_.softmax_scale * kLog2e;
+        if (p_.softcap > 0.0f) {
+            const float inverse = kLn2 * rcp_approx(p_.softcap), back = p_.softcap * kLog2e;
+#pragma unroll
+            for (int i = 0; i < kScores; ++i) s[i] = back * tanh_exp2(s[i] * inverse);
+        }
+    }
+    OA_DEVICE bool raise(const Scores& s, float c, const bool (&own_rows)[2], float (&alpha)[2]) {
+        constexpr float kSlack = 8.0f;  // as `OnlineSoftmax`
+        float top[2];
+        bool grew = false;
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            float even = s[2 * r], odd = s[2 * r + 1];
+#pragma unroll
+            for (int i = 4; i < kScores; i += 4) even = fmaxf(even, s[i + 2 * r]), odd = fmaxf(odd, s[i + 2 * r + 1]);
+            top[r] = fmaxf(even, odd) * c;
+            top[r] = fmaxf(top[r], __shfl_xor_sync(0xffffffffu, top[r], 1));
+            top[r] = fmaxf(top[r], __shfl_xor_sync(0xffffffffu, top[r], 2));
+            grew |= own_rows[r] && top[r] - m_[r] > kSlack;
+        }
+        alpha[0] = alpha[1] = 1.0f;
+        if (!__any_sync(0xffffffffu, grew)) return false;
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const float m = fmaxf(m_[r], top[r]);
+            alpha[r] = exp2_approx(m_[r] - m);
+            m_[r] = m;
+            l_[r] *= alpha[r];
+        }
+        return true;
+    }
+    OA_DEVICE static void scale(Probabilities& probs, const float (&by)[2]) {
+#pragma unroll
+        for (int step = 0; step < kSteps; ++step)
+#pragma unroll
+            for (int x = 0; x < 4; ++x) {
+                const float2 p = unpack2(Io{}, probs[step][x]);
+                probs[step][x] = pack2(Io{}, p.x * by[x & 1], p.y * by[x & 1]);
+            }
+    }
+    // Once no product reads `own`. Without its own registers the compiler would wait for each product.
+    OA_DEVICE void take(Probabilities& own, const Probabilities& next) const {
+        const uint32 zero = uint32(p_.head_dim_qk);  // which the compiler does not know
+#pragma unroll
+        for (int step = 0; step < kSteps; ++step)
+#pragma unroll
+            for (int x = 0; x < 4; ++x) own[step][x] = copy_of(next[step][x], zero);
+    }
+
+    // P to the other CTA, with base and, at the end, sum of each row.
+    OA_DEVICE void send(const Probabilities& probs, bool is_last) {
+        mbarrier_wait_cluster(bars_.p_empty + 8 * group_, messages_ ^ 1);
+        const uint32 bar = of_peer(bars_.p_full + 8 * group_);
+        const uint32 to = of_peer(smem_addr_at(&Storage::p, bars_.base) + group_ * Layout::kP + thread() * 16);
+#pragma unroll
+        for (int step = 0; step < kSteps; ++step) store_async4(to + step * 2048, probs[step], bar);
+        float l[2] = {l_[0], l_[1]};
+        if (is_last) sum_of_quad(l);
+        if ((lane_ & 3) == 0) {
+            store_async2(of_peer(rows()), m_[0], l[0], bar);
+            store_async2(of_peer(rows() + 64), m_[1], l[1], bar);
+        }
+    }
+    // Returns whether what the other CTA sent has another base.
+    OA_DEVICE bool wait_message() {
+        const uint32 bar = bars_.p_full + 8 * group_;
+        if (thread() == 0) mbarrier_arrive_expect_tx(bar, Layout::kP + Layout::kRows);
+        mbarrier_wait_cluster(bar, messages_);
+        messages_ ^= 1;
+        const float first = load_shared_float(rows()), second = load_shared_float(rows() + 64);
+        return __any_sync(0xffffffffu, first != m_[0] || second != m_[1]);
+    }
+    // To the higher base: what O and this CTA's P are to be multiplied by, and by `factor` what was received.
+    OA_DEVICE void follow(float (&factor)[2], float (&by)[2]) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const float2 other = load_shared_float2(rows() + 64 * r);
+            const float m = fmaxf(m_[r], other.x);
+            factor[r] = exp2_approx(other.x - m);
+            by[r] = exp2_approx(m_[r] - m);
+            m_[r] = m;
+            l_[r] *= by[r];
+            other_l_[r] = other.y;
+        }
+    }
+    OA_DEVICE void receive(Probabilities& other) const {
+        const uint32 from = smem_addr_at(&Storage::p, bars_.base) + group_ * Layout::kP + thread() * 16;
+#pragma unroll
+        for (int step = 0; step < kSteps; ++step) {
+            const uint4 x = load_shared4(from + step * 2048);
+            other[step][0] = x.x, other[step][1] = x.y, other[step][2] = x.z, other[step][3] = x.w;
+        }
+    }
+    // Behind the products that read what was loaded.
+    OA_DEVICE void received() const {
+        __syncwarp();
+        if (lane_ == 0) mbarrier_arrive_at(of_peer(bars_.p_empty + 8 * group_));
+    }
+    // Where this lane's first row has base and sum; 8 rows further the second.
+    OA_DEVICE uint32 rows() const {
+        return smem_addr_at(&Storage::rows, bars_.base) + group_ * Layout::kRows + (warp() * 16 + (lane_ >> 2)) * 8;
+    }
+
+    // O of this CTA's channels, and from CTA 0 the LSE. As store_rows (attention/warp_epilogue.cuh): a transpose inside
+    // the quad gives each lane 16 contiguous bytes of a row.
+    OA_DEVICE void store(const Output& o) const {
+        FwdTile t;
+        t.batch_idx = of_tile(&HandedTile::batch_idx), t.head_idx = of_tile(&HandedTile::head_idx);
+        t.q_begin = of_tile(&HandedTile::q_begin);
+        t.seqlen_q = of_tile(&HandedTile::seqlen_q), t.seqlen_k = of_tile(&HandedTile::seqlen_k);
+        const float sink2 = sink_log2<Io>(p_, t);
+        const int32 quad_lane = lane_ & 3, row0 = warp_row() + (lane_ >> 2), first = rank_ * Config::kHeadDimV;
+        uint16* const to = p_.o + t.batch_idx * p_.o_stride_b + t.head_idx * p_.o_stride_h +
+                           (int64(t.q_begin) + row0) * p_.o_stride_s + first + quad_lane * 8;
+        float by[2];
+        bool exists[2];
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const RowResult result = finish_row(m_[r], l_[r], sink2);
+            by[r] = result.o_scale;
+            // unsigned: rows before row 0 (FwdTile::m0) are none either
+            exists[r] = uint32(row0 + 8 * r) < uint32(t.seqlen_q);
+            if (rank_ == 0 && quad_lane == 0 && exists[r] && p_.lse != nullptr)
+                p_.lse[t.batch_idx * p_.lse_stride_b + t.head_idx * p_.lse_stride_h + t.q_begin + row0 + 8 * r] =
+                    result.lse;
+        }
+#pragma unroll
+        for (int d = 0; d < kOutputs / 4; d += 4)
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                uint32 w[4];
+#pragma unroll
+                for (int j = 0; j < 4; ++j)
+                    w[j] = pack2(Io{}, o[4 * (d + j) + 2 * r] * by[r], o[4 * (d + j) + 2 * r + 1] * by[r]);
+                const bool odd = quad_lane & 1, upper = quad_lane & 2;
+                const uint32 x0 = __shfl_xor_sync(0xffffffffu, odd ? w[0] : w[1], 1);
+                const uint32 x1 = __shfl_xor_sync(0xffffffffu, odd ? w[2] : w[3], 1);
+                const uint32 a0 = odd ? x0 : w[0], a1 = odd ? w[1] : x0, b0 = odd ? x1 : w[2], b1 = odd ? w[3] : x1;
+                const uint32 y0 = __shfl_xor_sync(0xffffffffu, upper ? a0 : b0, 2);
+                const uint32 y1 = __shfl_xor_sync(0xffffffffu, upper ? a1 : b1, 2);
+                if (exists[r] && first + (d + quad_lane) * 8 < p_.head_dim)
+                    *reinterpret_cast<uint4*>(to + 8 * r * p_.o_stride_s + d * 8) =
+                        upper ? make_uint4(y0, y1, b0, b1) : make_uint4(a0, a1, y0, y1);
+            }
+    }
+
+    const AttnFwdParams& p_;
+    const HalvedOBarriers<Config>& bars_;
+    const int32 group_, rank_;
+    const int32 lane_;
+    const WgmmaDescriptor q_, k_, v_;
+    RingState<Config::kStages> at_, released_;
+    uint32 q_phase_ = 0, messages_ = 0;  // parities; messages are sent and received in turn
+    float m_[2], l_[2];  // base of the exponents in base 2, and sum of P, of this CTA's keys until the end
+    float other_l_[2];
+};

@@ -1,0 +1,45 @@
+// Stores to shared memory of another CTA of the cluster (PTX ISA, "st.async"), and waits for them. sm_90 and
+// newer.
+#pragma once
+#include "ptx/delay.cuh"
+#include "ptx/types.cuh"
+
+// The address that the other CTA of a cluster of two has for what this CTA has at `addr`, an address with the number of
+// its CTA from bit 24 on (ptx/cluster.cuh: smem_base).
+OA_DEVICE uint32 of_peer(uint32 addr) { return addr ^ 1 << 24; }
+
+// st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 and .v2.f32: to the address `to` of another CTA;
+// completes its 16 or 8 bytes on that CTA's barrier `bar`, which must expect them: waiting for it with
+// mbarrier_wait_cluster makes them visible. Any lane; addresses are multiples of 16 and 8.
+OA_DEVICE void store_async4(uint32 to, const uint32 (&x)[4], uint32 bar) {
+    asm volatile(
+        "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(to),
+        "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]), "r"(bar)
+        : "memory");
+}
+OA_DEVICE void store_async2(uint32 to, float x, float y, uint32 bar) {
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(to),
+                 "f"(x), "f"(y), "r"(bar)
+                 : "memory");
+}
+
+// mbarrier.arrive.release.cluster at a barrier of another CTA, by its address there (of_peer); release
+// semantics for this thread's earlier accesses.
+OA_DEVICE void mbarrier_arrive_at(uint32 remote_bar) {
+    random_delay();
+    asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(remote_bar) : "memory");
+}
+
+// As mbarrier_wait, for what threads of other CTAs did: acquire semantics in the cluster.
+OA_DEVICE void mbarrier_wait_cluster(uint32 bar, uint32 parity) {
+    random_delay();
+    asm volatile(
+        "{\n"
+        ".reg .pred done;\n"
+        "again_%=:\n"
+        "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
+        "@!done bra again_%=;\n"
+        "}" ::"r"(bar),
+        "r"(parity)
+        : "memory");
+}
