@@ -91,12 +91,6 @@ class HalvedOConsumer {
     // is rare, a base that is raised, keys of the next sequence, leaves it: O is touched with no product in flight, or ptxas would let each product
     // wait for the one before.
     OA_DEVICE void attend(int32 first, int32 end, Output& o) {
-        // Rows of the next sequence must not have a say: results would depend on them.
-        bool own_rows[2] = {true, true};
-        if constexpr (Config::kVarlen) {
-            const int32 rows = of_tile(&HandedTile::seqlen_q) - warp_row() - (lane_ >> 2);
-            own_rows[0] = rows > 0, own_rows[1] = rows > 8;
-        }
         Scores s;
         Probabilities own, next, other;
         float alpha[2], by[2], factor[2];
@@ -106,7 +100,7 @@ class HalvedOConsumer {
         wgmma_pin(s);
         release_last_scores(n == first);
         for (;;) {
-            if (softmax(s, n, own_rows, own, alpha)) rescale(o, alpha);
+            if (softmax(s, n, own, alpha)) rescale(o, alpha);
             send(own, n == first);
             bool is_later = false, grew = false, ends;
             for (;;) {
@@ -129,7 +123,7 @@ class HalvedOConsumer {
                 wgmma_pin(s);
                 --n;
                 release_last_scores(n == first);
-                grew = softmax(s, n, own_rows, next, alpha);
+                grew = softmax(s, n, next, alpha);
                 receive(other);
                 issue_values(o, other);
                 received();
@@ -246,7 +240,12 @@ class HalvedOConsumer {
             at.advance();
         }
         fence_proxy_async();
-        named_barrier_sync(1 + group_, 128);
+        // Not 1 + group_: behind a barrier with a number in a register ptxas keeps nothing in uniform registers.
+        if (group_ == 0) {
+            named_barrier_sync(1, 128);
+        } else {
+            named_barrier_sync(2, 128);
+        }
     }
 
     // Buffers are released in the order in which they are used.
@@ -269,7 +268,7 @@ class HalvedOConsumer {
     }
 
     // P from S, and the sums. Returns whether the base was raised, and O has to follow by alpha.
-    OA_DEVICE bool softmax(Scores& s, int32 n, const bool (&own_rows)[2], Probabilities& probs, float (&alpha)[2]) {
+    OA_DEVICE bool softmax(Scores& s, int32 n, Probabilities& probs, float (&alpha)[2]) {
         float c = p_.softmax_scale * kLog2e;
         // Else a factor in the exponent is all that scores need.
         if (p_.softcap > 0.0f || !(c > 0.0f && c < 1e30f)) {
@@ -281,7 +280,7 @@ class HalvedOConsumer {
             t.seqlen_q = of_tile(&HandedTile::seqlen_q), t.seqlen_k = of_tile(&HandedTile::seqlen_k);
             mask_edges_by_bits(s, p_, t, warp_row(), n * kStepKeys + rank_ * kOwnKeys, lane_);
         }
-        const bool grew = raise(s, c, own_rows, alpha);
+        const bool grew = raise(s, c, alpha);
 #pragma unroll
         for (int i = 0; i < kOwnKeys / 8; ++i)
 #pragma unroll
@@ -306,8 +305,11 @@ class HalvedOConsumer {
             for (int i = 0; i < kScores; ++i) s[i] = back * tanh_exp2(s[i] * inverse);
         }
     }
-    OA_DEVICE bool raise(const Scores& s, float c, const bool (&own_rows)[2], float (&alpha)[2]) {
+    OA_DEVICE bool raise(const Scores& s, float c, float (&alpha)[2]) {
         constexpr float kSlack = 8.0f;  // as `OnlineSoftmax`
+        // Rows of the next sequence have no say: results would depend on them.
+        int32 own_rows = 16;
+        if constexpr (Config::kVarlen) own_rows = of_tile(&HandedTile::seqlen_q) - warp_row() - (lane_ >> 2);
         float top[2];
         bool grew = false;
 #pragma unroll
@@ -318,7 +320,7 @@ class HalvedOConsumer {
             top[r] = fmaxf(even, odd) * c;
             top[r] = fmaxf(top[r], __shfl_xor_sync(0xffffffffu, top[r], 1));
             top[r] = fmaxf(top[r], __shfl_xor_sync(0xffffffffu, top[r], 2));
-            grew |= own_rows[r] && top[r] - m_[r] > kSlack;
+            grew |= 8 * r < own_rows && top[r] - m_[r] > kSlack;
         }
         alpha[0] = alpha[1] = 1.0f;
         if (!__any_sync(0xffffffffu, grew)) return false;

@@ -43,6 +43,9 @@ struct Config {
     static constexpr bool kVarlen = VARLEN;
     static constexpr int kStages = NUM_STAGES;
     static constexpr int kThreads = 384;
+    // Of a thread: what the launch gives, 168, redistributed.
+    static constexpr int kConsumerRegisters = HEAD_DIM_V > 384 ? 232 : 216;
+    static constexpr int kProducerRegisters = 3 * 168 - 2 * kConsumerRegisters;
     static_assert(HEAD_DIM % 64 == 0 && HEAD_DIM_V % 128 == 0 && HEAD_DIM_V <= 512, "whole panels in either half");
     static_assert(kStages >= 4, "P V of a step keeps four units");
 };
@@ -61,10 +64,10 @@ attn_fwd_d512_sm90(const __grid_constant__ AttnFwdSm90Params params) {
     cluster_sync();
     const int32 warpgroup = __shfl_sync(0xffffffffu, int32(threadIdx.x) >> 7, 0);
     if (warpgroup == 0) {
-        registers_release<40>();
+        registers_release<Config::kProducerRegisters>();
         if (threadIdx.x < 32) HalvedOProducer<Config>(params, smem, bars).run(int32(threadIdx.x));
     } else {
-        registers_claim<232>();
+        registers_claim<Config::kConsumerRegisters>();
         HalvedOConsumer<Config>(params, bars, warpgroup - 1).run();
     }
     __syncwarp();
