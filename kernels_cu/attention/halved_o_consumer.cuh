@@ -11,6 +11,7 @@
 #include "attention/sinks.cuh"
 #include "attention/softmax.cuh"
 #include "attention/warp_softmax.cuh"
+#include "ptx/barrier_vote.cuh"
 #include "ptx/cluster_stores.cuh"
 #include "ptx/cvt.cuh"
 #include "ptx/math.cuh"
@@ -27,6 +28,8 @@ class HalvedOConsumer {
     using Io = typename Config::Io;
     using Products = Wgmma<Io, kOwnKeys>;
     using Pv = Wgmma<Io, Config::kHeadDimV>;
+    static constexpr int kUnitsV = Layout::kUnitsV, kUnitPanels = Layout::kUnitPanels, kUnitKeysV = Layout::kUnitKeysV;
+    static constexpr int kAhead = kUnitPanels == 1 ? 2 : 1;  // units of K whose products may be in flight
     static constexpr int kOutputs = Config::kHeadDimV / 2, kScores = kOwnKeys / 2, kSteps = kOwnKeys / 16;
     using Output = float[kOutputs];
     using Scores = float[kScores];
@@ -75,6 +78,11 @@ class HalvedOConsumer {
         while (!__all_sync(0xffffffffu, mbarrier_test(bar, parity))) continue;
     }
 
+    // Whether it is so in some thread of the warpgroup, which has to issue products together.
+    OA_DEVICE bool is_of_some(bool x) const {
+        return is_true(group_ == 0 ? any_at_barrier<1>(x, 128) : any_at_barrier<2>(x, 128));
+    }
+
     // Of the tile at hand: read where it is needed, as registers are short.
     OA_DEVICE int32 of_tile(int32 HandedTile::* member) const {
         const uint32 tile = smem_addr_at(&Storage::tiles, bars_.base) + q_phase_ * uint32(sizeof(HandedTile));
@@ -87,9 +95,9 @@ class HalvedOConsumer {
     // First row of the warp.
     OA_DEVICE int32 warp_row() const { return of_tile(&HandedTile::m0) + group_ * 64 + warp() * 16; }
 
-    // In the inner loop S of a step and P V of the one before are under way, and softmax runs under the latter. What
-    // is rare, a base that is raised, keys of the next sequence, leaves it: O is touched with no product in flight, or ptxas would let each product
-    // wait for the one before.
+    // P of step n is multiplied by V under the softmax of step n - 1. The other CTA's P is there by then: it was sent a
+    // step ago. What is rare, a base that is raised, leaves the inner loop: O is touched with no product in flight, or
+    // ptxas would let each product wait for the one before.
     OA_DEVICE void attend(int32 first, int32 end, Output& o) {
         Scores s;
         Probabilities own, next, other;
@@ -99,77 +107,89 @@ class HalvedOConsumer {
         wgmma_wait<0>();
         wgmma_pin(s);
         release_last_scores(n == first);
+        softmax(s, n, own, alpha, [] {});
+        if (n == first) send(own, true);
+        bool is_later = false, grew = false;
         for (;;) {
-            if (softmax(s, n, own, alpha)) rescale(o, alpha);
-            send(own, n == first);
-            bool is_later = false, grew = false, ends;
+            bool ends;
             for (;;) {
                 ends = is_true(n == first);
                 if (ends) break;
                 issue_scores<false>(s, n - 1 == first, [&] {
                     if (is_later) {
-                        release_values();
+                        release<kUnitsV>();
                         take(own, next);
                     }
+                    send(own, false);
                 });
-                if (wait_message() || grew || has_foreign_keys(n)) {
-                    wgmma_wait<0>();
-                    wgmma_pin(s);
-                    wgmma_pin(o);
-                    break;
-                }
+                if (has_foreign_keys(n)) clear_foreign_keys(n);
                 issue_values(o, own);
-                wgmma_wait<1>();
+                wgmma_wait<kUnitsV>();
                 wgmma_pin(s);
                 --n;
                 release_last_scores(n == first);
-                grew = softmax(s, n, next, alpha);
+                grew = softmax(s, n, next, alpha, [&] {
+                    wgmma_wait<kUnitsV / 2>();
+                    release<kUnitsV / 2>();
+                });
+                if (is_of_some(wait_message() || grew)) {
+                    wgmma_wait<0>();
+                    wgmma_pin(o);
+                    break;
+                }
                 receive(other);
                 issue_values(o, other);
                 received();
-                send(next, n == first);
-                wgmma_wait<1>();
-                release_values();
+                if (n == first) send(next, true);
+                wgmma_wait<kUnitsV>();
+                release<kUnitsV - kUnitsV / 2>();
                 is_later = true;
             }
-            wgmma_wait<0>();
-            wgmma_pin(s);
-            wgmma_pin(o);
-            if (ends) {
-                if (is_later) {
-                    release_values();
-                    take(own, next);
-                }
-                wait_message();
-            } else {
-                release_last_scores(n - 1 == first);
-            }
+            if (ends) break;
+            release<kUnitsV - kUnitsV / 2>();
+            take(own, next);
             follow(factor, by);
             scale(own, by);
-            if (grew) by[0] *= alpha[0], by[1] *= alpha[1];
             rescale(o, by);
-            if (has_foreign_keys(n)) clear_foreign_keys(n);
-            issue_values(o, own);
-            wgmma_wait<0>();
-            wgmma_pin(o);
-            release_values();
-            receive(own);
-            scale(own, factor);
-            issue_values(o, own);
+            if (grew) rescale(o, alpha);
+            receive(other);
+            scale(other, factor);
+            issue_values(o, other);
             received();
+            if (n == first) send(own, true);
             wgmma_wait<0>();
             wgmma_pin(o);
-            release_values();
-            if (ends) break;
-            --n;
+            release<kUnitsV>();
+            is_later = false;
         }
+        wgmma_wait<0>();
+        wgmma_pin(o);
+        if (is_later) {
+            release<kUnitsV>();
+            take(own, next);
+        }
+        if (has_foreign_keys(n)) clear_foreign_keys(n);
+        issue_values(o, own);
+        wait_message();
+        follow(factor, by);
+        wgmma_wait<0>();
+        wgmma_pin(o);
+        release<kUnitsV>();
+        rescale(o, by);
+        receive(own);
+        scale(own, factor);
+        issue_values(o, own);
+        received();
         sum_of_quad(l_);
 #pragma unroll
         for (int r = 0; r < 2; ++r) l_[r] = fmaf(other_l_[r], factor[r], l_[r]);
+        wgmma_wait<0>();
+        wgmma_pin(o);
+        release<kUnitsV>();
     }
 
-    // S = Q K^T of this CTA's keys of a step, asynchronous but for the last unit. between: called once all products
-    // that were in flight before are done.
+    // S = Q K^T of this CTA's keys of a step, asynchronous but for all units except the last kAhead. between: called once
+    // all products that were in flight before are done.
     template <bool kFirst, typename Between>
     OA_DEVICE void issue_scores(Scores& s, bool is_last, Between between) {
         wgmma_discard(s);
@@ -183,20 +203,19 @@ class HalvedOConsumer {
             for (int c = 0; c < Layout::panels_of(u); ++c)
 #pragma unroll
                 for (int step = 0; step < 4; ++step)
-                    Products::ss(s, q_.at((2 * u + c) * Layout::kQPanel + step * 32),
+                    Products::ss(s, q_.at((kUnitPanels * u + c) * Layout::kQPanel + step * 32),
                                  k.at(c * Layout::kKPanel + step * 32), (u | c | step) != 0);
             wgmma_commit();
             wgmma_pin(s);
             at_.advance();
-            if (u == 0) {
-                if constexpr (!kFirst) {
-                    wgmma_wait<1>();
-                    between();
-                }
-            } else {
+            if (!kFirst && u == 0) {
                 wgmma_wait<1>();
+                between();
+            }
+            if (u >= kAhead) {
+                wgmma_wait<kAhead>();
                 release();
-                if (is_last) release_q(u - 1);
+                if (is_last) release_q(u - kAhead);
             }
         }
     }
@@ -209,25 +228,25 @@ class HalvedOConsumer {
     OA_DEVICE void issue_values(Output& o, const Probabilities& probs) {
         wgmma_pin(o);
 #pragma unroll
-        for (int u = 0; u < Layout::kUnitsV; ++u) {
+        for (int u = 0; u < kUnitsV; ++u) {
             bars_.ring.wait(at_);
             const WgmmaDescriptor v = v_.next(at_.stage * Layout::kUnit);
             wgmma_fence();
 #pragma unroll
             for (int step = 0; step < kUnitKeysV / 16; ++step)
                 Pv::template rs<kMnMajor>(o, probs[u * (kUnitKeysV / 16) + step], v.at(step * 16 * 128), 1);
+            wgmma_commit();
+            wgmma_pin(o);
             at_.advance();
         }
-        wgmma_commit();
-        wgmma_pin(o);
     }
     // Clears the rows of V, in the next buffers of the ring, that belong to the next sequence: 0 times its NaN would be
     // NaN. Both warpgroups do, with the same zeros.
     OA_DEVICE void clear_foreign_keys(int32 n) const {
         RingState<Config::kStages> at = at_;
 #pragma unroll 1
-        for (int32 u = 0; u < 2 * Layout::kUnitsV; ++u) {
-            const int32 of = (u < Layout::kUnitsV ? rank_ : 1 - rank_) * kOwnKeys + u % Layout::kUnitsV * kUnitKeysV;
+        for (int32 u = 0; u < 2 * kUnitsV; ++u) {
+            const int32 of = (u < kUnitsV ? rank_ : 1 - rank_) * kOwnKeys + u % kUnitsV * kUnitKeysV;
             const int32 valid = of_tile(&HandedTile::seqlen_k) - n * kStepKeys - of;
             wait_by_vote(bars_.ring.full + 8 * at.stage, at.phase);
             const uint32 to = smem_addr_at(&Storage::units, bars_.base) + at.stage * Layout::kUnit;
@@ -253,22 +272,28 @@ class HalvedOConsumer {
         bars_.ring.release(released_, lane_);
         released_.advance();
     }
-    // S is there: the last unit of K, and at a tile's end of Q, is free.
-    OA_DEVICE void release_last_scores(bool is_last) {
-        release();
-        if (is_last) release_q(Layout::kUnitsK - 1);
-    }
-    OA_DEVICE void release_values() {
+    template <int kUnits>
+    OA_DEVICE void release() {
 #pragma unroll
-        for (int u = 0; u < Layout::kUnitsV; ++u) release();
+        for (int u = 0; u < kUnits; ++u) release();
+    }
+    // S is there: the last units of K, and at a tile's end of Q, are free.
+    OA_DEVICE void release_last_scores(bool is_last) {
+        release<kAhead>();
+#pragma unroll
+        for (int u = Layout::kUnitsK - kAhead; u < Layout::kUnitsK; ++u)
+            if (is_last) release_q(u);
     }
     OA_DEVICE void release_q(int u) const {
         __syncwarp();
-        if (lane_ == 0) mbarrier_arrive(bars_.q_empty + 8 * u);
+        // Not a predicate kept over a tile: they are short too.
+        if (in_register(lane_) == 0) mbarrier_arrive(bars_.q_empty + 8 * u);
     }
 
-    // P from S, and the sums. Returns whether the base was raised, and O has to follow by alpha.
-    OA_DEVICE bool softmax(Scores& s, int32 n, Probabilities& probs, float (&alpha)[2]) {
+    // P from S, and the sums. Returns whether the base was raised, and O has to follow by alpha. between: called before
+    // the last quarter.
+    template <typename Between>
+    OA_DEVICE bool softmax(Scores& s, int32 n, Probabilities& probs, float (&alpha)[2], Between between) {
         float c = p_.softmax_scale * kLog2e;
         // Else a factor in the exponent is all that scores need.
         if (p_.softcap > 0.0f || !(c > 0.0f && c < 1e30f)) {
@@ -282,17 +307,19 @@ class HalvedOConsumer {
         }
         const bool grew = raise(s, c, alpha);
 #pragma unroll
-        for (int i = 0; i < kOwnKeys / 8; ++i)
+        for (int step = 0; step < kSteps; ++step) {
+            if (step == kSteps - 1) between();
 #pragma unroll
-            for (int r = 0; r < 2; ++r) {
-                const float p0 = exp2_approx(fmaf(s[4 * i + 2 * r], c, -m_[r]));
-                const float p1 = exp2_approx(fmaf(s[4 * i + 2 * r + 1], c, -m_[r]));
-                l_[r] += p0 + p1;
-                probs[i >> 1][2 * (i & 1) + r] = pack2(Io{}, p0, p1);
-            }
-        // Here, and not behind the loads that come next: registers are short.
+            for (int i = 2 * step; i < 2 * step + 2; ++i)
 #pragma unroll
-        for (int step = 0; step < kSteps; ++step) wgmma_pin(probs[step]);
+                for (int r = 0; r < 2; ++r) {
+                    const float p0 = exp2_approx(fmaf(s[4 * i + 2 * r], c, -m_[r]));
+                    const float p1 = exp2_approx(fmaf(s[4 * i + 2 * r + 1], c, -m_[r]));
+                    l_[r] += p0 + p1;
+                    probs[step][2 * (i & 1) + r] = pack2(Io{}, p0, p1);
+                }
+            wgmma_pin(probs[step]);  // here, and not behind the loads that come later: registers are short
+        }
         return grew;
     }
     // To base-2 units, with the softcap: what a factor in the exponent cannot do.
@@ -413,7 +440,9 @@ class HalvedOConsumer {
         t.q_begin = of_tile(&HandedTile::q_begin);
         t.seqlen_q = of_tile(&HandedTile::seqlen_q), t.seqlen_k = of_tile(&HandedTile::seqlen_k);
         const float sink2 = sink_log2<Io>(p_, t);
-        const int32 quad_lane = lane_ & 3, row0 = warp_row() + (lane_ >> 2), first = rank_ * Config::kHeadDimV;
+        // Computed here: the compiler would keep it in registers from the first tile on.
+        const int32 lane = in_register(lane_), quad_lane = lane & 3, row0 = warp_row() + (lane >> 2);
+        const int32 first = rank_ * Config::kHeadDimV;
         uint16* const to = p_.o + t.batch_idx * p_.o_stride_b + t.head_idx * p_.o_stride_h +
                            (int64(t.q_begin) + row0) * p_.o_stride_s + first + quad_lane * 8;
         float by[2];

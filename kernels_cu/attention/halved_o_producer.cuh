@@ -15,20 +15,20 @@
 
 constexpr uint32 kPair = 2;  // CTAs of a cluster
 constexpr int32 kQueries = 128, kOwnKeys = 64, kStepKeys = kPair * kOwnKeys;  // of a tile; of a step of a CTA, of both
-constexpr int32 kUnitKeysV = 32;  // of a buffer of V
 
-// Bytes. K and V come in units, which are the buffers of one ring: two panels of K, 64 keys of 128 channels; or 32 keys
-// of V, all panels.
+// Bytes. K and V come in units, which are the buffers of one ring: kUnitPanels panels of K, 64 keys of as many times 64
+// channels; or as many times 16 keys of V, all panels.
 template <typename Config>
 struct HalvedOLayout {
+    static constexpr int kUnitPanels = Config::kUnitPanels, kUnitKeysV = 16 * kUnitPanels;
     static constexpr uint32 kQPanel = kQueries * 128, kKPanel = kOwnKeys * 128, kVPanel = kUnitKeysV * 128;
-    static constexpr uint32 kUnit = max_of(2 * kKPanel, Config::kPanelsV * kVPanel);
-    static constexpr int kUnitsK = (Config::kPanels + 1) / 2;  // of a step
+    static constexpr uint32 kUnit = max_of(kUnitPanels * kKPanel, Config::kPanelsV * kVPanel);
+    static constexpr int kUnitsK = (Config::kPanels + kUnitPanels - 1) / kUnitPanels;  // of a step
     static constexpr int kUnitsV = kOwnKeys / kUnitKeysV;      // of a CTA's keys of a step
     // P of a warpgroup, in the order of its threads' registers; base and sum of its rows.
     static constexpr uint32 kP = 64 * kOwnKeys * 2, kRows = 64 * 8;
     // Panels of unit u.
-    OA_DEVICE static constexpr int panels_of(int u) { return min_of(Config::kPanels - 2 * u, 2); }
+    OA_DEVICE static constexpr int panels_of(int u) { return min_of(Config::kPanels - kUnitPanels * u, kUnitPanels); }
 };
 
 // The steps of a tile, from the last to the first. Step n: keys from 128 n on, CTA r has the 64 from 128 n + 64 r on.
@@ -156,7 +156,7 @@ class HalvedOProducer {
                 mbarrier_arrive_expect_tx(bars_.q_full + 8 * u, panels * Layout::kQPanel);
                 const int32 q_row = t.q_begin + t.m0, head_idx = t.head_idx;
 #pragma unroll
-                for (int c = 2 * u; c < 2 * u + panels; ++c)
+                for (int c = Layout::kUnitPanels * u; c < Layout::kUnitPanels * u + panels; ++c)
                     tma_load_4d(smem_addr_at(&Storage::q, bars_.base) + c * Layout::kQPanel, &params_.map_q,
                                 bars_.q_full + 8 * u, c * 64, q_row, head_idx, batch_idx);
             }
@@ -164,7 +164,8 @@ class HalvedOProducer {
             const uint32 to = unit();
 #pragma unroll
             for (int c = 0; c < panels; ++c)
-                tma_load_4d(to + c * Layout::kKPanel, &params_.map_k, bar, (2 * u + c) * 64, row, kv_head_, batch_idx);
+                tma_load_4d(to + c * Layout::kKPanel, &params_.map_k, bar, (Layout::kUnitPanels * u + c) * 64, row,
+                            kv_head_, batch_idx);
             at_.advance();
         }
     }
@@ -173,7 +174,7 @@ class HalvedOProducer {
         const int32 batch_idx = t.batch_idx, row = t.k_begin + n * kStepKeys;
 #pragma unroll
         for (int u = 0; u < 2 * Layout::kUnitsV; ++u) {
-            const int32 of = (u < Layout::kUnitsV ? rank_ : 1 - rank_) * kOwnKeys + u % Layout::kUnitsV * kUnitKeysV;
+            const int32 of = (u < Layout::kUnitsV ? rank_ : 1 - rank_) * kOwnKeys + u % Layout::kUnitsV * Layout::kUnitKeysV;
             const uint32 bar = bars_.ring.acquire(at_, Config::kPanelsV * Layout::kVPanel);
             const uint32 to = unit();
 #pragma unroll
