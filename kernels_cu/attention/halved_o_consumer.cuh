@@ -28,8 +28,7 @@ class HalvedOConsumer {
     using Io = typename Config::Io;
     using Products = Wgmma<Io, kOwnKeys>;
     using Pv = Wgmma<Io, Config::kHeadDimV>;
-    static constexpr int kUnitsV = Layout::kUnitsV, kUnitPanels = Layout::kUnitPanels, kUnitKeysV = Layout::kUnitKeysV;
-    static constexpr int kAhead = kUnitPanels == 1 ? 2 : 1;  // units of K whose products may be in flight
+    static constexpr int kUnitsV = Layout::kUnitsV;
     static constexpr int kOutputs = Config::kHeadDimV / 2, kScores = kOwnKeys / 2, kSteps = kOwnKeys / 16;
     using Output = float[kOutputs];
     using Scores = float[kScores];
@@ -188,8 +187,8 @@ class HalvedOConsumer {
         release<kUnitsV>();
     }
 
-    // S = Q K^T of this CTA's keys of a step, asynchronous but for all units except the last kAhead. between: called once
-    // all products that were in flight before are done.
+    // S = Q K^T of this CTA's keys of a step, asynchronous but for all units except the last one. between: called once all
+    // products that were in flight before are done.
     template <bool kFirst, typename Between>
     OA_DEVICE void issue_scores(Scores& s, bool is_last, Between between) {
         wgmma_discard(s);
@@ -208,14 +207,12 @@ class HalvedOConsumer {
             wgmma_commit();
             wgmma_pin(s);
             at_.advance();
-            if (!kFirst && u == 0) {
-                wgmma_wait<1>();
+            if (!kFirst || u > 0) wgmma_wait<1>();
+            if (u == 0) {
                 between();
-            }
-            if (u >= kAhead) {
-                wgmma_wait<kAhead>();
+            } else {
                 release();
-                if (is_last) release_q(u - kAhead);
+                if (is_last) release_q(u - 1);
             }
         }
     }
@@ -277,12 +274,10 @@ class HalvedOConsumer {
 #pragma unroll
         for (int u = 0; u < kUnits; ++u) release();
     }
-    // S is there: the last units of K, and at a tile's end of Q, are free.
+    // S is there: the last unit of K, and at a tile's end of Q, is free.
     OA_DEVICE void release_last_scores(bool is_last) {
-        release<kAhead>();
-#pragma unroll
-        for (int u = Layout::kUnitsK - kAhead; u < Layout::kUnitsK; ++u)
-            if (is_last) release_q(u);
+        release();
+        if (is_last) release_q(Layout::kUnitsK - 1);
     }
     OA_DEVICE void release_q(int u) const {
         __syncwarp();
@@ -380,7 +375,7 @@ class HalvedOConsumer {
 
     // P to the other CTA, with base and, at the end, sum of each row.
     OA_DEVICE void send(const Probabilities& probs, bool is_last) {
-        mbarrier_wait_cluster(bars_.p_empty + 8 * group_, messages_ ^ 1);
+        mbarrier_wait(bars_.p_empty + 8 * group_, messages_ ^ 1);
         const uint32 bar = of_peer(bars_.p_full + 8 * group_);
         const uint32 to = of_peer(smem_addr_at(&Storage::p, bars_.base) + group_ * Layout::kP + thread() * 16);
 #pragma unroll
@@ -396,7 +391,7 @@ class HalvedOConsumer {
     OA_DEVICE bool wait_message() {
         const uint32 bar = bars_.p_full + 8 * group_;
         if (thread() == 0) mbarrier_arrive_expect_tx(bar, Layout::kP + Layout::kRows);
-        mbarrier_wait_cluster(bar, messages_);
+        mbarrier_wait(bar, messages_);
         messages_ ^= 1;
         const float first = load_shared_float(rows()), second = load_shared_float(rows() + 64);
         return __any_sync(0xffffffffu, first != m_[0] || second != m_[1]);

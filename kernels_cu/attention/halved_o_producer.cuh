@@ -15,12 +15,12 @@
 
 constexpr uint32 kPair = 2;  // CTAs of a cluster
 constexpr int32 kQueries = 128, kOwnKeys = 64, kStepKeys = kPair * kOwnKeys;  // of a tile; of a step of a CTA, of both
+// K and V come in units, which are the buffers of one ring: of K two panels, 128 channels of a CTA's keys; of V 32 keys.
+constexpr int32 kUnitPanels = 2, kUnitKeysV = 32;
 
-// Bytes. K and V come in units, which are the buffers of one ring: kUnitPanels panels of K, 64 keys of as many times 64
-// channels; or as many times 16 keys of V, all panels.
+// Bytes, and numbers of units.
 template <typename Config>
 struct HalvedOLayout {
-    static constexpr int kUnitPanels = Config::kUnitPanels, kUnitKeysV = 16 * kUnitPanels;
     static constexpr uint32 kQPanel = kQueries * 128, kKPanel = kOwnKeys * 128, kVPanel = kUnitKeysV * 128;
     static constexpr uint32 kUnit = max_of(kUnitPanels * kKPanel, Config::kPanelsV * kVPanel);
     static constexpr int kUnitsK = (Config::kPanels + kUnitPanels - 1) / kUnitPanels;  // of a step
@@ -156,7 +156,7 @@ class HalvedOProducer {
                 mbarrier_arrive_expect_tx(bars_.q_full + 8 * u, panels * Layout::kQPanel);
                 const int32 q_row = t.q_begin + t.m0, head_idx = t.head_idx;
 #pragma unroll
-                for (int c = Layout::kUnitPanels * u; c < Layout::kUnitPanels * u + panels; ++c)
+                for (int c = kUnitPanels * u; c < kUnitPanels * u + panels; ++c)
                     tma_load_4d(smem_addr_at(&Storage::q, bars_.base) + c * Layout::kQPanel, &params_.map_q,
                                 bars_.q_full + 8 * u, c * 64, q_row, head_idx, batch_idx);
             }
@@ -164,7 +164,7 @@ class HalvedOProducer {
             const uint32 to = unit();
 #pragma unroll
             for (int c = 0; c < panels; ++c)
-                tma_load_4d(to + c * Layout::kKPanel, &params_.map_k, bar, (Layout::kUnitPanels * u + c) * 64, row,
+                tma_load_4d(to + c * Layout::kKPanel, &params_.map_k, bar, (kUnitPanels * u + c) * 64, row,
                             kv_head_, batch_idx);
             at_.advance();
         }
@@ -174,7 +174,7 @@ class HalvedOProducer {
         const int32 batch_idx = t.batch_idx, row = t.k_begin + n * kStepKeys;
 #pragma unroll
         for (int u = 0; u < 2 * Layout::kUnitsV; ++u) {
-            const int32 of = (u < Layout::kUnitsV ? rank_ : 1 - rank_) * kOwnKeys + u % Layout::kUnitsV * Layout::kUnitKeysV;
+            const int32 of = (u < Layout::kUnitsV ? rank_ : 1 - rank_) * kOwnKeys + u % Layout::kUnitsV * kUnitKeysV;
             const uint32 bar = bars_.ring.acquire(at_, Config::kPanelsV * Layout::kVPanel);
             const uint32 to = unit();
 #pragma unroll

@@ -41,13 +41,13 @@ struct Config {
     static constexpr int kPanels = HEAD_DIM / 64, kPanelsV = HEAD_DIM_V / 128;
     static constexpr int kHeadDimV = HEAD_DIM_V / 2;  // of a CTA
     static constexpr bool kVarlen = VARLEN;
-    static constexpr int kStages = NUM_STAGES, kUnitPanels = UNIT_PANELS;
+    static constexpr int kStages = NUM_STAGES;
     static constexpr int kThreads = 384;
     // Of a thread: what the launch gives, 168, redistributed.
     static constexpr int kConsumerRegisters = HEAD_DIM_V > 384 ? 232 : 224;
     static constexpr int kProducerRegisters = 3 * 168 - 2 * kConsumerRegisters;
     static_assert(HEAD_DIM % 64 == 0 && HEAD_DIM_V % 128 == 0 && HEAD_DIM_V <= 512, "whole panels in either half");
-    static_assert(kStages * kUnitPanels >= 10, "the last units of K and all of V of a step");
+    static_assert(kStages >= 5, "the last unit of K and all of V of a step");
 };
 using SharedStorage = HalvedOStorage<Config>;
 static_assert(sizeof(SharedStorage) == SMEM_BYTES, "the registry's smem_bytes must be this struct's size");

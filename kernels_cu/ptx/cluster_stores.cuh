@@ -1,5 +1,4 @@
-// Stores to shared memory of another CTA of the cluster (PTX ISA, "st.async"), and waits for them. sm_90 and
-// newer.
+// Stores to shared memory of another CTA of the cluster (PTX ISA, "st.async"). sm_90 and newer.
 #pragma once
 #include "ptx/delay.cuh"
 #include "ptx/types.cuh"
@@ -9,8 +8,8 @@
 OA_DEVICE uint32 of_peer(uint32 addr) { return addr ^ 1 << 24; }
 
 // st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 and .v2.f32: to the address `to` of another CTA;
-// completes its 16 or 8 bytes on that CTA's barrier `bar`, which must expect them: waiting for it with
-// mbarrier_wait_cluster makes them visible. Any lane; addresses are multiples of 16 and 8.
+// completes its 16 or 8 bytes on that CTA's barrier `bar`, which must expect them: waiting for it makes
+// them visible (mbarrier_wait: to acquire in the cluster would empty L1 at each wait). Any lane; addresses are multiples of 16 and 8.
 OA_DEVICE void store_async4(uint32 to, const uint32 (&x)[4], uint32 bar) {
     asm volatile(
         "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(to),
@@ -23,23 +22,10 @@ OA_DEVICE void store_async2(uint32 to, float x, float y, uint32 bar) {
                  : "memory");
 }
 
-// mbarrier.arrive.release.cluster at a barrier of another CTA, by its address there (of_peer); release
-// semantics for this thread's earlier accesses.
+// mbarrier.arrive at a barrier of another CTA, by its address there (of_peer). Release semantics within this CTA only, as
+// CUTLASS has it: a release in the cluster is a MEMBAR.ALL.GPU, which waits for all that is under way. So it tells the
+// other CTA that this thread's loads have returned, of which it has used the results, and nothing about its stores.
 OA_DEVICE void mbarrier_arrive_at(uint32 remote_bar) {
     random_delay();
-    asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(remote_bar) : "memory");
-}
-
-// As mbarrier_wait, for what threads of other CTAs did: acquire semantics in the cluster.
-OA_DEVICE void mbarrier_wait_cluster(uint32 bar, uint32 parity) {
-    random_delay();
-    asm volatile(
-        "{\n"
-        ".reg .pred done;\n"
-        "again_%=:\n"
-        "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
-        "@!done bra again_%=;\n"
-        "}" ::"r"(bar),
-        "r"(parity)
-        : "memory");
+    asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(remote_bar) : "memory");
 }

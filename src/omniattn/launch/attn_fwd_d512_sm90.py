@@ -12,8 +12,8 @@ from .attn_fwd_sm90 import operand_map, tile_values
 from .host_struct import member
 from .structs import ATTN_FWD_SM90
 
-#: Rows of one copy of v for each panel of k in a unit (``kUnitKeysV`` of kernels_cu/attention/halved_o_producer.cuh).
-_ROWS_OF_V = 16
+#: Rows of one copy of v (``kUnitKeysV`` of kernels_cu/attention/halved_o_producer.cuh).
+_ROWS_OF_V = 32
 
 
 def build(spec: KernelSpec, problem: AttentionProblem, order: Whole) -> tuple[LaunchRecord, ...]:
@@ -31,9 +31,8 @@ def build(spec: KernelSpec, problem: AttentionProblem, order: Whole) -> tuple[La
     k = v = q  # without keys nothing is copied, but a map of no rows cannot be made
     if p.seqlen_k > 0:
         rows = spec.block_n // spec.cluster  # a CTA's keys of a step
-        rows_of_v = _ROWS_OF_V * int(dict(spec.defines)["UNIT_PANELS"])
         k = operand_map("k", p.dtype, (batch, p.seqlen_k, p.num_kv_heads, p.head_dim), s.k, rows)
-        v = operand_map("v", p.dtype, (batch, p.seqlen_k, p.num_kv_heads, p.head_dim_v), s.v, rows_of_v)
+        v = operand_map("v", p.dtype, (batch, p.seqlen_k, p.num_kv_heads, p.head_dim_v), s.v, _ROWS_OF_V)
     values = {"map_q": q, "map_k": k, "map_v": v, **tile_values(order.tiles)}
     values |= member("fwd", forward_values(p, blocks))
     grid = (spec.cluster * order.ctas, 1, 1)

@@ -375,19 +375,16 @@ _FWD_D512_SM90_TILES: tuple[tuple[int, int, int], ...] = (
 )
 
 
-def _attn_fwd_d512_sm90(
-    head_dim: int, head_dim_v: int, stages: int, dtype: str, varlen: bool, unit_panels: int = 2
-) -> KernelSpec:
+def _attn_fwd_d512_sm90(head_dim: int, head_dim_v: int, stages: int, dtype: str, varlen: bool) -> KernelSpec:
     """A tile is that of a cluster, and so are the keys of a step."""
     short, tag = IO_TYPES[dtype]
-    units = -(-head_dim // (64 * unit_panels))
-    # P that the other CTA sends, with base and sum of each row; behind the barriers two tiles, and 32 sequences of packed ones.
-    tiles_bytes = 256 * head_dim + 8192 * unit_panels * stages + 2 * (8192 + 512)
+    units = -(-head_dim // 128)
+    # P that the other CTA sends, with base and sum of each row; behind the barriers two tiles, and 32 packed sequences.
+    tiles_bytes = 256 * head_dim + 16384 * stages + 2 * (8192 + 512)
     smem_bytes = -(-(tiles_bytes + 16 * (units + stages + 2) + 88 + (640 if varlen else 20)) // 1024) * 1024
     return KernelSpec(
         name=f"attn_fwd_d512_sm90_{short}_d{head_dim}"
         + (f"v{head_dim_v}" if head_dim_v != head_dim else "")
-        + "_u1" * (unit_panels == 1)
         + "_varlen" * varlen,
         family="attn_fwd_d512_sm90",
         op="attention",
@@ -398,7 +395,6 @@ def _attn_fwd_d512_sm90(
             ("HEAD_DIM", str(head_dim)),
             ("HEAD_DIM_V", str(head_dim_v)),
             ("NUM_STAGES", str(stages)),
-            ("UNIT_PANELS", str(unit_panels)),
             ("VARLEN", str(int(varlen))),
             ("SMEM_BYTES", str(smem_bytes)),
         ),
@@ -421,11 +417,6 @@ def _attn_fwd_d512_sm90(
 
 def attention_rows() -> Iterator[KernelSpec]:
     """Rows of exact attention."""
-    yield from (
-        _attn_fwd_d512_sm90(d, dv, 2 * stages, dtype, False, 1)
-        for d, dv, stages in _FWD_D512_SM90_TILES
-        for dtype in ("float16", "bfloat16")
-    )
     yield from (
         _attn_fwd_d512_sm90(*tile, dtype, varlen)
         for varlen in (False, True)
