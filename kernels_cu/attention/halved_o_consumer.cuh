@@ -2,8 +2,8 @@
 // half of O of all keys.
 //
 // P goes to the warpgroup of the other CTA that has the same rows: from registers to the same registers, through
-// shared memory of the receiver. Either warpgroup has a base of its own for its exponents, which it sends along; the
-// receiver raises its own base to it, or makes the received P smaller. So no step waits for a maximum of the other CTA.
+// shared memory of the receiver. Either warpgroup has a base of its own for its exponents, which it sends along; where
+// they differ, both go on with the higher one. So no softmax waits for a maximum of the other CTA.
 //
 // Config: Io, kHeadDimV (a CTA's half), kPanels, kPanelsV, kVarlen, kStages.
 #pragma once
@@ -69,8 +69,8 @@ class HalvedOConsumer {
     OA_DEVICE static int32 warp() { return int32(threadIdx.x >> 5) & 3; }
     OA_DEVICE static uint32 thread() { return threadIdx.x & 127; }
 
-    // Of what is the same in all lanes. A vote, because the compiler knows its outcome to be the warp's: what hangs on it
-    // stays in uniform registers.
+    // Of what is the same in all lanes. A vote, because the compiler knows its outcome to be the warp's: what depends on
+    // it stays in uniform registers.
     OA_DEVICE static bool is_true(bool x) { return __any_sync(0xffffffffu, x); }
     // Behind a wait with a loop of its own the compiler takes the warp for divergent.
     OA_DEVICE static void wait_by_vote(uint32 bar, uint32 parity) {
@@ -187,8 +187,8 @@ class HalvedOConsumer {
         release<kUnitsV>();
     }
 
-    // S = Q K^T of this CTA's keys of a step, asynchronous but for all units except the last one. between: called once all
-    // products that were in flight before are done.
+    // S = Q K^T of this CTA's keys of a step; the products of the last unit are in flight at the end. between: called once
+    // all products that were in flight before are done.
     template <bool kFirst, typename Between>
     OA_DEVICE void issue_scores(Scores& s, bool is_last, Between between) {
         wgmma_discard(s);

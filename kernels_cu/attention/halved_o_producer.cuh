@@ -15,16 +15,16 @@
 
 constexpr uint32 kPair = 2;  // CTAs of a cluster
 constexpr int32 kQueries = 128, kOwnKeys = 64, kStepKeys = kPair * kOwnKeys;  // of a tile; of a step of a CTA, of both
-// K and V come in units, which are the buffers of one ring: of K two panels, 128 channels of a CTA's keys; of V 32 keys.
+// K and V come in units, which are the buffers of one ring: of K two panels of a CTA's keys, of V 32 keys.
 constexpr int32 kUnitPanels = 2, kUnitKeysV = 32;
 
 // Bytes, and numbers of units.
 template <typename Config>
 struct HalvedOLayout {
     static constexpr uint32 kQPanel = kQueries * 128, kKPanel = kOwnKeys * 128, kVPanel = kUnitKeysV * 128;
-    static constexpr uint32 kUnit = max_of(kUnitPanels * kKPanel, Config::kPanelsV * kVPanel);
+    static constexpr uint32 kUnit = max_of(kUnitPanels * kKPanel, Config::kPanelsV* kVPanel);
     static constexpr int kUnitsK = (Config::kPanels + kUnitPanels - 1) / kUnitPanels;  // of a step
-    static constexpr int kUnitsV = kOwnKeys / kUnitKeysV;      // of a CTA's keys of a step
+    static constexpr int kUnitsV = kOwnKeys / kUnitKeysV;  // of a CTA's keys of a step
     // P of a warpgroup, in the order of its threads' registers; base and sum of its rows.
     static constexpr uint32 kP = 64 * kOwnKeys * 2, kRows = 64 * 8;
     // Panels of unit u.
@@ -72,7 +72,7 @@ struct HalvedOBarriers {
         }
         ring.init(8);
         for (int group = 0; group < 2; ++group) {
-            mbarrier_init(p_full + 8 * group, 1);   // and the bytes that the other CTA sends
+            mbarrier_init(p_full + 8 * group, 1);  // and the bytes that the other CTA sends
             mbarrier_init(p_empty + 8 * group, 4);  // warps of the other CTA
         }
         fence_barrier_init();
@@ -117,8 +117,8 @@ class HalvedOProducer {
     OA_DEVICE void take(const FwdTile& t) {
         const PairSteps steps(params_.fwd, t);
         mbarrier_wait(bars_.q_empty, q_phase_ ^ 1);
-        smem_.tiles[q_phase_] = {t.batch_idx, t.head_idx, t.m0,        t.q_begin, t.seqlen_q,
-                                 t.k_begin,   t.seqlen_k, steps.first, steps.end, steps.full_first, steps.full_end};
+        smem_.tiles[q_phase_] = {t.batch_idx, t.head_idx,  t.m0,      t.q_begin,        t.seqlen_q,    t.k_begin,
+                                 t.seqlen_k,  steps.first, steps.end, steps.full_first, steps.full_end};
         const bool is_empty = steps.is_empty();
         asm volatile("" ::: "memory");  // from here on the tile is that in shared memory: registers are short
         if (!is_empty) {
@@ -164,8 +164,8 @@ class HalvedOProducer {
             const uint32 to = unit();
 #pragma unroll
             for (int c = 0; c < panels; ++c)
-                tma_load_4d(to + c * Layout::kKPanel, &params_.map_k, bar, (kUnitPanels * u + c) * 64, row,
-                            kv_head_, batch_idx);
+                tma_load_4d(to + c * Layout::kKPanel, &params_.map_k, bar, (kUnitPanels * u + c) * 64, row, kv_head_,
+                            batch_idx);
             at_.advance();
         }
     }
@@ -179,8 +179,8 @@ class HalvedOProducer {
             const uint32 to = unit();
 #pragma unroll
             for (int c = 0; c < Config::kPanelsV; ++c)
-                tma_load_4d(to + c * Layout::kVPanel, &params_.map_v, bar, (rank_ * Config::kPanelsV + c) * 64, row + of,
-                            kv_head_, batch_idx);
+                tma_load_4d(to + c * Layout::kVPanel, &params_.map_v, bar, (rank_ * Config::kPanelsV + c) * 64,
+                            row + of, kv_head_, batch_idx);
             at_.advance();
         }
     }

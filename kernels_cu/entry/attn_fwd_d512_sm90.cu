@@ -14,12 +14,13 @@
 //   warpgroup 0: copies Q, K, V                           the same
 //   warpgroup 1 + g:                                      warpgroup 1 + g:
 //     S0(i) = Q K(i)[0:64]^T                                S1(i) = Q K(i)[64:128]^T
+//     P0(i-1) --------------- st.async -----------------> p_full
+//     p_full <------------------------------------------- P1(i-1)
 //     O[:, left] += P0(i-1) V(i-1)[0:64, left]              O[:, right] += P1(i-1) V(i-1)[64:128, right]
 //     P0(i) = softmax(S0(i)), under that product            P1(i) = softmax(S1(i))
+//     wait p_full                                           wait p_full
 //     O[:, left] += P1(i-1) V(i-1)[64:128, left]            O[:, right] += P0(i-1) V(i-1)[0:64, right]
-//     P0(i) ----------------- st.async -----------------> p_full
-//     p_full <------------------------------------------- P1(i)
-//     p_empty <--- arrive, when its registers are loaded -- (and the other way round)
+//     p_empty <------------------------------------------ arrive: P0(i-1) has been loaded
 //
 //   producer                                        consumers, in the order of use
 //   wait empty  <---------------------------------- arrive empty: the products of a unit are done
@@ -27,7 +28,7 @@
 //   TMA Q -> q_full[unit of channels] ------------> first step;  q_empty[unit] after the last S
 //
 // Shared memory, bytes: Q [HEAD_DIM / 64][128 * 128] | units of K and V [NUM_STAGES][16384] | P from the other CTA
-// [2][8192], base and sum of its rows [2][512] | barriers, tile. Panels of 64 channels, 128-byte swizzle. A unit: 64
+// [2][8192], base and sum of its rows [2][512] | barriers, tiles. Panels of 64 channels, 128-byte swizzle. A unit: 64
 // keys and two panels of K, or 32 keys and the CTA's panels of V.
 #include "attention/halved_o_consumer.cuh"
 #include "attention/halved_o_producer.cuh"

@@ -3,7 +3,7 @@
 #include "ptx/delay.cuh"
 #include "ptx/types.cuh"
 
-// barrier.cta.red.or.pred on barrier kId (1 .. 15) for `threads` threads, whole warps: whether x is true in one of them.
+// barrier.cta.red.or.pred on barrier kId (1 .. 15) for `threads` threads, whole warps: whether x is true in some one.
 template <int kId>
 OA_DEVICE bool any_at_barrier(bool x, int32 threads) {
     random_delay();
