@@ -107,7 +107,7 @@ class HalvedOConsumer {
         wgmma_pin(s);
         release_last_scores(n == first);
         softmax(s, n, own, alpha, [] {});
-        if (n == first) send(own, true);
+        send(own, n == first);
         bool is_later = false, grew = false;
         for (;;) {
             bool ends;
@@ -119,7 +119,6 @@ class HalvedOConsumer {
                         release<kUnitsV>();
                         take(own, next);
                     }
-                    send(own, false);
                 });
                 if (has_foreign_keys(n)) clear_foreign_keys(n);
                 issue_values(o, own);
@@ -139,7 +138,7 @@ class HalvedOConsumer {
                 receive(other);
                 issue_values(o, other);
                 received();
-                if (n == first) send(next, true);
+                send(next, n == first);
                 wgmma_wait<kUnitsV>();
                 release<kUnitsV - kUnitsV / 2>();
                 is_later = true;
@@ -155,7 +154,7 @@ class HalvedOConsumer {
             scale(other, factor);
             issue_values(o, other);
             received();
-            if (n == first) send(own, true);
+            send(own, n == first);
             wgmma_wait<0>();
             wgmma_pin(o);
             release<kUnitsV>();
@@ -420,7 +419,7 @@ class HalvedOConsumer {
     // Behind the products that read what was loaded.
     OA_DEVICE void received() const {
         __syncwarp();
-        if (lane_ == 0) mbarrier_arrive_at(of_peer(bars_.p_empty + 8 * group_));
+        if (in_register(lane_) == 0) mbarrier_arrive_at(of_peer(bars_.p_empty + 8 * group_));
     }
     // Where this lane's first row has base and sum; 8 rows further the second.
     OA_DEVICE uint32 rows() const {

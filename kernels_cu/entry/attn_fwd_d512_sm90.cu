@@ -14,13 +14,14 @@
 //   warpgroup 0: copies Q, K, V                           the same
 //   warpgroup 1 + g:                                      warpgroup 1 + g:
 //     S0(i) = Q K(i)[0:64]^T                                S1(i) = Q K(i)[64:128]^T
-//     P0(i-1) --------------- st.async -----------------> p_full
-//     p_full <------------------------------------------- P1(i-1)
 //     O[:, left] += P0(i-1) V(i-1)[0:64, left]              O[:, right] += P1(i-1) V(i-1)[64:128, right]
 //     P0(i) = softmax(S0(i)), under that product            P1(i) = softmax(S1(i))
-//     wait p_full                                           wait p_full
+//     wait p_full: P1(i-1)                                  wait p_full: P0(i-1)
 //     O[:, left] += P1(i-1) V(i-1)[64:128, left]            O[:, right] += P0(i-1) V(i-1)[0:64, right]
+//     P1(i-1) has been loaded ----- arrive -------------> p_empty
 //     p_empty <------------------------------------------ arrive: P0(i-1) has been loaded
+//     wait p_empty; P0(i) --------- st.async -----------> p_full
+//     p_full <------------------------------------------- wait p_empty; P1(i)
 //
 //   producer                                        consumers, in the order of use
 //   wait empty  <---------------------------------- arrive empty: the products of a unit are done
