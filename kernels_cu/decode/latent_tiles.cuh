@@ -15,7 +15,7 @@ constexpr int kLatentRowBytes = kFormat == kRows16     ? 2 * kHeadDim
 
 // Of one thread, which has a key of every tile and every eighth 16 bytes of its row.
 //
-// Config: Io, kFormat, kHeadDim, kKeys, kStages, kThreads. Storage: k, raw, exists.
+// Config: Io, kFormat, kHeadDim, kRows, kKeys, kStages, kThreads. Storage: k, raw, exists.
 template <typename Config, typename Storage>
 class LatentTiles {
     static constexpr int kRowBytes = kLatentRowBytes<Config::kFormat, Config::kHeadDim>;
@@ -25,8 +25,6 @@ class LatentTiles {
 
   public:
     static constexpr uint32 kTileRow = 2 * Config::kHeadDim;  // bytes
-    static constexpr int kParts = (kChunks + 7) / 8;  // of a tile's copies
-    static_assert(kParts <= Config::kPanels, "a part for each panel of S");
 
     OA_DEVICE LatentTiles(const MlaDecodeParams& params, Storage& smem)
         : params_(params),
@@ -40,37 +38,32 @@ class LatentTiles {
         entry_ = table_entry(params_, split, key_of(split, 0, key_));
         copy(split, 0);
     }
-    // Copies of tile `tile`, behind the split's end zeros: their places, all parts, and their end. Copies that are
-    // asked for all at once hold up the warps.
-    OA_DEVICE void aim(const LatentSplit& split, int32 tile) {
-        // Computed anew: what is kept takes registers from the products.
-        const int32 thread = in_register(int32(threadIdx.x)), own = thread >> 3, chunk = thread & 7;
+    // Tile `tile` is on its way from now on: behind the split's end zeros.
+    OA_DEVICE void copy(const LatentSplit& split, int32 tile) {
+        // As in `LatentWarps`.
+        const int32 thread = Config::kRows == 64 ? in_register(int32(threadIdx.x)) : int32(threadIdx.x);
+        const int32 own = thread >> 3, chunk = thread & 7;
         const KeyPlace at = key_place(params_, split, key_of(split, tile, own), entry_);
-        from_ = p_.k + uint64(at.place) * p_.place_bytes + chunk * 16;
-        exists_ = at.exists;
-        to_ = Config::kFormat == kRows16
-                  ? smem_addr_of(smem_.k[tile % Config::kStages]) + own * kTileRow + swizzled(chunk, own)
-                  : smem_addr_of(smem_.raw) + own * kRowBytes + chunk * 16;
-        if (params_.lists_rows != 0 && chunk == 0) smem_.exists[tile & 1][own] = exists_;
+        const uint8* from = p_.k + uint64(at.place) * p_.place_bytes + chunk * 16;
+        const uint32 bytes = at.exists ? 16 : 0;
+        const uint32 to = Config::kFormat == kRows16
+                              ? smem_addr_of(smem_.k[tile % Config::kStages]) + own * kTileRow + swizzled(chunk, own)
+                              : smem_addr_of(smem_.raw) + own * kRowBytes + chunk * 16;
+#pragma unroll
+        for (int i = 0; i < (kChunks + 7) / 8; ++i)
+            if (8 * i + 8 <= kChunks || chunk < kChunks - 8 * i) cp_async_16(to + i * 128, from + i * 128, bytes);
+        if (params_.lists_rows != 0 && chunk == 0) smem_.exists[tile & 1][own] = at.exists;
+        cp_async_commit();
         // A tile ahead of its copies: the table is another trip to memory.
         entry_ = table_entry(params_, split, key_of(split, tile + 1, own));
     }
-    OA_DEVICE void copy_part(int part) const {
-        if (8 * part + 8 <= kChunks || chunk_ < kChunks - 8 * part)
-            cp_async_16(to_ + part * 128, from_ + part * 128, exists_ ? 16 : 0);
-    }
-    OA_DEVICE void copy(const LatentSplit& split, int32 tile) {
-        aim(split, tile);
-#pragma unroll
-        for (int part = 0; part < kParts; ++part) copy_part(part);
-        cp_async_commit();
-    }
-    // Tile `tile` in 8 bits, which the warp has copied, to 16; the next one may be copied then.
-    OA_DEVICE void convert(int32 tile) const {
+    // Tile `tile` in 8 bits, which the warp has copied, to 16; the next one is on its way then.
+    OA_DEVICE void convert(const LatentSplit& split, int32 tile) {
         cp_async_wait<0>();
         __syncwarp();
         convert_tile(tile);
         __syncwarp();
+        copy(split, tile + 1);
     }
 
   private:
@@ -129,8 +122,5 @@ class LatentTiles {
     const DecodeParams& p_;
     Storage& smem_;
     const int32 chunk_, key_;
-    int32 entry_;  // of the table, for the key of the tile behind the one that is copied
-    const uint8* from_;
-    uint32 to_;
-    bool exists_;
+    int32 entry_;  // of the table, for the next tile's key
 };

@@ -35,8 +35,7 @@ class LatentWarps {
 
     // Q of a split, from global memory; rows that the sequence has not are zeros.
     OA_DEVICE void begin(const LatentSplit& split) {
-        // Computed for each split anew: what is kept for the next one takes registers from the products.
-        const int32 lane = in_register(lane_), warp = in_register(warp_);
+        const int32 lane = fresh(lane_), warp = fresh(warp_);
         const uint16* from[2];
         bool exists[2];
 #pragma unroll
@@ -77,13 +76,11 @@ class LatentWarps {
     }
 
     // Products of this warp's rows and keys of a tile over its part of the channels: of every panel kSteps steps.
-    // copy(part): called once for each panel, between products.
-    template <typename Copy>
-    OA_DEVICE void part_of_scores(int32 tile, const Copy& copy) const {
+    OA_DEVICE void part_of_scores(int32 tile) const {
         float s[kOwnKeys / 8][4];
 #pragma unroll
         for (int n = 0; n < kOwnKeys / 8; ++n) s[n][0] = s[n][1] = s[n][2] = s[n][3] = 0.0f;
-        const int32 lane = in_register(lane_), warp = in_register(warp_);  // as in `begin`
+        const int32 lane = fresh(lane_), warp = fresh(warp_);
         // The lane's row for ldmatrix.
         const int key = key_warp(warp) * kOwnKeys + (lane & 7) + (lane >> 4) * 8;
         const int chunk = 2 * kSteps * part_of(warp) + (lane >> 3 & 1);
@@ -93,7 +90,6 @@ class LatentWarps {
             const uint32 from = tile_at(tile) + (own ^ (step * 32));
 #pragma unroll
             for (int panel = 0; panel < Config::kPanels; ++panel) {
-                if (step == 0) copy(panel);
                 uint32 q[4];
                 if (panel < Config::kHeld) {
 #pragma unroll
@@ -111,7 +107,7 @@ class LatentWarps {
                 }
             }
         }
-        const int32 later = in_register(lane_), own_warp = in_register(warp_);
+        const int32 later = fresh(lane_), own_warp = fresh(warp_);
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             const int row = row_warp(own_warp) * 16 + (later >> 2) + 8 * r;
@@ -127,7 +123,7 @@ class LatentWarps {
 
     // P of this lane's row and keys, in the place of its scores; returns whether its maximum rose.
     OA_DEVICE bool probabilities(const LatentSplit& split, int32 tile) {
-        const int32 lane = in_register(lane_), own = own_row(in_register(warp_), lane), column = lane % kLanes * kWidth;
+        const int32 lane = fresh(lane_), own = own_row(fresh(warp_), lane), column = lane % kLanes * kWidth;
         const uint32 row = smem_addr_of(smem_.scores) + own * kScoreRow;
         float s[kWidth] = {};
 #pragma unroll
@@ -172,7 +168,7 @@ class LatentWarps {
     // O += P V of all rows and this warp's channels, panel `warp_`. grew: whether any warp's maximum has risen.
     OA_DEVICE void add_values(int32 tile, bool grew) {
         if (grew) rescale();
-        const int32 lane = in_register(lane_);
+        const int32 lane = fresh(lane_);
         // The lane's rows for ldmatrix.
         const uint32 chunk = ((lane >> 4) ^ (lane & 7)) << 4;
         const uint32 k = tile_at(tile) + (lane & 15) * kTileRow + warp_ * 128;
@@ -199,10 +195,10 @@ class LatentWarps {
     OA_DEVICE void end(const LatentSplit& split) {
 #pragma unroll
         for (int distance = 1; distance < kLanes; distance <<= 1) l_ += __shfl_xor_sync(0xffffffffu, l_, distance);
-        const int32 own = own_row(in_register(warp_), in_register(lane_));
+        const int32 own = own_row(fresh(warp_), fresh(lane_));
         if (lane_ % kLanes == 0) smem_.m[own] = m_, smem_.l[own] = l_;
         __syncthreads();
-        const int32 lane = in_register(lane_);
+        const int32 lane = fresh(lane_);
 #pragma unroll
         for (int m = 0; m < kMTiles; ++m)
 #pragma unroll
@@ -210,6 +206,8 @@ class LatentWarps {
     }
 
   private:
+    // Of 64 rows there are no registers for what can be computed anew from this.
+    OA_DEVICE static int32 fresh(int32 x) { return Config::kRows == 64 ? in_register(x) : x; }
     // Of the products of S; and the softmax's row.
     OA_DEVICE static int32 row_warp(int32 warp) { return warp % Config::kRowWarps; }
     OA_DEVICE static int32 part_of(int32 warp) { return warp / Config::kRowWarps % Config::kParts; }

@@ -12,7 +12,7 @@
 // eight warps divide S by rows, channels and keys, so that Q stays in registers and K is read from shared memory once
 // for 16 rows; they divide the softmax by rows, and O by channels, 64 of all rows each:
 //
-//   all warps: wait for tile i  |  barrier  |  part of S(i) -> shared, copies of tile i + 1  |  barrier  |
+//   all warps: wait for tile i  |  barrier  |  copy tile i + 1, part of S(i) -> shared  |  barrier  |
 //              sum of the parts, m, P(i) -> shared  |  barrier  |  O += P(i) k(i)
 //
 // With 8-bit rows tile i is converted behind the first barrier, and another one follows.
@@ -63,6 +63,23 @@ struct SharedStorage {
 };
 static_assert(sizeof(SharedStorage) == SMEM_BYTES, "the registry's smem_bytes must be this struct's size");
 
+using Tiles = LatentTiles<Config, SharedStorage>;
+// Waits for a tile; the next one is on its way then.
+OA_DEVICE void ready(Tiles& tiles, const LatentSplit& split, int32 tile) {
+    if constexpr (Config::kFormat == kRows16) {
+        cp_async_wait<0>();
+        random_delay();
+        __syncthreads();  // every warp is done with the tile before
+        tiles.copy(split, tile + 1);
+    } else {
+        random_delay();
+        __syncthreads();
+        tiles.convert(split, tile);
+        random_delay();
+        __syncthreads();
+    }
+}
+
 extern "C" __global__ void __launch_bounds__(Config::kThreads, MIN_CTAS) mla_decode_sm80(
     const __grid_constant__ MlaDecodeParams params) {
     extern __shared__ __align__(128) uint8 smem_raw[];
@@ -83,7 +100,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, MIN_CTAS) mla_dec
             smem.row_scale = scaled ? __uint_as_float(*p.k_params) : 1.0f;
         }
     }
-    LatentTiles<Config, SharedStorage> tiles(params, smem);
+    Tiles tiles(params, smem);
     LatentWarps<Config, SharedStorage> warps(params, smem);
 #pragma unroll 1
     for (uint32 number = 0;; ++number) {
@@ -96,19 +113,8 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, MIN_CTAS) mla_dec
         warps.begin(split);
 #pragma unroll 1
         for (int32 tile = 0; tile < split.blocks; ++tile) {
-            cp_async_wait<0>();
-            random_delay();
-            __syncthreads();  // tile `tile` is there, and every warp is done with the one before
-            if (Config::kFormat != kRows16) {
-                tiles.convert(tile);
-                random_delay();
-                __syncthreads();
-            }
-            tiles.aim(split, tile + 1);
-            warps.part_of_scores(tile, [&](int part) {
-                if (part < tiles.kParts) tiles.copy_part(part);
-            });
-            cp_async_commit();
+            ready(tiles, split, tile);
+            warps.part_of_scores(tile);
             random_delay();
             __syncthreads();
             const bool grew = warps.probabilities(split, tile);
