@@ -71,6 +71,9 @@ def taken(cc: tuple[int, int]) -> frozenset[str]:
     found = {record.spec.name for plan in _plans(target) for record in plan.records}
     for calls in (every_call.exact_calls, every_call.low_precision_calls):
         found |= {row.name for call in calls(cc == (9, 0)) for row in rows_of(call, target)}
+    found |= {
+        record.spec.name for call in every_call.latent_appends() for record in plan_append(call, target, None).records
+    }
     if cc == (9, 0):
         found |= {record.spec.name for record in plan_decode(every_call.latent_call(), target, None).records}
         # Where attention and decode run at the same time.
@@ -129,5 +132,10 @@ def test_what_sm_89_loads_of_sm_80_has_the_same_code_there() -> None:
         texts = [text for name, text in sources.closure(spec.source).items() if name != "ptx/cvt_quant.cuh"]
         if not any(word in text for word in conversions for text in texts):
             assert "89" not in spec.prebuild, spec.name
-        elif spec.op not in ("quantize", "decode", "append"):  # which have constants that leave them out
+        elif spec.op not in (
+            "quantize",
+            "decode",
+            "append",
+            "latent_append",
+        ):  # which have constants that leave them out
             assert "89" in spec.prebuild, spec.name
