@@ -30,6 +30,7 @@ struct Config {
     static constexpr int kChunk = 8;  // channels of a lane's access to k
     static constexpr int kTokens = 4;
     static constexpr int kThreads = 32 * (kTokens + 1);
+    static constexpr int kCtas = 12;  // on an SM: 32 registers
     static constexpr int kGroupLanes = 16;  // of 128 channels
     static constexpr int kScalesAt = kWidthV, kRopeAt = kWidthV + 16;  // bytes of a row with scales
     static_assert(kWidthV == 2 * 32 * kChunk, "a warp has a row of k");
@@ -181,7 +182,7 @@ OA_DEVICE void store_rope(const LatentAppendParams& p, const uint16* k_pe, const
     }
 }
 
-extern "C" __global__ void __launch_bounds__(Config::kThreads) latent_append_sm80(
+extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kCtas) latent_append_sm80(
     const __grid_constant__ LatentAppendParams p) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const bool has_rope = warp == Config::kTokens;

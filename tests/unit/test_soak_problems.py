@@ -67,6 +67,9 @@ def _of_arrays(facts: dict[str, Any]) -> dict[str, set[str]]:
     """What a cache on arrays of the caller is made of."""
     if facts.get("counted") == "latent":
         cache = "PagedKVCache" if "block_size" in facts else "KVCache"
+        if "appends" in facts:
+            own = facts["appends"]
+            return {cache: {"head_dim_v", *own} - {"apart"}, "append": {"k_pe"} if own["apart"] else set()}
         return {f"{cache}.from_arrays": {"k", "layout", "head_dim_v"}}
     if "pool" not in facts:
         return {}

@@ -7,7 +7,10 @@ from typing import Any
 import numpy as np
 
 import omniattn
+from omniattn.reference.e4m3 import decode_e4m3
+from omniattn.reference.kv_cache import decode_656
 from omniattn.testing.expected import Grade
+from omniattn.testing.rounding import round_to
 from omniattn.testing.soak import formulas, limits
 from omniattn.testing.soak.draw import Draw
 from omniattn.testing.soak.formulas import Keys, Rules
@@ -19,7 +22,7 @@ from omniattn.testing.soak.views import View
 
 def draw(d: Draw) -> dict[str, Any]:
     """Facts of a problem."""
-    dims = d.pick(((24, 16), (40, 8), (576, 512))) if d.cpu else (576, 512)
+    dims = d.pick(((32, 16), (40, 8), (576, 512))) if d.cpu else (576, 512)
     heads = d.pick((1, 3, 8)) if d.cpu else d.pick((1, 5, 16, 32, 64, 100, 128))
     batch = d.weighted({1: 2.0, 2: 2.0, 5: 1.0, 40: 0.0 if d.cpu else 0.5})
     q_len = d.weighted({1: 4.0, 2: 1.0, 5: 1.0, 16: 0.5})
@@ -35,6 +38,8 @@ def draw(d: Draw) -> dict[str, Any]:
     else:
         shape = (batch, max(lengths) + d.integer(0, 20), 1, dims[0])
     facts["layout"] = d.pick(("NHD", "HND"))
+    if facts["layout"] == "NHD" and d.chance(0.6):
+        facts["appends"] = _draw_own(d, facts)
     if facts["layout"] == "HND":
         shape = (shape[0], 1, shape[1], dims[0])
     facts["arrays"] = {
@@ -68,7 +73,10 @@ def check(m: Machine, problem: Problem) -> list[Grade]:
     q, pool = arrays["q"].array, arrays["k"].array
     lengths, width_v, q_len = facts["lengths"], facts["head_dims"][1], facts["q_len"]
     kind = omniattn.PagedKVCache if "block_size" in facts else omniattn.KVCache
-    cache = kind.from_arrays(pool, layout=facts["layout"], head_dim_v=width_v)
+    if "appends" in facts:
+        cache = _appended(m, problem, kind, pool)
+    else:
+        cache = kind.from_arrays(pool, layout=facts["layout"], head_dim_v=width_v)
     table = _table(problem)
     call: dict[str, Any] = {"seq_lens": m.place(np.array(lengths, np.int32), "int32", {}).array}
     if table is not None:
@@ -82,6 +90,8 @@ def check(m: Machine, problem: Problem) -> list[Grade]:
 
     results, grades = unchanged(m, arrays, run)
     rows = m.f64(pool) if facts["layout"] == "NHD" else m.f64(pool).swapaxes(1, 2)
+    if "appends" in facts and facts["appends"]["k_dtype"].startswith("fp8"):
+        rows = m.number(_meant(m, problem, cache))
     queries, sinks = m.f64(q), m.f64(arrays["sinks"].array) if "sinks" in arrays else None
     of = limits.decode(problem.dtype, codes=False, value_codes=False, recent=False, cpu=m.on_cpu)
     scale = options.get("softmax_scale", facts["head_dims"][0] ** -0.5)
@@ -99,6 +109,47 @@ def check(m: Machine, problem: Problem) -> list[Grade]:
         grades.append(grade(m, "lse", results[1], lse, lse_bound))
     grades.append(truth("values", cache.v is None, "a latent cache has a plane of V"))
     return [*grades, *repeated(m, results, run, 1)]
+
+
+def _draw_own(d: Draw, facts: dict[str, Any]) -> dict[str, Any]:
+    """How a cache of the package's own is made and written."""
+    own = {"k_dtype": {"float16": "fp16", "bfloat16": "bf16"}[facts["dtype"]], "apart": d.chance(0.5)}
+    width = facts["head_dims"][0]
+    if width % 16 == 0 and d.chance(0.7):
+        takes_656 = width == 576 and (d.cpu or facts["dtype"] == "bfloat16")
+        own["k_dtype"] = d.pick(("fp8", "fp8_ds_mla")) if takes_656 else "fp8"
+        if own["k_dtype"] == "fp8":
+            own["k_scale"] = d.pick((0.01, 0.03))
+    return own
+
+
+def _appended(m: Machine, problem: Problem, kind: Any, rows: Any) -> Any:
+    """A cache of the package's own with these rows (blocks, tokens, 1, channels), a block as a sequence."""
+    facts, own = problem.facts, problem.facts["appends"]
+    blocks, size = facts["arrays"]["k"]["shape"][:2]
+    width, width_v = facts["head_dims"]
+    made = {"k_dtype": own["k_dtype"], "head_dim_v": width_v}
+    if "k_scale" in own:
+        made["k_scale"] = m.place(np.array([own["k_scale"]], np.float32), "float32", {}).array
+    cache = kind(blocks, size, 1, width, like=rows, **made)
+    call: dict[str, Any] = {"seq_lens": m.place(np.full(blocks, size, np.int32), "int32", {}).array}
+    if "block_size" in facts:
+        call["block_table"] = m.place(np.arange(blocks, dtype=np.int32)[:, None], "int32", {}).array
+    if own["apart"]:
+        omniattn.append(cache, rows[..., :width_v], k_pe=rows[..., width_v:], **call)
+    else:
+        omniattn.append(cache, rows, **call)
+    return cache
+
+
+def _meant(m: Machine, problem: Problem, cache: Any) -> Any:
+    """Numbers of rows in 8 bits (blocks, tokens, 1, channels), on the host; as kernels round them to the type of q."""
+    data = m.host(cache.k)
+    if problem.facts["appends"]["k_dtype"] == "fp8":
+        rows = decode_e4m3(data) * np.float32(problem.facts["appends"]["k_scale"])
+    else:
+        rows = decode_656(data)
+    return rows if m.on_cpu else round_to(rows, problem.dtype)
 
 
 def _table(problem: Problem) -> Any:
