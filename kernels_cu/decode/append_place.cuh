@@ -37,15 +37,15 @@ OA_DEVICE uint32 place_of(const LatentAppendParams& p, uint32 block, uint32 in_b
 
 OA_DEVICE NewToken by_slot(const LatentAppendParams& p, int32 row) {
     NewToken t{0, 0, false};
+    if (p.rope != kRopeNone) {
+        int64 position = number_of(p.positions, p.wide_positions, row);
+        t.position = position < 0 || position > p.rope_rows ? p.rope_rows : int32(position);
+    }
     int64 slot = number_of(p.slots, p.wide_slots, row);
     t.writes = slot >= 0 && slot < int64(p.num_blocks) * p.block_size;
     if (!t.writes) return t;
     uint32 block = uint32(slot) / uint32(p.block_size);
     t.place = place_of(p, block, uint32(slot) - block * uint32(p.block_size));
-    if (p.rope != kRopeNone) {
-        int64 position = number_of(p.positions, p.wide_positions, row);
-        t.position = position < 0 || position > p.rope_rows ? p.rope_rows : int32(position);
-    }
     return t;
 }
 

@@ -13,9 +13,9 @@ constexpr uint32 kScaleOfNothing = 0x7fc00000u;  // NaN
 //
 // For scales from 2^-60 to 2^60 without the division of the instruction set: with the reciprocal rounded to nearest,
 // a quotient that is off by less than one unit in the last place becomes the nearest one by its remainder, which is
-// exact (Markstein 1990, "Computation of elementary functions on the IBM RISC System/6000 processor", theorem 7); the
-// first correction makes it so. Dividends are at most 1024 scales. Where a remainder is no number any more, the quotient
-// is below 2^-40, and its code 0.
+// exact (Markstein 1990, "Computation of elementary functions on the IBM RISC System/6000 processor"); the
+// first correction makes it so. Dividends are at most 1024 scales. Where a remainder is no number any more, the
+// quotient is below 2^-40, and its code 0.
 struct Divisor {
     float scale, inverse;
     bool is_usual;

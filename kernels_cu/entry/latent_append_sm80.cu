@@ -7,8 +7,8 @@
 // The last one has 656 bytes (FlashMLA 2025; vLLM's "fp8_ds_mla"). Formats: docs/kv_formats.md. A group with NaN or
 // infinity gets the scale NaN and codes of 0.
 //
-// k: [batch, tokens, HEAD_DIM_V] or packed [rows, HEAD_DIM_V], k_pe the same with HEAD_DIM - HEAD_DIM_V channels, in one
-// memory or apart; any strides, last dimension contiguous. Where tokens go: decode/append_place.cuh.
+// k: [batch, tokens, HEAD_DIM_V] or packed [rows, HEAD_DIM_V], k_pe the same with HEAD_DIM - HEAD_DIM_V channels; in
+// one memory or apart, any strides, last dimension contiguous. Where tokens go: decode/append_place.cuh.
 //
 // One CTA takes kTokens tokens: a warp for k of each, a lane with two chunks of 8 channels half a row apart, so that 16
 // lanes have a group of 128; and one warp for k_pe of all, a lane with 8 channels. No barrier and no shared memory: a
@@ -30,6 +30,7 @@ struct Config {
     static constexpr int kChunk = 8;  // channels of a lane's access to k
     static constexpr int kTokens = 4;
     static constexpr int kThreads = 32 * (kTokens + 1);
+    static constexpr int kCtas = 12;  // on an SM: 32 registers
     static constexpr int kGroupLanes = 16;  // of 128 channels
     static constexpr int kScalesAt = kWidthV, kRopeAt = kWidthV + 16;  // bytes of a row with scales
     static_assert(kWidthV == 2 * 32 * kChunk, "a warp has a row of k");
@@ -104,17 +105,56 @@ OA_DEVICE void store_latent(const uint4 (&w)[2], float scale, uint8* to, bool wr
     }
 }
 
+// Four numbers, at a multiple of 16 bytes.
+OA_DEVICE void load4(const float* from, float* to) {
+    const float4 x = *reinterpret_cast<const float4*>(from);
+    to[0] = x.x, to[1] = x.y, to[2] = x.z, to[3] = x.w;
+}
+
+// x: channels from `first` on of `k_pe`, of which 2 * n are rotated, these too, by the angles `cos` and `sin`.
+OA_DEVICE void rotate_whole(const float* cos, const float* sin, const uint16* k_pe, int n, bool interleaved, int first,
+                            Values& x) {
+    float c[Config::kChunk], s[Config::kChunk];
+    if (interleaved) {
+        load4(cos + first / 2, c), load4(sin + first / 2, s);
+#pragma unroll
+        for (int i = 0; i < Config::kChunk / 2; ++i) {
+            const float a = x[2 * i], b = x[2 * i + 1];
+            x[2 * i] = mul_rn(a, c[i]) - mul_rn(b, s[i]);
+            x[2 * i + 1] = mul_rn(b, c[i]) + mul_rn(a, s[i]);
+        }
+        return;
+    }
+    const bool second = first >= n;
+    const int pair = second ? first - n : first;
+    Values other;
+    to_values(*reinterpret_cast<const uint4*>(k_pe + (second ? pair : pair + n)), other);
+    load4(cos + pair, c), load4(cos + pair + 4, c + 4), load4(sin + pair, s), load4(sin + pair + 4, s + 4);
+    const float sign = second ? 1.0f : -1.0f;
+#pragma unroll
+    for (int e = 0; e < Config::kChunk; ++e) x[e] = mul_rn(x[e], c[e]) + sign * mul_rn(other[e], s[e]);
+}
+
 // x: channels from `first` on of `k_pe`, rotated by the angles of a position.
 OA_DEVICE void rotate(const LatentAppendParams& p, const uint16* k_pe, int32 position, int first, Values& x) {
-    const float* cos = p.cos + int64(position) * p.rope_pairs;
-    const float* sin = p.sin + int64(position) * p.rope_pairs;
     const int n = p.rope_pairs;
     const bool interleaved = p.rope == kRopeInterleaved;
+    if (position >= p.rope_rows) {  // there is no angle
+#pragma unroll
+        for (int e = 0; e < Config::kChunk; ++e) x[e] = quiet_nan();
+        return;
+    }
+    const float* cos = p.cos + int64(position) * n;
+    const float* sin = p.sin + int64(position) * n;
+    const bool is_aligned = ((reinterpret_cast<uint64>(p.cos) | reinterpret_cast<uint64>(p.sin)) & 15) == 0;
+    if (is_aligned && n % Config::kChunk == 0) {  // a chunk is rotated as a whole, or not at all
+        if (first < 2 * n) rotate_whole(cos, sin, k_pe, n, interleaved, first, x);
+        return;
+    }
 #pragma unroll
     for (int e = 0; e < Config::kChunk; ++e) {
         const int c = first + e;
-        if (position >= p.rope_rows) x[e] = quiet_nan();  // there is no angle
-        if (position >= p.rope_rows || c >= 2 * n) continue;
+        if (c >= 2 * n) continue;
         const bool second = interleaved ? c & 1 : c >= n;
         const int pair = interleaved ? c >> 1 : second ? c - n : c;
         const int partner = interleaved ? c ^ 1 : second ? c - n : c + n;
@@ -142,7 +182,7 @@ OA_DEVICE void store_rope(const LatentAppendParams& p, const uint16* k_pe, const
     }
 }
 
-extern "C" __global__ void __launch_bounds__(Config::kThreads) latent_append_sm80(
+extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kCtas) latent_append_sm80(
     const __grid_constant__ LatentAppendParams p) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const bool has_rope = warp == Config::kTokens;
@@ -158,8 +198,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads) latent_append_sm8
         const int first = lane % kRopeLanes * Config::kChunk;
         const uint4 w = *reinterpret_cast<const uint4*>(k_pe + first);
         const NewToken token = new_token(p, source, index);
-        if (token.writes && wanted < p.rows)
-            store_rope(p, k_pe, w, scale, row_of(token), token.position, first);
+        if (token.writes && wanted < p.rows) store_rope(p, k_pe, w, scale, row_of(token), token.position, first);
         return;
     }
     const uint16* k = p.k + source.sequence * p.k_stride_b + source.row * p.k_stride_s + Config::kChunk * lane;

@@ -237,6 +237,14 @@ def latent_calls() -> Iterator[DecodeProblem]:
             )  # fmt: skip
 
 
+def latent_appends() -> Iterator[AppendProblem]:
+    """``append`` to latent caches of every format."""
+    like = np.zeros(1, np.float16)
+    for k_dtype in ("bf16", "fp8", "fp8_ds_mla"):
+        cache = PagedKVCache(2, 64, 1, 576, like=like, k_dtype=k_dtype, head_dim_v=512).facts
+        yield AppendProblem(DTYPE, cache, 32, 32, 1, 576, 1, 128, 64, 2, 2, "none", 0, 0, (576, 576, 0, 1))
+
+
 def prompt_calls() -> Iterator[WithCacheProblem]:
     """``attention_with_kvcache`` of prompts over quantized caches, and over padding in front of 512 channels."""
     for cache in caches():

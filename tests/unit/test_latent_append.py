@@ -357,6 +357,7 @@ def test_the_kernel_writes_what_the_reference_writes(kernels: HostKernels, dtype
     angles = np.random.default_rng(3).uniform(0, 6, (int(LENGTHS.max()), 32))
     cos, sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
     few = {"cos": np.ascontiguousarray(cos[:, :12]), "sin": np.ascontiguousarray(sin[:, :12])}
+    half = {"cos": np.ascontiguousarray(cos[:, :16]), "sin": np.ascontiguousarray(sin[:, :16])}
     positions = np.concatenate([np.arange(n) for n in LENGTHS])
     slots = np.random.default_rng(4).permutation(150)[: len(x)].astype(np.int64)
     slots[[0, 9, 30]] = -1
@@ -368,6 +369,8 @@ def test_the_kernel_writes_what_the_reference_writes(kernels: HostKernels, dtype
         (k, {"k_pe": k_pe[:, 0], "slot_mapping": slots, "positions": positions, "rope": "interleaved", **few}),
         (x, {"slot_mapping": slots[:50].astype(np.int32)}),
         (k, {"k_pe": k_pe, "slot_mapping": slots, "positions": positions.astype(np.int32), **few}),
+        (k, {"k_pe": k_pe, "slot_mapping": slots, "positions": positions, **half}),
+        (k, {"k_pe": k_pe, **by_position, **half, "rope": "interleaved"}),
         (x[:10].reshape(5, 2, 576), {**square, "cos": cos, "sin": sin, "rope": "interleaved"}),
     ]  # fmt: skip
     for given, options in calls:

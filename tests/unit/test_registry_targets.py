@@ -89,6 +89,9 @@ def taken(cc: tuple[int, int]) -> frozenset[str]:
     found = {record.spec.name for plan in _plans(target) for record in plan.records}
     for calls in (every_call.exact_calls, every_call.low_precision_calls):
         found |= {row.name for call in calls(cc == (9, 0)) for row in rows_of(call, target)}
+    found |= {
+        record.spec.name for call in every_call.latent_appends() for record in plan_append(call, target, None).records
+    }
     if cc == (9, 0):
         # Where attention and decode run at the same time.
         of_decode = (call for call in every_call.cache_calls() if isinstance(call, DecodeProblem))
@@ -148,5 +151,5 @@ def test_what_sm_89_loads_of_sm_80_has_the_same_code_there() -> None:
         if not any(word in text for word in conversions for text in texts):
             assert "89" not in spec.prebuild, spec.name
         # These have constants that leave them out.
-        elif spec.op not in ("quantize", "decode", "append", "latent_decode"):
+        elif spec.op not in ("quantize", "decode", "append", "latent_append", "latent_decode"):
             assert "89" in spec.prebuild, spec.name

@@ -57,7 +57,7 @@ def _said(of: Problem) -> dict[str, set[str]]:
         names |= {"block_table"} if "block_size" in facts else {"batch_index"} if "index" in facts else set()
         names |= {"cu_seqlens_q", "max_seqlen_q"} if facts["packed"] else set()
         names |= {"leftpad_k"} if "leftpad" in facts else set()
-    if of.operation == "latent caches":
+    if of.operation in ("latent caches", "own latent caches"):
         names = names - {"k", "k_scale"} | {"seq_lens"} | ({"block_table"} if "block_size" in facts else set())
     if of.operation == "sparse attention":
         names = names - {"k", "k_scale"} | {"indices"} | ({"topk_length"} & set(facts))
@@ -71,6 +71,10 @@ def _said(of: Problem) -> dict[str, set[str]]:
 
 def _of_arrays(facts: dict[str, Any]) -> dict[str, set[str]]:
     """What a cache on arrays of the caller is made of."""
+    if "appends" in facts:
+        own = facts["appends"]
+        cache = "PagedKVCache" if "block_size" in facts else "KVCache"
+        return {cache: {"head_dim_v", *own} - {"apart"}, "append": {"k_pe"} if own["apart"] else set()}
     if "rows" in facts and "layout" in facts:
         cache = "PagedKVCache" if "block_size" in facts or facts.get("source") == "pages" else "KVCache"
         return {f"{cache}.from_arrays": {"k", "layout", "head_dim_v", *({"k_scale"} & set(facts["arrays"]))}}

@@ -86,7 +86,7 @@ CONSTANTS = [
         for name, kind in (("kSinksNone", "none"), ("kSinksFloat", "float32"), ("kSinksIo", "io"))
     ),
     *(
-        ("params/kv_append.cuh", name, kv_append._ROPE[kind])
+        ("params/kv_append.cuh", name, kv_append.ROPE[kind])
         for name, kind in (("kRopeNone", "none"), ("kRopeHalf", "half"), ("kRopeInterleaved", "interleaved"))
     ),
     ("params/attn_combine.cuh", "kStreamKSlots", attn_fwd_stream_k.SLOTS),

@@ -64,7 +64,7 @@ def check(m: Machine, problem: Problem) -> list[Grade]:
     lengths, width_v, q_len = facts["lengths"], facts["head_dims"][1], facts["q_len"]
     kind = omniattn.PagedKVCache if "block_size" in facts else omniattn.KVCache
     cache = kind.from_arrays(arrays["k"].array, layout=facts["layout"], head_dim_v=width_v, **stored.options)
-    table = _table(problem)
+    table = table_of(problem)
     call: dict[str, Any] = {"seq_lens": m.place(np.array(lengths, np.int32), "int32", {}).array}
     if table is not None:
         call["block_table"] = m.place(table, "int32", {}).array
@@ -96,7 +96,7 @@ def check(m: Machine, problem: Problem) -> list[Grade]:
     return [*grades, *repeated(m, results, run, 1)]
 
 
-def _table(problem: Problem) -> Any:
+def table_of(problem: Problem) -> Any:
     """Blocks of the sequences, in no order; None of a contiguous cache. What is not needed is block 0."""
     facts = problem.facts
     if "block_size" not in facts:
