@@ -129,6 +129,8 @@ class DecodeProblem:
         """Arrays that the call returns; those of packed queries without the first dimension."""
         batch, queries = self.rows
         heads, dim = self.num_q_heads, self.head_dim_v
+        lead: tuple[int, ...]
+        of_rows: tuple[int, ...]
         if self.topk and not self.tokens:
             lead, of_rows = (batch, heads), (batch, heads)
         elif self.topk:
