@@ -20,7 +20,7 @@ from tests.latent_steps import NOPE, RANK, ROPE, V, Weights, decoded, encoded
 import vllm._custom_ops as ops  # noqa: E402  isort: skip
 from vllm.config import AttentionConfig, VllmConfig, set_current_vllm_config  # noqa: E402  isort: skip
 from vllm.forward_context import set_forward_context  # noqa: E402  isort: skip
-from vllm.model_executor.layers.attention import mla_attention  # noqa: E402  isort: skip
+from vllm.model_executor.layers.attention import mla_attention, sparse_mla_attention  # noqa: E402  isort: skip
 from vllm.v1.attention.backend import CommonAttentionMetadata  # noqa: E402  isort: skip
 from vllm.v1.attention.backends.mla import sparse_utils  # noqa: E402  isort: skip
 from vllm.v1.attention.backends.mla.prefill.registry import MLAPrefillBackendEnum  # noqa: E402  isort: skip
@@ -96,6 +96,7 @@ def operations() -> Iterator[None]:
     places += [
         (mla_attention, "merge_attn_states", merge_attn_states),
         (sparse_utils, "triton_convert_req_index_to_global_index", convert_rows),
+        (sparse_mla_attention, "get_tensor_model_parallel_world_size", lambda: 1),  # there is no group of one process
     ]
     before = [(module, name, getattr(module, name)) for module, name, _ in places]
     try:

@@ -144,7 +144,7 @@ def test_steps(layout: str, dtype: Any) -> None:
 def test_formats(name: str) -> None:
     with mla.config(name) as made:
         run = mla.Engine(made)
-        run.layer._k_scale = torch.tensor(0.03125)
+        run.layer._k_scale = torch.tensor(0.03125, dtype=torch.float32)
         run.check(run.step(("a", 40), ("b", 5)))
         run.check(run.step(("a", 1), ("b", 1), padding=1))
         run.check(run.step(("a", 1), ("b", 12)))
@@ -177,13 +177,42 @@ def test_more_drafts_than_a_call_takes_are_refused(monkeypatch: pytest.MonkeyPat
 
     with mla.config() as made:
         monkeypatch.setattr(latent.OmniattnMLAMetadataBuilder, "reorder_batch_threshold", 17)
-        with pytest.raises(UnsupportedError, match="17 tokens a request of speculative decoding; "):
+        with pytest.raises(UnsupportedError, match="17 tokens a request of speculative decoding. What"):
             mla.Engine(made)
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
     with mla.config() as made:
         monkeypatch.setattr(latent.OmniattnMLAMetadataBuilder, "reorder_batch_threshold", 5)
         with pytest.raises(UnsupportedError, match="5 tokens a request .* with VLLM_BATCH_INVARIANT"):
             mla.Engine(made)
+
+
+def test_results_of_parts_of_the_tokens() -> None:
+    """Decode context parallelism: each rank has some of a request's tokens, or none; LSE says how much they weigh."""
+    from omniattn.integrations.vllm.latent import OmniattnMLADecodeMetadata
+
+    with mla.config() as made:
+        run = mla.Engine(made)
+        run.layer.impl.need_to_return_lse_for_decode = True
+        rows = run.random(40, 576)
+        q = run.random(2, mla.HEADS, 576)
+        parts = []
+        for some in (rows[::2], rows[1::2]):
+            cache = torch.full((5, 16, 576), float("nan"), dtype=torch.bfloat16)
+            cache[[3, 1]] = torch.nn.functional.pad(some, (0, 0, 0, 12)).view(2, 16, 576)
+            step = OmniattnMLADecodeMetadata(
+                block_table=torch.tensor([[3, 1], [0, 0]], dtype=torch.int32), dcp_tot_seq_lens=None,
+                seq_lens=torch.tensor([20, 0], dtype=torch.int32), max_query_len=1,
+                query_start_loc=torch.tensor([0, 1, 2], dtype=torch.int32),
+            )  # fmt: skip
+            metadata = type("Step", (), {"decode": step})
+            parts.append(run.layer.impl.forward_mqa((q[..., :512], q[..., 512:]), cache, metadata, run.layer))
+        total = torch.logaddexp(*(lse.double() for _, lse in parts))
+        o = sum(o[0].double() * (lse.double() - total)[0].exp()[:, None] for o, lse in parts)
+        p = (torch.einsum("hd,kd->hk", q[0].double(), rows.double()) * run.layer.scale).softmax(-1)
+        want = p @ rows[:, :512].double()
+        assert (o - want).norm() < 1e-2 * want.norm()
+        assert all(lse[1].isneginf().all() and not o[1].any() for o, lse in parts)
+        assert all(lse.shape == (2, mla.HEADS) and lse.dtype == torch.float32 for _, lse in parts)
 
 
 def test_batch_invariance(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,7 +240,7 @@ def test_graphs_read_vllms_own_arrays() -> None:
         assert run.builder.get_cudagraph_support(made, run.spec) == AttentionCGSupport.UNIFORM_BATCH
         assert run.builder.supports_draft_decode_metadata_update
         run.step(("a", 20), ("b", 1))
-        common = run.metadata((("a", 1), ("b", 1)), 1)
+        common = run.metadata((("a", 1), ("b", 1)))
         built = run.builder.build_for_cudagraph_capture(common)
         run.builder.update_draft_decode_metadata(built)
         for mine, given in (
@@ -261,7 +290,7 @@ def test_sparse_steps(name: str) -> None:
     """Prompts longer than a list and short ones, single tokens, padding."""
     with mla.config(name) as made:
         run = mla.Engine(made, sparse=True, layout="BLNHC")
-        run.layer._k_scale = torch.tensor(0.03125)
+        run.layer._k_scale = torch.tensor(0.03125, dtype=torch.float32)
         run.check(run.step(("a", 150), ("b", 5)))
         run.check(run.step(("a", 1), ("b", 1), padding=1))
         run.check(run.step(("a", 3), ("b", 1), ("c", 20)))
