@@ -45,7 +45,7 @@ class LatentRequests(Requests):
         return decoded(encoded(self._kept[row][0], self._format, 1.0), self._format, 1.0)
 
     def expected(self, batch: Batch, **options: Any) -> Any:
-        """o (tokens, heads, V) in fp64; new_are_exact: new tokens see each other as they are, not as the pool has them."""
+        """o (tokens, heads, V) in fp64; new_are_exact: new tokens see each other as they came, not as the pool is."""
         parts, start = [], 0
         for row, begin, n in zip(batch.rows, batch.before, batch.new, strict=True):
             rows = self.kept(row)[: begin + n].clone()

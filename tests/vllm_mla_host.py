@@ -7,23 +7,23 @@ read of a model's configuration is in `model`; that of vLLM looks for files.
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+import vllm._custom_ops as ops
+from vllm.config import AttentionConfig, VllmConfig, set_current_vllm_config
+from vllm.forward_context import set_forward_context
+from vllm.model_executor.layers.attention import mla_attention, sparse_mla_attention
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.attention.backends.mla import sparse_utils
+from vllm.v1.attention.backends.mla.prefill.registry import MLAPrefillBackendEnum
 
 from tests import vllm_host as host
 from tests.latent_steps import NOPE, RANK, ROPE, V, Weights, decoded, encoded
-
-import vllm._custom_ops as ops  # noqa: E402  isort: skip
-from vllm.config import AttentionConfig, VllmConfig, set_current_vllm_config  # noqa: E402  isort: skip
-from vllm.forward_context import set_forward_context  # noqa: E402  isort: skip
-from vllm.model_executor.layers.attention import mla_attention, sparse_mla_attention  # noqa: E402  isort: skip
-from vllm.v1.attention.backend import CommonAttentionMetadata  # noqa: E402  isort: skip
-from vllm.v1.attention.backends.mla import sparse_utils  # noqa: E402  isort: skip
-from vllm.v1.attention.backends.mla.prefill.registry import MLAPrefillBackendEnum  # noqa: E402  isort: skip
 
 HEADS, BLOCK, BLOCKS, TOPK = 4, 16, 40, 128
 NAME = "model.layers.0.self_attn.attn"
@@ -43,8 +43,7 @@ def concat_and_cache_mla(
 
 
 def _gathered(src: Any, dst: Any, table: Any, starts_of_rows: Any, starts: Any, name: str, scale: Any) -> None:
-    bounds = starts_of_rows.tolist()
-    for i, (first, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
+    for i, (first, end) in enumerate(itertools.pairwise(starts_of_rows.tolist())):
         at = torch.arange(end - first) + (0 if starts is None else int(starts[i]))
         rows = src[table[i, at // src.shape[1]].long(), at % src.shape[1]]
         dst[first:end] = decoded(rows, name, scale).to(dst.dtype)
@@ -75,7 +74,7 @@ def merge_attn_states(
 
 
 def convert_rows(
-    req_id: Any, block_table: Any, token_indices: Any, BLOCK_SIZE: int = 64, NUM_TOPK_TOKENS: int = 2048,  # noqa: N803
+    req_id: Any, block_table: Any, token_indices: Any, BLOCK_SIZE: int = 64, NUM_TOPK_TOKENS: int = 2048,
     return_valid_counts: bool = False, **others: Any,
 ) -> Any:  # fmt: skip
     assert return_valid_counts
@@ -138,7 +137,9 @@ class UpProjection(torch.nn.Module):
 
 
 @contextlib.contextmanager
-def config(cache_dtype: str = "auto", dtype: Any = torch.bfloat16, prefill: Any = "CUSTOM", **more: Any) -> Iterator[Any]:
+def config(
+    cache_dtype: str = "auto", dtype: Any = torch.bfloat16, prefill: Any = "CUSTOM", **more: Any
+) -> Iterator[Any]:
     """vLLM's configuration with our backend, as ``--attention-backend CUSTOM`` has it."""
     chosen = None if prefill is None else MLAPrefillBackendEnum[prefill]
     made = VllmConfig(attention_config=AttentionConfig(backend="CUSTOM", mla_prefill_backend=chosen, **more))

@@ -177,12 +177,12 @@ def test_more_drafts_than_a_call_takes_are_refused(monkeypatch: pytest.MonkeyPat
 
     with mla.config() as made:
         monkeypatch.setattr(latent.OmniattnMLAMetadataBuilder, "reorder_batch_threshold", 17)
-        with pytest.raises(UnsupportedError, match="17 tokens a request of speculative decoding. What"):
+        with pytest.raises(UnsupportedError, match=r"17 tokens a request of speculative decoding\. What"):
             mla.Engine(made)
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
     with mla.config() as made:
         monkeypatch.setattr(latent.OmniattnMLAMetadataBuilder, "reorder_batch_threshold", 5)
-        with pytest.raises(UnsupportedError, match="5 tokens a request .* with VLLM_BATCH_INVARIANT"):
+        with pytest.raises(UnsupportedError, match=r"5 tokens a request .* with VLLM_BATCH_INVARIANT"):
             mla.Engine(made)
 
 
@@ -256,16 +256,13 @@ def test_prompts_are_ours_unless_the_user_chooses(monkeypatch: pytest.MonkeyPatc
     class Another(OmniattnMLAPrefill):
         pass
 
-    # vLLM's own choice on a GPU; it is replaced.
-    monkeypatch.setattr(host.HostPlatform, "get_mla_prefill_backend_cls", classmethod(lambda *_: Another))
-    mla_prefill_selector = __import__("vllm.v1.attention.backends.mla.prefill.selector", fromlist=["x"])
-    mla_prefill_selector._auto_select_mla_prefill_backend.cache_clear()
-    with mla.config(prefill=None) as made:
-        run = mla.Engine(made)
-        assert type(run.layer.prefill_backend) is OmniattnMLAPrefill
-        assert type(run.builder._prefill_backend) is OmniattnMLAPrefill
-        run.check(run.step(("a", 20)))
-    mla_prefill_selector._auto_select_mla_prefill_backend.cache_clear()
+    with monkeypatch.context() as patch:  # vLLM's own choice on a GPU, which is replaced
+        patch.setattr(mla.mla_attention, "get_mla_prefill_backend", lambda _: Another)
+        with mla.config(prefill=None) as made:
+            run = mla.Engine(made)
+            assert type(run.layer.prefill_backend) is OmniattnMLAPrefill
+            assert type(run.builder._prefill_backend) is OmniattnMLAPrefill
+            run.check(run.step(("a", 20)))
     chosen = mla.MLAPrefillBackendEnum.CUSTOM.get_class()
     assert chosen is OmniattnMLAPrefill
     monkeypatch.setattr(mla.MLAPrefillBackendEnum, "get_class", lambda _: Another)

@@ -98,36 +98,37 @@ class LatentSlotBackend(SlotBackend):
         if save and k is not None:
             rows = _joined(k, parts["k_rope"], 1)
             self._store_rows(layer, batch.out_cache_loc, rows[: batch.out_cache_loc.shape[0]])
-        o, lse = self._over_rows(q, layer, step)
+        o, lse = self._over_rows(q, layer, step, wants_lse)
         found = o.reshape(-1, heads * HEAD_DIM_V)
-        return (found, lse) if wants_lse else found
+        return found if lse is None else (found, lse)
 
-    def _over_rows(self, q: torch.Tensor, layer: Any, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
+    def _over_rows(
+        self, q: torch.Tensor, layer: Any, step: Step, wants_lse: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """o (rows, heads, 512) and lse (rows, heads) over the pool's rows."""
         heads = layer.tp_q_head_num
         options: dict[str, Any] = {
-            "softmax_scale": layer.scaling, "softcap": layer.logit_cap, "return_lse": True,
+            "softmax_scale": layer.scaling, "softcap": layer.logit_cap, "return_lse": wants_lse,
             "deterministic": self.deterministic,
         }  # fmt: skip
         if step.starts is not None:
             runs = self._runs_of(step, heads)
-            o, lse = omniattn.attention_with_kvcache(
+            found = omniattn.attention_with_kvcache(
                 q, self._cache(layer), seq_lens=runs.seq_lens, block_table=runs.table, cu_seqlens_q=runs.starts,
                 max_seqlen_q=runs.longest, **options,
             )  # fmt: skip
-            return o, lse.transpose(0, 1).contiguous()
+            return (found[0], found[1].transpose(0, 1).contiguous()) if wants_lse else (found, None)
         requests = step.seq_lens.shape[0]
         rows = requests * step.longest
-        o, lse = omniattn.attention_with_kvcache(
+        found = omniattn.attention_with_kvcache(
             q[:rows].reshape(requests, step.longest, heads, HEAD_DIM), self._cache(layer), seq_lens=step.seq_lens,
             block_table=step.table, **options,
         )  # fmt: skip
-        o, lse = o.reshape(rows, heads, HEAD_DIM_V), lse.transpose(-1, -2).reshape(rows, heads)
-        if q.shape[0] > rows:  # of nobody
-            more = q.shape[0] - rows
-            o = torch.nn.functional.pad(o, (0, 0, 0, 0, 0, more))
-            lse = torch.nn.functional.pad(lse, (0, 0, 0, more), value=-torch.inf)
-        return o, lse.contiguous()
+        o, lse = found if wants_lse else (found, None)
+        return _padded(
+            o.reshape(rows, heads, HEAD_DIM_V), None if lse is None else lse.transpose(-1, -2).reshape(rows, heads),
+            q.shape[0] - rows,
+        )  # fmt: skip
 
     def _runs_of(self, step: Step, heads: int) -> _Runs:
         """The step's prompts in runs of as many tokens as one call takes; made once a step."""
@@ -178,17 +179,15 @@ class LatentSlotBackend(SlotBackend):
         else:
             k, v = k[:rows], v[:rows]
         q = q.reshape(-1, heads, dim)
-        o, lse = omniattn.attention_varlen(
+        found = omniattn.attention_varlen(
             q[:rows], k.view(-1, layer.tp_k_head_num, dim), v.view(-1, layer.tp_k_head_num, dim_v),
             cu_seqlens_q=step.starts, cu_seqlens_k=of_keys.to(torch.int32), max_seqlen_q=step.longest,
             max_seqlen_k=int(most), causal=causal, softmax_scale=layer.scaling, softcap=layer.logit_cap,
-            return_lse=True, deterministic=self.deterministic,
+            return_lse=wants_lse, deterministic=self.deterministic,
         )  # fmt: skip
-        lse = lse.transpose(0, 1)
-        if q.shape[0] > rows:  # of nobody
-            o = torch.nn.functional.pad(o, (0, 0, 0, 0, 0, q.shape[0] - rows))
-            lse = torch.nn.functional.pad(lse, (0, 0, 0, q.shape[0] - rows), value=-torch.inf)
-        return (o, lse.contiguous()) if wants_lse else o.reshape(-1, heads * dim_v)
+        o, lse = (found[0], found[1].transpose(0, 1)) if wants_lse else (found, None)
+        o, lse = _padded(o, lse, q.shape[0] - rows)
+        return o.reshape(-1, heads * dim_v) if lse is None else (o, lse)
 
     @abstractmethod
     def _store_rows(self, layer: Any, slots: torch.Tensor, rows: torch.Tensor) -> None:
@@ -239,12 +238,22 @@ class LatentSlotBackend(SlotBackend):
         # SGLang's two ways into the pool do not agree about it.
         scale = getattr(layer, "k_scale_float", None)
         if self.token_to_kv_pool.dtype.itemsize == 1 and scale not in (None, 1.0):
-            raise UnsupportedError(f"{where} with a k_scale of {scale}", instead="a scale of 1, or --kv-cache-dtype auto")
+            raise UnsupportedError(
+                f"{where} with a k_scale of {scale}", instead="a scale of 1, or --kv-cache-dtype auto"
+            )
 
 
 def _is_absorbed(layer: Any) -> bool:
     """Whether a layer attends over latent rows as they are."""
     return bool(layer.tp_k_head_num == 1 and layer.head_dim == HEAD_DIM and layer.v_head_dim == HEAD_DIM_V)
+
+
+def _padded(o: torch.Tensor, lse: torch.Tensor | None, more: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """With so many rows of nobody behind: o is 0 there, and lse -inf."""
+    if more > 0:
+        o = torch.nn.functional.pad(o, (0, 0, 0, 0, 0, more))
+        lse = None if lse is None else torch.nn.functional.pad(lse, (0, 0, 0, more), value=-torch.inf)
+    return o, None if lse is None else lse.contiguous()
 
 
 def _joined(x: torch.Tensor, rope: torch.Tensor | None, heads: int) -> torch.Tensor:

@@ -235,7 +235,7 @@ class OmniattnMLAMetadata(MLACommonMetadata[OmniattnMLADecodeMetadata]):
 
 
 class OmniattnMLAMetadataBuilder(MLACommonMetadataBuilder[OmniattnMLAMetadata]):
-    """vLLM's own, with views of its arrays for single tokens and drafts, so that a graph reads what later steps write."""
+    """vLLM's own; of single tokens and drafts it has views of vLLM's arrays, so that a graph reads later values."""
 
     # Prompts read lengths on the host, in vLLM's common classes.
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH

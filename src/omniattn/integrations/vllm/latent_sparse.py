@@ -28,8 +28,8 @@ from vllm.v1.attention.backends.mla.index_group import HiSparseMLAIndexGroup  # 
 
 __all__ = ["OmniattnSparseMLABackend", "OmniattnSparseMLAImpl", "OmniattnSparseMLAMetadataBuilder"]
 
-#: Requests with more new tokens are prompts. Over lists of rows both are computed alike; of short prompts, which see all
-#: of their tokens, dense attention is faster.
+#: Requests with more new tokens are prompts. Over lists of rows both are computed alike; dense attention is faster for
+#: prompts that are short enough to see all of their tokens.
 _SINGLE_TOKENS = 128
 
 

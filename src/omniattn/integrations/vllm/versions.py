@@ -42,7 +42,7 @@ _CALLED = {
     ),
 }  # fmt: skip
 #: What is called of vLLM, with the arguments that it is given.
-_USED = {
+_USED: dict[str, tuple[str, ...]] = {
     "vllm.v1.attention.ops.dcp.cp_lse_ag_out_rs": ("cp_attn_out", "cp_attn_lse", "cp_group", "return_lse"),
     "vllm.v1.attention.ops.dcp.dcp_a2a_lse_reduce": ("cp_attn_out", "cp_attn_lse", "cp_group", "return_lse"),
     "vllm.v1.attention.backends.utils.get_dcp_local_seq_lens": (
@@ -109,7 +109,7 @@ _SPARSE_NEEDED = {
     _SPARSE: ("SparseMLACommonImpl.forward_mha", "SparseMLACommonMetadata", "SparseMLACommonMetadataBuilder.build"),
     f"{_BACKEND}s.mla.index_group": ("HiSparseMLAIndexGroup",),
 }
-_SPARSE_USED = {
+_SPARSE_USED: dict[str, tuple[str, ...]] = {
     f"{_ROWS}.triton_convert_req_index_to_global_index": (
         "req_id", "block_table", "token_indices", "BLOCK_SIZE", "NUM_TOPK_TOKENS", "return_valid_counts",
     ),
