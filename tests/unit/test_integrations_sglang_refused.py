@@ -36,7 +36,7 @@ def _configuration() -> Iterator[None]:
 @pytest.mark.parametrize(
     ("of_runner", "says"),
     [
-        ({"use_mla_backend": True}, "MLA"),
+        ({"use_mla_backend": True}, "latent attention on SGLang's MHATokenToKVPool"),
         ({"is_draft_worker": True}, "draft model"),
         ({"prefill_aware_swa": True}, "prefill_aware_swa"),
         ({"enable_hisparse": True}, "hisparse"),

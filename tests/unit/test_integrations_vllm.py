@@ -115,7 +115,7 @@ def test_another_packages_backend_is_left_there() -> None:
         ({"kv_cache_dtype": "int4_per_token_head"}, "kv_cache_dtype 'int4_per_token_head': only auto"),
         ({"kv_cache_dtype": "bfloat16"}, "kv_cache_dtype 'bfloat16' with torch.float16"),
         ({"kv_cache_dtype": "fp8", "head_size": 72}, "head_size 72 with kv_cache_dtype 'fp8': only multiples of 16"),
-        ({"use_mla": True}, "MLA not supported"),
+        ({"use_mla": True}, "head_size 64 with MLA: only 576"),
         ({"use_sparse": True}, "sparse not supported"),
         ({"use_mm_prefix": True}, "partial multimodal token full attention not supported"),
     ],

@@ -61,19 +61,25 @@ def plugin() -> None:
             (choices.ATTENTION_BACKEND_CHOICES, choices.add_attention_backend_choices),
             (choices.DETERMINISTIC_ATTENTION_BACKEND_CHOICES, choices.add_deterministic_attention_backend_choices),
         )
+        of_prefixes = (
+            choices.CHUNKED_PREFIX_CACHE_SUPPORTED_ATTENTION_BACKENDS,
+            choices.add_chunked_prefix_cache_attention_backend,
+        )
         decorator = attention_registry.register_attention_backend
     except (ImportError, AttributeError) as error:
         raise unknown_version(str(error)) from error
     for there, add in extensible:
         if NAME not in there:
             add([NAME])
+    if NAME not in of_prefixes[0]:
+        of_prefixes[1](NAME)
     if NAME not in backends:
         decorator(NAME)(_create)
 
 
 def _create(runner: Any) -> Any:
     """The backend of one model."""
-    from .sglang_backend import OmniattnBackend, check_version
+    from .sglang_backend import backend_of, check_version
 
     check_version()
-    return OmniattnBackend(runner)
+    return backend_of(runner)

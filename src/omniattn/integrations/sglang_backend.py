@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ..errors import UnsupportedError
+from .latent_slots import HEAD_DIM, HEAD_DIM_V, LatentSlotBackend
 from .sglang_versions import TESTED, unknown_version, version
 from .token_slots import SlotBackend, of_drafts, of_encoders, of_trees
 
@@ -21,7 +22,7 @@ try:
 except ImportError as error:
     raise unknown_version(str(error)) from error
 
-__all__ = ["OmniattnBackend", "check_version"]
+__all__ = ["OmniattnBackend", "OmniattnMLABackend", "backend_of", "check_version"]
 
 _LOGGER = logging.getLogger(__name__)
 _OTHER = "another --attention-backend"
@@ -40,6 +41,8 @@ _EXPECTED: dict[str, tuple[Any, tuple[str, ...]]] = {
     "KVWriteLoc": (memory_pool, ("loc", "swa_loc")),
     "MHATokenToKVPool.get_kv_buffer": (memory_pool, ("layer_id",)),
     "MHATokenToKVPool.set_kv_buffer": (memory_pool, _WRITE),
+    "MLATokenToKVPool.get_key_buffer": (memory_pool, ("layer_id",)),
+    "MLATokenToKVPool.set_kv_buffer": (memory_pool, ("layer", "loc_info", "cache_k", "cache_v")),
     "SWAKVPool.get_kv_buffer": (swa_memory_pool, ("layer_id",)),
     "SWAKVPool.set_kv_buffer": (swa_memory_pool, _WRITE),
     "ForwardBatch": (
@@ -138,11 +141,96 @@ class OmniattnBackend(SlotBackend, base_attn_backend.AttentionBackend):
         )  # fmt: skip
 
 
+class OmniattnMLABackend(LatentSlotBackend, base_attn_backend.AttentionBackend):
+    """The backend ``"omniattn"`` of a model with latent attention.
+
+    Parameters
+    ----------
+    runner : sglang.srt.model_executor.model_runner.ModelRunner
+        With its pools, and the model that is loaded.
+
+    Raises
+    ------
+    UnsupportedError
+        As `OmniattnBackend`'s.
+    """
+
+    def __init__(self, runner: Any) -> None:
+        _check_runner(runner)
+        pool = runner.token_to_kv_pool
+        _check_latent_pool(pool)
+        _check_gpu(runner, pool.dtype)
+        _register_methods()
+        execution = runtime_context.get_exec()
+        super().__init__(
+            pool, runner.req_to_token_pool.req_to_token, int(runner.page_size or 1),
+            deterministic=bool(execution.deterministic.enable_deterministic_inference),
+        )  # fmt: skip
+        self.req_to_token_pool = runner.req_to_token_pool
+        self.kv_index_translator = runner.kv_index_translator
+        self.kv_cache_dtype = pool.dtype
+        for module in runner.model.modules():
+            if isinstance(module, RadixAttention):
+                self.check_layer(module)
+
+    def update_verify_buffers_to_fill_after_draft(self, spec_info: Any, cuda_graph_bs: int | None) -> None:
+        """Nothing depends on the mask of a chain."""
+
+    def _store_rows(self, layer: Any, slots: torch.Tensor, rows: torch.Tensor) -> None:
+        self.token_to_kv_pool.set_kv_buffer(layer, memory_pool.KVWriteLoc(slots, None), rows, None)
+
+
+def backend_of(runner: Any) -> Any:
+    """The backend of one model, of the class for its attention."""
+    return (OmniattnMLABackend if runner.use_mla_backend else OmniattnBackend)(runner)
+
+
+def _register_methods() -> None:
+    """Tell SGLang's models with latent attention which way each step goes."""
+    try:
+        from sglang.srt.models.deepseek_common import attention_backend_handler as handlers
+
+        captured = (handlers.is_in_tc_piecewise_cuda_graph, handlers.is_in_breakable_cuda_graph)
+        methods, register = handlers.AttnForwardMethod, handlers.AttentionBackendRegistry.register
+        absorbed, own = methods.MLA, methods.MHA_CHUNKED_KV
+    except (ImportError, AttributeError) as error:
+        raise unknown_version(str(error)) from error
+
+    def method(attn: Any, forward_batch: Any) -> Any:
+        """Absorbed, but for prompts with no older tokens or with many of them."""
+        deterministic = runtime_context.get_exec().deterministic.enable_deterministic_inference
+        if deterministic or any(is_now() for is_now in captured):
+            return absorbed
+        if not forward_batch.forward_mode.is_extend_without_speculative():
+            return absorbed
+        older = sum(forward_batch.extend_prefix_lens_cpu or ())
+        merges = not attn.disable_chunked_prefix_cache and older >= attn.chunked_prefix_cache_threshold
+        return own if older == 0 or merges else absorbed
+
+    register("omniattn", method)
+
+
+def _check_latent_pool(pool: Any) -> None:
+    """The class and element types of pools of latent rows that are read."""
+    if type(pool) is not memory_pool.MLATokenToKVPool:
+        raise UnsupportedError(
+            f"omniattn for latent attention on SGLang's {type(pool).__name__}",
+            instead="MLATokenToKVPool, or " + _OTHER,
+        )
+    if pool.kv_lora_rank != HEAD_DIM_V or pool.kv_lora_rank + pool.qk_rope_head_dim != HEAD_DIM:
+        raise UnsupportedError(
+            f"omniattn for latent rows of {pool.kv_lora_rank} and {pool.qk_rope_head_dim} channels",
+            instead=f"{HEAD_DIM_V} and {HEAD_DIM - HEAD_DIM_V}, or {_OTHER}",
+        )
+    if pool.dtype not in (torch.float16, torch.bfloat16, torch.float8_e4m3fn):
+        raise UnsupportedError(
+            f"omniattn with a KV cache in {pool.dtype}", instead="--kv-cache-dtype auto, bfloat16 or fp8_e4m3"
+        )
+
+
 def _check_runner(runner: Any) -> None:
     """What a model has and how it runs, as far as it is known when it is loaded."""
     config = runner.model_config
-    if runner.use_mla_backend:
-        raise UnsupportedError("omniattn for latent attention (MLA)", instead=_OTHER)
     if config.is_encoder_decoder:
         raise of_encoders()
     if getattr(config, "is_local_attention_model", False):

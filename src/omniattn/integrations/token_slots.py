@@ -17,7 +17,7 @@ import omniattn
 from ..arguments import MAX_HEAD_DIM, MAX_QUANTIZED_HEAD_DIM
 from ..errors import UnsupportedError
 
-__all__ = ["SlotBackend", "Step", "Tables", "of_drafts", "of_encoders", "of_trees"]
+__all__ = ["SlotBackend", "Step", "Tables", "of_drafts", "of_encoders", "of_trees", "taken"]
 
 _OTHER = "another --attention-backend"
 
@@ -312,7 +312,7 @@ class SlotBackend(ABC):
         if id(layer) not in self._checked:
             self.check_layer(layer)
             self._checked.add(id(layer))
-        sinks, wants_lse = _taken(kwargs)
+        sinks, wants_lse = taken(kwargs)
         wants_lse = wants_lse or bool(getattr(batch, "mha_return_lse", False))
         step = self.forward_metadata
         assert step is not None, "init_forward_metadata() comes before the layers"
@@ -421,7 +421,7 @@ class SlotBackend(ABC):
             raise UnsupportedError(f"{where} of type {_kind(layer)!r}", instead=_OTHER)
 
 
-def _taken(kwargs: dict[str, Any]) -> tuple[Any, bool]:
+def taken(kwargs: dict[str, Any]) -> tuple[Any, bool]:
     """sinks and return_lse of a layer's call; others that are given raise."""
     for name, value in kwargs.items():
         if name in ("sinks", "return_lse") or value is None or value is False:

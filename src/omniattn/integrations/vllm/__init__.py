@@ -16,7 +16,9 @@ from .versions import TRIED
 __all__ = ["plugin", "register"]
 
 #: What vLLM imports when the backend is chosen.
-BACKEND = "omniattn.integrations.vllm.backend.OmniattnBackend"
+BACKEND = "omniattn.integrations.vllm.backend.ChosenBackend"
+#: What it imports for prompts of latent attention, where they are chosen by name.
+PREFILL = "omniattn.integrations.vllm.latent.OmniattnMLAPrefill"
 
 
 def register() -> None:
@@ -53,6 +55,18 @@ def register() -> None:
             instead="VLLM_PLUGINS=omniattn, which leaves other plugins out",
         )
     register_backend(backend=custom, class_path=BACKEND)
+    _register_prefill()
+
+
+def _register_prefill() -> None:
+    """Prompts of latent attention by name, ``mla_prefill_backend``; the backend uses them without, too."""
+    try:
+        prefill = importlib.import_module("vllm.v1.attention.backends.mla.prefill.registry")
+        custom = prefill.MLAPrefillBackendEnum.CUSTOM
+        if not custom.is_overridden():  # another package's stays
+            prefill.register_mla_prefill_backend(backend=custom, class_path=PREFILL)
+    except (ImportError, AttributeError):
+        return  # `versions` says so where a model has latent attention
 
 
 def plugin() -> None:

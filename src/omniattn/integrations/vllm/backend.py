@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import importlib
+import threading
 from typing import Any, ClassVar
 
 import torch
@@ -31,7 +33,7 @@ from vllm.v1.attention.backends.utils import get_dcp_local_seq_lens  # noqa: E40
 from vllm.v1.attention.ops.dcp import cp_lse_ag_out_rs, dcp_a2a_lse_reduce  # noqa: E402
 from vllm.v1.worker.cp_utils import should_skip_dcp_context_attention  # noqa: E402
 
-__all__ = ["OmniattnBackend", "OmniattnImpl", "OmniattnMetadataBuilder"]
+__all__ = ["ChosenBackend", "OmniattnBackend", "OmniattnImpl", "OmniattnMetadataBuilder"]
 
 _ANOTHER = "another --attention-backend"
 _ENCODERS = (AttentionType.ENCODER, AttentionType.ENCODER_ONLY)
@@ -136,6 +138,40 @@ class OmniattnBackend(AttentionBackend):
     ) -> str | None:
         """Why formats do not go together."""
         return calls.why_not(head_size, dtype, kv_cache_dtype)
+
+
+#: Classes for latent attention, which import vLLM's own: dense, and of lists of rows.
+_LATENT = {False: ("latent", "OmniattnMLABackend"), True: ("latent_sparse", "OmniattnSparseMLABackend")}
+_ASKED = threading.local()
+
+
+class ChosenBackend(OmniattnBackend):
+    """What is registered: stands for the class that serves a layer.
+
+    vLLM has one name for backends of other packages, asks the class of that name whether it serves a layer, and then
+    for the name of the class that does. A model may have layers of several kinds.
+    """
+
+    @classmethod
+    def validate_configuration(cls, *arguments: Any, **asked: Any) -> list[str]:
+        """Why a layer is not served, of the class that is for its kind."""
+        _ASKED.kind = None
+        if not asked.get("use_mla"):
+            reasons: list[str] = super().validate_configuration(*arguments, **asked)
+            return reasons
+        module, name = _LATENT[bool(asked.get("use_sparse"))]
+        kind = getattr(importlib.import_module(f".{module}", __package__), name)
+        reasons = kind.validate_configuration(*arguments, **asked)
+        if not reasons:
+            _ASKED.kind = kind
+        return reasons
+
+    @classmethod
+    def full_cls_name(cls) -> tuple[str, str]:
+        """The class for the layer that vLLM has asked about last."""
+        kind, _ASKED.kind = getattr(_ASKED, "kind", None), None
+        found: tuple[str, str] = (OmniattnBackend if kind is None else kind).full_cls_name()
+        return found
 
 
 def _check_spec(spec: Any) -> None:

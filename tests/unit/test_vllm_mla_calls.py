@@ -1,0 +1,54 @@
+"""What the backend of vLLM calls for latent attention, without vLLM, on the CPU; tests/gpu/test_vllm_mla_gpu.py too."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from omniattn.errors import ShapeError  # noqa: E402
+from omniattn.integrations.vllm import latent_calls  # noqa: E402
+from tests.vllm_mla_steps import Steps  # noqa: E402
+
+pytestmark = pytest.mark.frameworks
+
+
+@pytest.mark.parametrize("name", ["auto", "fp8", "fp8_ds_mla"])
+def test_steps(name: str) -> None:
+    run = Steps(name, heads=2, device="cpu", block=16)
+    run.prepare(("a", 40), ("b", 5))
+    run.check(run.prompts(), prompts=True)
+    run.prepare(("b", 20), ("c", 7), ("a", 3))
+    run.check(run.prompts(), prompts=True)
+    run.prepare(("a", 1), ("c", 3))
+    o, lse = run.decode(3, return_lse=True)
+    run.check(run.up(o))
+    assert not o[4:].any()
+    assert lse.shape == (16, 2)
+    run.prepare(("a", 1), ("d", 3), ("b", 1))
+    lists, places, counts = run.choose(16)
+    run.check(run.up(run.sparse(places, counts)), lists=lists)
+
+
+def test_caches_of_another_shape() -> None:
+    for name, width in (("auto", 512), ("fp8_ds_mla", 576)):
+        with pytest.raises(ShapeError, match=r"kv_cache.*\(blocks, block_size, "):
+            latent_calls.latent_pool(torch.zeros(2, 16, width, dtype=torch.bfloat16), name, None)
+
+
+def test_how_many_queries_a_call_takes() -> None:
+    assert latent_calls.most_queries(128, deterministic=False, in_8_bits=True) == latent_calls.MOST_QUERIES
+    run = Steps(heads=2, device="cpu", block=16, deterministic=True)
+    run.prepare(("a", 20))
+    most = latent_calls.most_queries(2, deterministic=True, in_8_bits=False)
+    run.prepare(("a", most))
+    run.check(run.up(run.decode(most)))
+
+
+def test_importing_it_imports_no_vllm() -> None:
+    code = "import sys, omniattn.integrations.vllm.latent_calls; print('vllm' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
