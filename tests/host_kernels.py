@@ -25,12 +25,13 @@ from omniattn.runtime.device import DeviceInfo
 
 TESTS = Path(__file__).parent
 #: Headers of kernels_cu/ptx in whose place host_cta/ptx.h is.
-_REPLACED = "cp_async cvt cvt_quant gpu_sync half2 l2 ldmatrix math min_nan mma_sync shared tma"
+_REPLACED = "cluster cp_async cvt cvt_quant gpu_sync half2 l2 ldmatrix math min_nan mma_sync shared tma"
 _PARAMS = {
-    "attn_fwd_sm80": "Params", "kv_append_sm80": "KvAppendParams", "kv_dequantize_sm80": "KvDequantizeParams",
+    "attn_fwd_sm80": "Params", "index_logits_sm80": "IndexLogitsParams", "kv_append_sm80": "KvAppendParams", "kv_dequantize_sm80": "KvDequantizeParams",
     "kv_rounds_sm80": "KvDequantizeParams", "merge_states_sm80": "MergeStatesParams",
+    "top_k_sm80": "TopKParams",
 }  # fmt: skip
-_DTYPES = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "float32": np.float32}
+_DTYPES = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "float32": np.float32, "int32": np.int32}
 #: Bytes in front of a result and behind it that nobody may write.
 _GUARD = 4096
 

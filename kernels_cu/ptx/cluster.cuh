@@ -44,3 +44,24 @@ OA_DEVICE void tma_load_4d_multicast(uint32 dst, const TensorMap* map, uint32 ba
         "l"(map), "r"(bar), "h"(ctas), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
         : "memory");
 }
+
+// %cluster_nctarank: CTAs of the cluster.
+OA_DEVICE uint32 cluster_size() {
+    uint32 size;
+    asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(size));
+    return size;
+}
+
+// mapa.shared::cluster, ld.shared::cluster.u32: what CTA `rank` has at the address `addr` of its own shared memory.
+// Behind a cluster_sync that its stores come before; ahead of another one before it exits. Any lane.
+OA_DEVICE uint32 load_cluster(uint32 addr, uint32 rank) {
+    uint32 x;
+    asm volatile(
+        "{.reg .b32 remote;\n"
+        "mapa.shared::cluster.u32 remote, %1, %2;\n"
+        "ld.shared::cluster.u32 %0, [remote];}"
+        : "=r"(x)
+        : "r"(addr), "r"(rank)
+        : "memory");
+    return x;
+}

@@ -22,9 +22,11 @@ if TYPE_CHECKING:
     from .ops.choose_runs import choose_shared_runs
     from .ops.decode import decode
     from .ops.explain import Explanation, explain
+    from .ops.index_logits import index_logits
     from .ops.merge import merge_states
     from .ops.quantize import quantize_qk, quantize_v
     from .ops.score_mod import ScoreMod
+    from .ops.top_k import top_k
     from .ops.with_cache import attention_with_kvcache
     from .problems import (
         PRECISIONS,
@@ -68,9 +70,11 @@ _ROOMS = {
     "decode": "ops",
     "errors": "",
     "explain": "ops",
+    "index_logits": "ops",
     "merge_states": "ops",
     "quantize_qk": "ops",
     "quantize_v": "ops",
+    "top_k": "ops",
 }
 
 __all__ = [
@@ -104,9 +108,11 @@ __all__ = [
     "decode",
     "errors",
     "explain",
+    "index_logits",
     "merge_states",
     "quantize_qk",
     "quantize_v",
+    "top_k",
 ]
 
 

@@ -131,6 +131,14 @@ inline unsigned __reduce_or_sync(unsigned, unsigned x) {
 inline bool __any_sync(unsigned mask, bool x) { return __ballot_sync(mask, x) != 0; }
 inline bool __all_sync(unsigned mask, bool x) { return __ballot_sync(mask, x) == 0xffffffffu; }
 
+// Fibers take turns where they wait: nothing comes between.
+template <typename T>
+inline T atomicAdd(T* p, T x) {
+    T old = *p;
+    *p += x;
+    return old;
+}
+
 // Addresses of shared memory, as sm_90 has them: from 1024 on.
 inline uint64_t __cvta_generic_to_shared(const void* p) { return (const unsigned char*)p - smem_raw + 1024; }
 inline unsigned char* host_shared(unsigned address) { return smem_raw + (address - 1024); }

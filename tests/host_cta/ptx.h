@@ -163,6 +163,9 @@ inline void cp_async_wait() {
 }
 inline void prefetch_l2(const void*) {}
 inline uint64 l2_policy(bool) { return 0; }
+inline uint4 load_ahead4(const uint8* p) { return *reinterpret_cast<const uint4*>(p); }
+inline uint32 load_ahead(const uint8* p) { return *reinterpret_cast<const uint32*>(p); }
+inline float load_ahead(const float* p) { return *p; }
 
 // shared.cuh
 template <typename T>
@@ -191,3 +194,9 @@ inline int32 atomic_add_relaxed(int32*, int32) { abort(); }
 struct alignas(64) TensorMap {
     uint8 opaque[128];
 };
+
+// cluster.cuh: CTAs run one behind the other.
+inline uint32 cluster_rank() { return 0; }
+inline uint32 cluster_size() { return 1; }
+inline void cluster_sync() { abort(); }
+inline uint32 load_cluster(uint32, uint32) { abort(); }

@@ -223,6 +223,16 @@ DECODE = HostStruct(
     ("I", "scale_outer scale_head scale_token"), ("i", "row_scales total_queries has_company"),
 )
 
+# params/index_logits.cuh
+
+INDEX_LOGITS = HostStruct(
+    "IndexLogitsParams", ("P", "q k k_scale weights logits seq_lens block_table k_start k_end"),
+    ("q", "q_stride_b q_stride_n q_stride_h k_stride_block k_stride_row scale_stride_block scale_stride_row"
+     " weights_stride logits_stride table_stride"),
+    ("i", "queries num_heads max_keys block_size"), ("I", "block_multiplier"),
+    ("i", "block_shift num_blocks query_tile query_tiles span spans k_aligned"),
+)
+
 # params/kv_append.cuh
 
 KV_APPEND = HostStruct(
@@ -382,4 +392,12 @@ TILE_KINDS = HostStruct(
     "TileKindsParams", ("P", "kinds cu_seqlens_q cu_seqlens_k seqused_q seqused_k blocks"),
     ("q", "block_stride_b block_stride_h block_stride_q block_stride_k"),
     ("i", "batch heads m_tiles n_tiles seqlen_q seqlen_k block_rows block_keys"), (SCORE_MOD_ARRAYS, "arrays"),
+)
+
+# params/top_k.cuh
+
+TOP_K = HostStruct(
+    "TopKParams", ("P", "logits starts lengths block_table indices"),
+    ("q", "logits_stride indices_stride table_stride"), ("i", "width k queries block_size"), ("I", "block_multiplier"),
+    ("i", "block_shift"),
 )

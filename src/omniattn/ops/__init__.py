@@ -6,9 +6,11 @@ from .attention_backward import attention_backward, attention_varlen_backward
 from .choose_runs import choose_shared_runs
 from .decode import decode
 from .explain import Explanation, explain
+from .index_logits import index_logits
 from .merge import merge_states
 from .quantize import quantize_qk, quantize_v
 from .score_mod import ScoreMod
+from .top_k import top_k
 from .with_cache import attention_with_kvcache
 
 __all__ = [
@@ -25,7 +27,9 @@ __all__ = [
     "copy_recent",
     "decode",
     "explain",
+    "index_logits",
     "merge_states",
     "quantize_qk",
     "quantize_v",
+    "top_k",
 ]

@@ -1,12 +1,22 @@
-"""Launches of quantizers, decode, append, copies and merges."""
+"""Launches of quantizers, decode, append, copies, merges and the indexer."""
 
 from __future__ import annotations
 
-from ..launch import decode, fp8, kv_append, merge_states, quantize
+from ..launch import decode, fp8, indexer, kv_append, merge_states, quantize
 from ..launch.host_struct import At
-from ..problems import AppendProblem, CopyProblem, DecodeProblem, MergeProblem, QuantizeCall, Target
+from ..problems import (
+    AppendProblem,
+    CopyProblem,
+    DecodeProblem,
+    IndexLogitsProblem,
+    MergeProblem,
+    QuantizeCall,
+    Target,
+    TopKProblem,
+)
 from ..select import select_append, select_copy, select_delta, select_merge
 from ..select.decode_ways import DecodeWay, asked_of_decode
+from ..select.indexer import select_index_logits, select_top_k, span_of
 from ..select.quantize_ways import QuantizeWay, asked_of_quantizer
 from ..select.ways import chosen_ways
 from .available import first_that_loads
@@ -70,3 +80,16 @@ def plan_merge(problem: MergeProblem, target: Target, force: str | None) -> Laun
     """The launch of ``merge_states``."""
     selection = select_merge(problem.dtype, target, force)
     return Launches(selection, merge_states.build(selection.spec, problem, target))
+
+
+def plan_index_logits(problem: IndexLogitsProblem, target: Target, force: str | None) -> Launches:
+    """The launch of ``index_logits``."""
+    selection = select_index_logits(problem, target, force)
+    span = span_of(selection.spec, problem, target)
+    return Launches(selection, indexer.build_logits(selection.spec, problem, span))
+
+
+def plan_top_k(problem: TopKProblem, target: Target, force: str | None) -> Launches:
+    """The launch of ``top_k``."""
+    selection, ctas = select_top_k(problem, target, force)
+    return Launches(selection, indexer.build_top_k(selection.spec, problem, ctas))

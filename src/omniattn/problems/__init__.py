@@ -5,6 +5,7 @@ from .attention import UNLIMITED, AttentionProblem, AttentionStrides, Descale, D
 from .backward import GRADIENTS, BackwardProblem, BackwardStrides
 from .decode import DecodeProblem
 from .dequantize import DequantizeProblem
+from .indexer import IndexLogitsProblem, TopKProblem
 from .merge import MergeProblem
 from .operands import OPERANDS, QuantizedK, QuantizedQ, QuantizedQK, QuantizedV
 from .outputs import Output
@@ -32,6 +33,7 @@ __all__ = [
     "Descale",
     "Descales",
     "Fp8",
+    "IndexLogitsProblem",
     "Int4",
     "Int8",
     "MergeProblem",
@@ -45,5 +47,6 @@ __all__ = [
     "QuantizedQK",
     "QuantizedV",
     "Target",
+    "TopKProblem",
     "WithCacheProblem",
 ]

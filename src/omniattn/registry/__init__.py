@@ -13,6 +13,7 @@ import difflib
 from .attention import attention_rows, paged_rows, split_rows
 from .backward import backward_rows
 from .decode import decode_rows, unlisted_rows
+from .indexer import indexer_rows
 from .masks import mask_rows
 from .merging import combine_rows, merge_rows, packed_rows
 from .quantized import quantized_attention_rows, quantized_split_rows
@@ -39,6 +40,7 @@ REGISTRY: tuple[KernelSpec, ...] = tuple(
         *backward_rows(),
         *quantizer_rows(),
         *decode_rows(),
+        *indexer_rows(),
     ))
 )  # fmt: skip
 

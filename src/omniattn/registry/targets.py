@@ -46,7 +46,7 @@ def _has_code_of_ada(spec: KernelSpec) -> bool:
     if spec.op == "quantize":
         return spec.specialization is None or spec.specialization[1] == "float8_e4m3"
     of_caches = any(name.startswith("fp8") for name in spec.cache)
-    return of_caches or spec.op in ("quantize_fp8", "layout_fp8", "dequantize")
+    return of_caches or spec.op in ("quantize_fp8", "layout_fp8", "dequantize", "index_logits")
 
 
 def _reach(spec: KernelSpec) -> tuple[object, ...]:
@@ -56,7 +56,8 @@ def _reach(spec: KernelSpec) -> tuple[object, ...]:
     """
     kind = (spec.qk, spec.pv, spec.pv_accumulator, spec.specialization, spec.cache)
     backward = spec.op.startswith("attention_backward")
-    tile = spec.name if spec.arch_specific else None if backward else spec.block_m
+    alone = spec.arch_specific or spec.op == "top_k"
+    tile = spec.name if alone else None if backward else spec.block_m
     scores = (spec.softcap, spec.masks, spec.dmask, spec.paged)
     values = (spec.other_head_dim_v, spec.value_factors, spec.smooth_q, spec.rotated, spec.fragments, spec.beside)
     return spec.op, spec.dtype, spec.head_dim, spec.head_dim_v, scores, values, kind, tile

@@ -1,0 +1,92 @@
+"""The kernels of the indexer of sparse attention, and how they divide their work."""
+
+from __future__ import annotations
+
+from ..problems import IndexLogitsProblem, Target, TopKProblem
+from ..registry import REGISTRY, KernelSpec
+from ..registry.indexer import MAX_CLUSTER, STEP
+from .choice import Selection, forced, only, the_one
+from .fit import fit
+
+#: Steps of a CTA of index_logits that are worth its queries' way into shared memory, and rounds of CTAs that even out
+#: sequences of different lengths.
+_LEAST_STEPS, _ROUNDS = 8, 8
+#: Elements of a row that a CTA of a cluster is worth.
+_LEAST_PART = 2048
+#: Elements that lie in the 16 bytes in which a row begins, but not in the row.
+_LEAD = 3
+
+
+def select_index_logits(problem: IndexLogitsProblem, target: Target, force: str | None = None) -> Selection:
+    """The kernel of a call of ``index_logits``.
+
+    Raises
+    ------
+    ArgumentError
+        ``force`` names a kernel of the operation that cannot serve the call, or no kernel.
+    UnsupportedError
+        The GPU is too old.
+    """
+    aligned = problem.has_aligned_keys
+
+    def unfit(spec: KernelSpec) -> str | None:
+        if spec.arch_specific and not aligned:
+            return "it takes rows of keys at multiples of 16 bytes"
+        return fit(spec, None, target)
+
+    if (chosen := forced(force, ("index_logits",), unfit)) is not None:
+        return chosen
+    for spec in (spec for spec in REGISTRY if spec.op == "index_logits"):
+        if unfit(spec) is None:
+            rows = "at multiples of 16 bytes" if aligned else "of any block size"
+            return Selection(spec, (f"{problem.num_heads} heads, rows of keys {rows}",))
+    generic = only("index_logits", lambda spec: not spec.arch_specific)
+    return the_one(generic, "rows of keys of any block size", target, None)
+
+
+def span_of(spec: KernelSpec, problem: IndexLogitsProblem, target: Target) -> int:
+    """Keys of a CTA of ``index_logits``: all SMs have some, and few steps are the least a CTA has."""
+    tiles = problem.sequences * -(-problem.queries // problem.query_tile(spec.block_m))
+    places = target.sm_count * spec.ctas_per_sm
+    steps = -(-problem.max_keys // STEP)
+    of_one_round = -(-steps * tiles // places)
+    own = of_one_round if of_one_round <= _LEAST_STEPS else max(_LEAST_STEPS, -(-of_one_round // _ROUNDS))
+    return STEP * max(min(own, steps), 1)
+
+
+def select_top_k(problem: TopKProblem, target: Target, force: str | None = None) -> tuple[Selection, int]:
+    """The kernel of a call of ``top_k``, and how many CTAs have a row; raises as `select_index_logits`."""
+    ctas = _ctas_of_row(problem, target)
+    cluster = ctas > 1
+
+    def size(spec: KernelSpec) -> int:
+        return MAX_CLUSTER if spec.min_arch >= (9, 0) and not cluster else ctas if spec.min_arch >= (9, 0) else 1
+
+    def unfit(spec: KernelSpec) -> str | None:
+        most = spec.block_n * size(spec) - _LEAD
+        if spec.name.endswith("held") and problem.width > most:
+            return f"it holds rows of up to {most} elements, these have {problem.width}"
+        return fit(spec, None, target)
+
+    if (chosen := forced(force, ("top_k",), unfit)) is not None:
+        return chosen, size(chosen.spec)
+    wanted = (9, 0) if cluster else (8, 0)
+    rows = [spec for spec in REGISTRY if spec.op == "top_k" and spec.min_arch == wanted]
+    few = problem.rows * ctas <= target.sm_count
+    held, stream = rows[0], rows[1]
+    if few and unfit(held) is None:
+        return Selection(held, (f"{ctas} CTAs a row of {problem.width} elements, which they hold",)), ctas
+    return the_one(stream, f"{ctas} CTAs a row of {problem.width} elements, which they read twice", target, None), ctas
+
+
+def _ctas_of_row(problem: TopKProblem, target: Target) -> int:
+    """As many as SMs would idle otherwise, where there are clusters."""
+    ctas = 1
+    if target.cc >= (9, 0):
+        while (
+            ctas < MAX_CLUSTER
+            and problem.rows * 2 * ctas <= target.sm_count
+            and problem.width >= 2 * ctas * _LEAST_PART
+        ):
+            ctas *= 2
+    return ctas
