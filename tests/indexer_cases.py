@@ -159,10 +159,9 @@ def wanted_positions(logits: Any, k: int, starts: Any = None, lengths: Any = Non
     for t, row in enumerate(logits):
         first = 0 if starts is None else int(starts[t])
         part = row[first : len(row) if lengths is None else first + int(lengths[t])]
-        ranked = sorted(range(len(part)), key=lambda i: (not np.isnan(part[i]), -part[i] if part[i] == part[i] else 0.0, i))
-        chosen = sorted(i for i in ranked if not np.isneginf(part[i]))
-        if len(chosen) > k:
-            chosen = sorted([i for i in ranked if not np.isneginf(part[i])][:k])
+        nan = np.isnan(part)
+        ranked = np.lexsort((np.arange(len(part)), -np.where(nan, np.float32(0), part), ~nan))
+        chosen = np.sort([i for i in ranked[:k] if not np.isneginf(part[i])])
         out[t, : len(chosen)] = chosen
     return out
 

@@ -74,20 +74,32 @@ OA_DEVICE void stage_queries(const IndexLogitsParams& p, const IndexItem& item, 
     if (threadIdx.x < item.queries) s.seen[threadIdx.x] = seen_keys(p, item, threadIdx.x);
 }
 
+// The A operands of the four products of 32 channels. Copies that the compiler cannot move: it would make them where the
+// keys are asked for, and wait for them there.
+struct KeyOperands {
+    uint32 a[4][4];
+
+    OA_DEVICE KeyOperands(const KeyRows& k, uint32 zero) {
+        const uint32 word[2][8] = {
+            {k.low[0].x, k.low[0].y, k.low[0].z, k.low[0].w, k.high[0].x, k.high[0].y, k.high[0].z, k.high[0].w},
+            {k.low[1].x, k.low[1].y, k.low[1].z, k.low[1].w, k.high[1].x, k.high[1].y, k.high[1].z, k.high[1].w}};
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) a[j][i] = copy_of(word[i & 1][2 * j + (i >> 1)], zero);
+        }
+    }
+};
+
 // 64 keys times the 64 heads of a slot, each head's product through relu and its weight: this thread's part of the sums
 // of its two keys.
-OA_DEVICE void add_heads(const KeyRows& k, WgmmaDescriptor q, uint32 weights, float (&sum)[2]) {
+OA_DEVICE void add_heads(const KeyOperands& k, WgmmaDescriptor q, uint32 weights, float (&sum)[2]) {
     float acc[32];
-    const uint32* low[2] = {&k.low[0].x, &k.low[1].x};
-    const uint32* high[2] = {&k.high[0].x, &k.high[1].x};
     wgmma_discard(acc);
     wgmma_fence();
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-        const uint32* const* from = j < 2 ? low : high;
-        const int w = 2 * (j & 1);
-        const uint32 a[4] = {from[0][w], from[1][w], from[0][w + 1], from[1][w + 1]};
-        Wgmma<E4m3, 64>::rs(acc, a, q.at(32 * j), j > 0);
+        Wgmma<E4m3, 64>::rs(acc, k.a[j], q.at(32 * j), j > 0);
     }
     wgmma_commit();
     wgmma_wait<0>();
@@ -147,13 +159,15 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2)
 
     const WgmmaDescriptor q = wgmma_descriptor(smem_addr_of(s.q), 16, 1024);
     const uint32 weights = smem_addr_of(s.weights) + part * kQuadStride * 4;
+    const uint32 zero = opaque_zero();
     auto score = [&](const KeyRows& rows, int32 tile) {
+        const KeyOperands operands(rows, zero);
         const int32 key = begin + tile * kTile + warp_row + quad + 8 * (part & 1);
         for (int32 i = 0; i < item.queries; ++i) {
             float sum[2] = {};
             for (int32 product = 0; product < products; ++product) {
                 const int32 slot = i * products + product;
-                add_heads(rows, q.next(slot * kSlotBytes), weights + slot * (4 * kQuadStride * 4), sum);
+                add_heads(operands, q.next(slot * kSlotBytes), weights + slot * (4 * kQuadStride * 4), sum);
             }
             // Over the quad: even lanes end with the first key, odd ones with the second.
             const bool odd = part & 1;

@@ -18,15 +18,17 @@ from .append import append, copy_blocks, copy_recent
 from .attention import attention, attention_varlen
 from .attention_backward import attention_backward, attention_varlen_backward
 from .decode import decode
+from .index_logits import index_logits
 from .merge import merge_states
 from .quantize import quantize_qk, quantize_v
 from .tiles import TileCounts, count_tiles, finding
+from .top_k import top_k
 from .with_cache import attention_with_kvcache
 
 #: What can be explained.
 OPERATIONS = (
     attention, attention_varlen, attention_backward, attention_varlen_backward, attention_with_kvcache, decode, append,
-    copy_blocks, copy_recent, merge_states, quantize_qk, quantize_v,
+    copy_blocks, copy_recent, merge_states, quantize_qk, quantize_v, index_logits, top_k,
 )  # fmt: skip
 
 
@@ -150,8 +152,9 @@ def explain(function: Any, *arguments: Any, **options: Any) -> Explanation:
     ----------
     function : callable
         `attention`, `attention_varlen`, `attention_backward`, `attention_varlen_backward`, `attention_with_kvcache`,
-        `decode`, `append`, `copy_blocks`, `copy_recent`, `merge_states`, `quantize_qk` or `quantize_v`. An array or
-        quantized operand in its place is q of `attention`, or with cu_seqlens of `attention_varlen`.
+        `decode`, `append`, `copy_blocks`, `copy_recent`, `merge_states`, `quantize_qk`, `quantize_v`, `index_logits`
+        or `top_k`. An array or quantized operand in its place is q of `attention`, or with cu_seqlens of
+        `attention_varlen`.
     arguments, options
         As the function takes them.
 
