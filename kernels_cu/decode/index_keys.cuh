@@ -16,10 +16,10 @@ OA_DEVICE int32 word_byte(int32 w) { return 64 * (w >> 2) + 4 * (w & 3); }
 // A CTA: queries of one sequence and a span of its keys.
 struct IndexItem {
     int32 sequence;
-    int32 row;      // first query, of all sequences
+    int32 row;  // first query, of all sequences
     int32 queries;  // how many
-    int32 key;      // first key
-    int32 end;      // behind the last one
+    int32 key;  // first key
+    int32 end;  // behind the last one
 
     OA_DEVICE explicit IndexItem(const IndexLogitsParams& p) {
         const int32 tile = int32(blockIdx.x / uint32(p.spans));

@@ -1,9 +1,9 @@
 // Radix select of the k largest numbers of a row by one CTA, or by the CTAs of a cluster that share it.
 //
-// A number's key is an integer of the same order. Three digits of it, 12, 10 and 10 bits, are counted in histograms, each
-// among the keys that have the digits before it; the digit in which the k-th largest one lies follows from sums over the
-// bins from the top. What is left is a threshold: all keys above it are chosen, and the first `ties` of those equal to
-// it.
+// A number's key is an integer of the same order. Three digits of it, 12, 10 and 10 bits, are counted in histograms,
+// each among the keys that have the digits before it; the digit in which the k-th largest one lies follows from sums
+// over the bins from the top. What is left is a threshold: all keys above it are chosen, and the first `ties` of those
+// equal to it.
 #pragma once
 #include "ptx/cluster.cuh"
 #include "ptx/cp_async.cuh"
@@ -23,7 +23,9 @@ constexpr int32 kDigits = 3;
 constexpr int32 kBins[kDigits] = {4096, 1024, 1024};
 constexpr int32 kShift[kDigits] = {20, 10, 0};
 constexpr int32 kAllBins = 4096 + 1024 + 1024;
-OA_DEVICE constexpr int32 first_bin(int32 digit) { return digit == 0 ? 0 : digit == 1 ? kBins[0] : kBins[0] + kBins[1]; }
+OA_DEVICE constexpr int32 first_bin(int32 digit) {
+    return digit == 0 ? 0 : digit == 1 ? kBins[0] : kBins[0] + kBins[1];
+}
 // Bins of the first digit that hold nothing but -inf, which is never chosen.
 constexpr int32 kNegInfBins = int32(kKeyNegInf >> 20) + 1;
 
@@ -35,9 +37,9 @@ struct Threshold {
 struct SelectStorage {
     alignas(16) uint32 histogram[kAllBins];
     uint32 warp_sums[2][32];
-    uint32 bin, above, inside;        // of the last digit: the bin, keys in the bins above it, keys in it
-    uint32 before_above, before_in;   // of these, those of the cluster's CTAs of lower rank
-    uint32 count;                     // candidates
+    uint32 bin, above, inside;  // of the last digit: the bin, keys in the bins above it, keys in it
+    uint32 before_above, before_in;  // of these, those of the cluster's CTAs of lower rank
+    uint32 count;  // candidates
 };
 
 // Sum over the lanes up to this one.
@@ -121,13 +123,13 @@ struct Digit {
 
 // What a select knows: the digits found so far, how many keys are above them, and where the result will be.
 struct Selected {
-    uint32 prefix = 0;     // of the keys that are left: their digits so far, at their place
-    uint32 above = 0;      // keys with higher ones
-    uint32 inside = 0;     // keys with these digits
-    uint32 before = 0;     // of those above, those of CTAs of lower rank
+    uint32 prefix = 0;  // of the keys that are left: their digits so far, at their place
+    uint32 above = 0;  // keys with higher ones
+    uint32 inside = 0;  // keys with these digits
+    uint32 before = 0;  // of those above, those of CTAs of lower rank
     uint32 before_in = 0;  // the same of those inside
-    uint32 chosen = 0;     // k, or all numbers of the row if they are fewer
-    int32 digits = 0;      // how many are found
+    uint32 chosen = 0;  // k, or all numbers of the row if they are fewer
+    int32 digits = 0;  // how many are found
     Threshold threshold{kKeyNegInf, 0};
     bool done = false;
 

@@ -131,8 +131,8 @@ OA_DEVICE void add_heads(const KeyOperands& k, const SharedStorage& s, int32 slo
     }
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, 3)
-    index_logits_sm80(const __grid_constant__ IndexLogitsParams p) {
+extern "C" __global__ void __launch_bounds__(kThreads, 3) index_logits_sm80(const
+                                                                            __grid_constant__ IndexLogitsParams p) {
     extern __shared__ __align__(1024) uint8 smem_raw[];
     SharedStorage& s = *reinterpret_cast<SharedStorage*>(smem_raw);
     const IndexItem item(p);

@@ -24,11 +24,11 @@
 #include "ptx/types.cuh"
 #include "ptx/wgmma_e4m3.cuh"
 
-constexpr int32 kSlots = SLOTS;      // queries times products of 64 heads
-constexpr int32 kThreads = 256;      // two warpgroups
-constexpr int32 kTile = 64;          // keys of a warpgroup's step
-constexpr int32 kBuffers = 3;        // tiles in registers
-constexpr int32 kQuadStride = 20;    // floats of a quad lane's 16 weights, with padding against bank conflicts
+constexpr int32 kSlots = SLOTS;  // queries times products of 64 heads
+constexpr int32 kThreads = 256;  // two warpgroups
+constexpr int32 kTile = 64;  // keys of a warpgroup's step
+constexpr int32 kBuffers = 3;  // tiles in registers
+constexpr int32 kQuadStride = 20;  // floats of a quad lane's 16 weights, with padding against bank conflicts
 constexpr int32 kSlotBytes = kIndexHeads * kIndexDim;
 
 struct SharedStorage {
@@ -74,8 +74,8 @@ OA_DEVICE void stage_queries(const IndexLogitsParams& p, const IndexItem& item, 
     if (threadIdx.x < item.queries) s.seen[threadIdx.x] = seen_keys(p, item, threadIdx.x);
 }
 
-// The A operands of the four products of 32 channels. Copies that the compiler cannot move: it would make them where the
-// keys are asked for, and wait for them there.
+// The A operands of the four products of 32 channels. Copies that the compiler cannot move: it would make them where
+// the keys are asked for, and wait for them there.
 struct KeyOperands {
     uint32 a[4][4];
 
@@ -117,8 +117,8 @@ OA_DEVICE void add_heads(const KeyOperands& k, WgmmaDescriptor q, uint32 weights
     }
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, 2)
-    index_logits_sm90(const __grid_constant__ IndexLogitsParams p) {
+extern "C" __global__ void __launch_bounds__(kThreads, 2) index_logits_sm90(const
+                                                                            __grid_constant__ IndexLogitsParams p) {
     extern __shared__ __align__(1024) uint8 smem_raw[];
     SharedStorage& s = *reinterpret_cast<SharedStorage*>(smem_raw);
     const IndexItem item(p);

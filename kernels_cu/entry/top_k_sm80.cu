@@ -75,7 +75,8 @@ struct Row {
 class Positions {
   public:
     OA_DEVICE Positions(const TopKParams& p, int32 row)
-        : p_(p), out_(p.indices + row * p.indices_stride),
+        : p_(p),
+          out_(p.indices + row * p.indices_stride),
           table_(p.block_size == 0 ? nullptr : p.block_table + (row / p.queries) * p.table_stride) {}
 
     OA_DEVICE void put(uint32 rank, uint32 position) const {
@@ -112,7 +113,8 @@ OA_DEVICE uint32 chosen_of(const uint4& keys, Threshold t) {
 // the warp before it, a vector's lanes one another. of(v): this thread's keys of vector v. `parity` alternates between
 // steps. kUnroll: of(v) is in registers.
 template <int32 kUnroll, typename Keys, typename Put>
-OA_DEVICE void put_in_order(SelectStorage& s, Keys of, int32 vectors, Threshold t, Ranks& ranks, int32 parity, Put put) {
+OA_DEVICE void put_in_order(SelectStorage& s, Keys of, int32 vectors, Threshold t, Ranks& ranks, int32 parity,
+                            Put put) {
     const int32 lane = threadIdx.x & 31, warp = threadIdx.x / 32;
     // Two counts in a number: a warp's step has less than 2^16 elements.
     uint32 mine = 0;
@@ -237,7 +239,7 @@ OA_DEVICE void for_row(const Row& row, const Step& step, Take take) {
 
 template <int32 kDigit>
 OA_DEVICE void digit_of_row(const TopKParams& p, const Row& row, SharedStorage& s, const Step& step, Selected& found) {
-    for_row(row, step, [&](const uint4 (&keys)[kVectors], uint32, int32) {
+    for_row(row, step, [&](const uint4(&keys)[kVectors], uint32, int32) {
 #pragma unroll
         for (int32 v = 0; v < kVectors; ++v) count_keys<kDigit>(s.select, keys[v], found.prefix);
     });
@@ -265,9 +267,8 @@ OA_DEVICE void for_candidates(const SharedStorage& s, uint32 count, Take take) {
 template <int32 kDigit>
 OA_DEVICE void digit_of_candidates(const TopKParams& p, uint32 count, SharedStorage& s, const Step& step,
                                    Selected& found) {
-    for_candidates(s, count, [&](const uint4& keys, uint32, int32) {
-        count_keys<kDigit>(s.select, keys, found.prefix);
-    });
+    for_candidates(s, count,
+                   [&](const uint4& keys, uint32, int32) { count_keys<kDigit>(s.select, keys, found.prefix); });
     __syncthreads();
     step.find<kDigit>(p.k - found.above);
     found.take<kDigit>(s.select, p.k);
@@ -283,7 +284,7 @@ OA_DEVICE void select_stream(const TopKParams& p, const Row& row, SharedStorage&
     const bool direct = found.done;
     const Threshold least = direct ? found.threshold : Threshold{found.prefix - 1, 0};
     Ranks ranks{direct ? found.before : 0, direct ? found.before_in : 0};
-    for_row(row, step, [&](const uint4 (&keys)[kVectors], uint32 first, int32 parity) {
+    for_row(row, step, [&](const uint4(&keys)[kVectors], uint32 first, int32 parity) {
         put_in_order<kVectors>(
             s.select, [&](int32 v) { return keys[v]; }, kVectors, least, ranks, parity,
             [&](uint32 rank, uint32 key, int32 v, int32 e) {
@@ -310,8 +311,7 @@ OA_DEVICE void select_stream(const TopKParams& p, const Row& row, SharedStorage&
 }
 #endif
 
-extern "C" __global__ void __launch_bounds__(kThreads, CTAS)
-    top_k_sm80(const __grid_constant__ TopKParams p) {
+extern "C" __global__ void __launch_bounds__(kThreads, CTAS) top_k_sm80(const __grid_constant__ TopKParams p) {
     extern __shared__ __align__(1024) uint8 smem_raw[];
     SharedStorage& s = *reinterpret_cast<SharedStorage*>(smem_raw);
     uint32 rank = 0, size = 1;

@@ -14,9 +14,26 @@ import omniattn.plan.attention as plan_of_attention
 from omniattn.errors import UnsupportedError
 from omniattn.plan.attention import plan_attention
 from omniattn.plan.backward import plan_backward
-from omniattn.plan.others import plan_append, plan_copy, plan_decode, plan_merge, plan_quantize
+from omniattn.plan.others import (
+    plan_append,
+    plan_copy,
+    plan_decode,
+    plan_index_logits,
+    plan_merge,
+    plan_quantize,
+    plan_top_k,
+)
 from omniattn.plan.with_cache import plan_with_cache
-from omniattn.problems import AppendProblem, CopyProblem, DecodeProblem, MergeProblem, Target, WithCacheProblem
+from omniattn.problems import (
+    AppendProblem,
+    CopyProblem,
+    DecodeProblem,
+    IndexLogitsProblem,
+    MergeProblem,
+    Target,
+    TopKProblem,
+    WithCacheProblem,
+)
 from omniattn.problems.decode import passes
 from omniattn.registry import GPUS, REGISTRY, KernelSpec
 from omniattn.runtime.arch import Arch
@@ -32,7 +49,7 @@ SMS = {
 }  # fmt: skip
 _PLANS = {
     DecodeProblem: plan_decode, AppendProblem: plan_append, CopyProblem: plan_copy, MergeProblem: plan_merge,
-    WithCacheProblem: plan_with_cache,
+    WithCacheProblem: plan_with_cache, IndexLogitsProblem: plan_index_logits, TopKProblem: plan_top_k,
 }  # fmt: skip
 ROWS = {spec.name: spec for spec in REGISTRY}
 KERNELS = Path(__file__).parents[2] / "kernels_cu"

@@ -122,6 +122,8 @@ LINES: dict[str, tuple[str, str]] = {
     "dequantize_rounds": ("`decode`", "prompts over quantized caches"),
     "copy_blocks": ("`copy_blocks`", ""),
     "merge_states": ("`merge_states`", ""),
+    "index_logits": ("`index_logits`", ""),
+    "top_k": ("`top_k`", ""),
 }
 #: What no wheel holds of an operation: a user's expressions, and what the registry does not list.
 FIRST_USE = {

@@ -32,7 +32,8 @@ class KernelSpec:
         ``"tile_kinds"``; of packed sequences
         ``"clear_unused"``; of caches
         ``"append"``, ``"decode"``, ``"decode_combine"``, ``"latent_decode"``, ``"latent_combine"``,
-        ``"dequantize"``, ``"dequantize_rounds"``, ``"copy_blocks"``.
+        ``"dequantize"``, ``"dequantize_rounds"``, ``"copy_blocks"``; of sparse attention's indexer
+        ``"index_logits"``, ``"top_k"``.
     source : str
         Path of the ``.cu`` file below the kernels root.
     symbol : str

@@ -17,6 +17,7 @@ from omniattn.testing.clear_cases import clear_cases
 from omniattn.testing.factor_cases import factor_cases
 from omniattn.testing.frameworks import Framework
 from omniattn.testing.gradient_cases import BACKWARD_OPS, gradient_cases
+from omniattn.testing.indexer_cases import INDEXER_OPS, indexer_cases
 from omniattn.testing.latent_cases import LATENT_OPS, latent_cases
 from omniattn.testing.layout_cases import layout_cases
 from omniattn.testing.mask_cases import PACK_OPS, mask_cases
@@ -53,6 +54,8 @@ def cases_of(spec: KernelSpec) -> Sequence[RowCase]:
         return cache_cases(spec)
     if spec.op in LATENT_OPS:
         return latent_cases(spec)
+    if spec.op in INDEXER_OPS:
+        return indexer_cases(spec)
     if spec.op in PACK_OPS:
         return mask_cases(spec)
     if spec.op == "mask_align":
