@@ -27,7 +27,8 @@ TESTS = Path(__file__).parent
 #: Headers of kernels_cu/ptx in whose place host_cta/ptx.h is.
 _REPLACED = "cluster cp_async cvt cvt_quant gpu_sync half2 l2 ldmatrix math min_nan mma_sync shared tma"
 _PARAMS = {
-    "attn_fwd_sm80": "Params", "index_logits_sm80": "IndexLogitsParams", "kv_append_sm80": "KvAppendParams", "kv_dequantize_sm80": "KvDequantizeParams",
+    "attn_fwd_sm80": "Params", "index_logits_sm80": "IndexLogitsParams", "kv_append_sm80": "KvAppendParams",
+    "kv_dequantize_sm80": "KvDequantizeParams",
     "kv_rounds_sm80": "KvDequantizeParams", "merge_states_sm80": "MergeStatesParams",
     "top_k_sm80": "TopKParams",
 }  # fmt: skip

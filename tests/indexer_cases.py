@@ -101,7 +101,8 @@ def ranged_call(heads: int, rows: int, keys: int, seed: int = 0) -> LogitsCall:
 
 def same_logits(got: Any, call: LogitsCall, error: float = 2.0**-20) -> float:
     """Check logits; ``error`` of the sum of magnitudes is allowed. Returns the largest share of it that was found."""
-    assert got.shape == call.wanted.shape and got.dtype == np.float32
+    assert got.shape == call.wanted.shape
+    assert got.dtype == np.float32
     masked = np.isneginf(call.wanted)
     np.testing.assert_array_equal(np.isneginf(got), masked)
     with np.errstate(invalid="ignore"):

@@ -194,6 +194,9 @@ def _others(of: _Arrays, stream: Any) -> dict[str, Callable[[], Any]]:
     do, o, lse_o = of.random(*q.shape), of.random(*q.shape), of.random(2, _HEADS, _LENGTH).float()
     mask = of.random(2, 1, _LENGTH, _LENGTH).float()
     gradients = [torch.empty_like(x) for x in (q, k, v)]
+    scores = of.random(6, 300).float()
+    queries, keys = of.random(6, 8, 128).to(torch.float8_e4m3fn), of.random(300, 128).to(torch.float8_e4m3fn)
+    weights, scale = of.random(6, 8).float(), of.random(300).float()
 
     def contents(made: Any) -> tuple[Any, ...]:
         if hasattr(made, "v"):
@@ -210,6 +213,8 @@ def _others(of: _Arrays, stream: Any) -> dict[str, Callable[[], Any]]:
         "quantize_v, packed": lambda: contents(oa.quantize_v(rows_v, **packed_v)),
         "merge": lambda: oa.merge_states(a, lse[0], b, lse[1]),
         "merge into out": lambda: oa.merge_states(a, lse[0], b, lse[1], out=out.fill_(float("nan")), stream=stream),
+        "index_logits": lambda: oa.index_logits(queries, keys, weights, k_scale=scale),
+        "top_k": lambda: oa.top_k(scores, 64, lengths=of.int32(300, 0, 7, 64, 100, 299)),
         "backward": lambda: oa.attention_backward(do, q, k, v, o, lse_o, deterministic=True),
         "backward into arrays": lambda: oa.attention_backward(
             do, q, k, v, o, lse_o, dq=gradients[0], dk=gradients[1], dv=gradients[2], deterministic=True

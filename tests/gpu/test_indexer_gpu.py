@@ -84,7 +84,8 @@ def test_long_cache(family: str) -> None:
     wide = torch.full((3, call.wanted.shape[1] + 5), float("nan"), device="cuda")
     got = oa.index_logits(**given, out=wide[:, 2:-3])
     same_logits(got.cpu().numpy(), call, HOPPER)
-    assert torch.isnan(wide[:, :2]).all() and torch.isnan(wide[:, -3:]).all()
+    assert torch.isnan(wide[:, :2]).all()
+    assert torch.isnan(wide[:, -3:]).all()
 
 
 def test_nan_reaches_the_logits_of_its_key_alone(family: str) -> None:
@@ -95,7 +96,8 @@ def test_nan_reaches_the_logits_of_its_key_alone(family: str) -> None:
     given["k_scale"] = given["k_scale"].copy()
     given["k_scale"][60] = np.nan
     got = oa.index_logits(**on_gpu(given)).cpu().numpy()
-    assert np.isnan(got[:, [50, 60]]).all() and np.isnan(got).sum() == 8
+    assert np.isnan(got[:, [50, 60]]).all()
+    assert np.isnan(got).sum() == 8
 
 
 def test_no_rows_and_no_keys(family: str) -> None:
@@ -107,7 +109,8 @@ def test_no_rows_and_no_keys(family: str) -> None:
     rows, keys = q.new_zeros(3, 64, 128), q.new_zeros(0, 128)
     got = oa.index_logits(rows, keys, w.new_zeros(3, 64), k_scale=w.new_zeros(0))
     assert got.shape == (3, 0)
-    assert (oa.top_k(got, 5) == -1).all() and oa.top_k(got[:0], 5).shape == (0, 5)
+    assert (oa.top_k(got, 5) == -1).all()
+    assert oa.top_k(got[:0], 5).shape == (0, 5)
 
 
 @pytest.fixture(params=[spec.name for spec in REGISTRY if spec.op == "top_k"])

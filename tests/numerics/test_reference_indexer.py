@@ -36,7 +36,8 @@ def test_nan_of_a_product() -> None:
     call = _call()
     call["k"][2, 1] = np.nan
     got = indexer.index_logits(**call)
-    assert np.isnan(got[0, 2]) and np.isnan(got).sum() == 1
+    assert np.isnan(got[0, 2])
+    assert np.isnan(got).sum() == 1
 
 
 @pytest.mark.parametrize("name", ["q", "k", "weights", "k_scale", "starts", "ends"])

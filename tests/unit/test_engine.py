@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -79,6 +80,16 @@ CALLS: dict[str, Make] = {
     "quantize_qk": lambda: (oa.quantize_qk, _QKV[:2], {"smooth_q": True}),
     "quantize_qk packed": lambda: (oa.quantize_qk, _PACKED[:2], _BOTH),
     "quantize_v": lambda: (oa.quantize_v, _QKV[2:], {}),
+    "index_logits": lambda: (
+        oa.index_logits,
+        (
+            np.zeros((2, 1, 8, 128), ml_dtypes.float8_e4m3fn),
+            np.zeros((4, 16, 1, 132), np.uint8),
+            ones(2, 8, dtype="float32"),
+        ),
+        {"seq_lens": LENS, "block_table": np.zeros((2, 2), np.int32)},
+    ),
+    "top_k": lambda: (oa.top_k, (ones(2, 40, dtype="float32"), 3), {"lengths": LENS}),
 }
 
 
@@ -193,7 +204,8 @@ def test_outputs_of_the_problem_are_what_the_call_returns(name: str) -> None:
             assert (array.shape, array.dtype.name) == (output.shape, output.dtype), output.name
     else:
         results = result if isinstance(result, tuple) else (result,)
-        assert [x.name for x in outputs] == ["o", "lse"][: len(results)]
+        own = {"index_logits": ["logits"], "top_k": ["indices"]}
+        assert [x.name for x in outputs] == own.get(name, ["o", "lse"][: len(results)])
         assert [(x.shape, x.dtype.name) for x in results] == [(x.shape, x.dtype) for x in outputs]
 
 
@@ -226,6 +238,8 @@ FAMILIES: dict[str, list[str]] = {
     "quantize_qk": ["quantize_sm80", "quantize_delta_sm80"],
     "quantize_qk packed": ["quantize_sm80"],
     "quantize_v": ["quantize_sm80"],
+    "index_logits": ["index_logits_sm90"],
+    "top_k": ["top_k_sm80"],
 }
 _FAMILY = {spec.name: spec.family for spec in REGISTRY}
 

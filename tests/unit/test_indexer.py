@@ -52,7 +52,8 @@ def test_nan_reaches_the_logits_of_its_key_alone() -> None:
     given["k"].view(np.uint8)[50, 3] = 0xFF
     given["k_scale"][60] = np.nan
     got = oa.index_logits(**given)
-    assert np.isnan(got[:, [50, 60]]).all() and np.isnan(got).sum() == 8
+    assert np.isnan(got[:, [50, 60]]).all()
+    assert np.isnan(got).sum() == 8
 
 
 def test_nothing() -> None:
@@ -121,7 +122,7 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
     "a table of other sequences": (_paged(block_table=np.zeros((4, 6), _I)), ShapeError, "'block_table'"),
     "a table in 64 bits": (_paged(block_table=np.zeros((5, 6), np.int64)), DtypeError, "'block_table'"),
     "no block": (_paged(block_table=np.full((5, 6), 99, _I)), ArgumentError, "blocks 0 to .*, received 99"),
-    "rows of 128 bytes": (_paged(k=np.zeros((9, 64, 1, 128), np.uint8)), ShapeError, "'k': expected .blocks, block_size"),
+    "rows of 128 bytes": (_paged(k=np.zeros((9, 64, 1, 128), np.uint8)), ShapeError, "'k': expected .blocks, block"),
     "blocks of e4m3": (_paged(k=np.zeros((9, 64, 128), E4M3)), DtypeError, "'k': expected uint8"),
     "bytes with scales": (_paged(k_scale=np.zeros((9, 64), np.float32)), DtypeError, "'k': expected float8_e4m3fn"),
     "blocks between blocks": (_paged(k=np.zeros((9, 128, 1, 132), np.uint8)[:, ::2]), StrideError, "'k'"),

@@ -19,10 +19,12 @@ from omniattn.checks.memory import check_memory
 from omniattn.errors import ArgumentError, StrideError
 
 # The package has the functions of these names.
-append, attention, attention_backward, decode, merge, with_cache = (
+append, attention, attention_backward, decode, index_logits, merge, top_k, with_cache = (
     importlib.import_module(f"omniattn.ops.{name}")
-    for name in ("append", "attention", "attention_backward", "decode", "merge", "with_cache")
-)
+    for name in (
+        "append", "attention", "attention_backward", "decode", "index_logits", "merge", "top_k", "with_cache",
+    )
+)  # fmt: skip
 
 #: Nothing is there: whoever reads it ends the process.
 BASE = 0x7000_0000_0000
@@ -168,6 +170,10 @@ OPERATIONS: dict[str, tuple[Any, tuple[str, ...], tuple[str, ...]]] = {
     "decode": (decode._DECODE, ("q", "seq_lens", "block_table", "sinks"), ("out",)),
     "with cache": (with_cache._WITH_CACHE, ("q", "seq_lens", "block_table", "cu_seqlens_q", "sinks"), ("out",)),
     "merge": (merge._MERGE, ("o_a", "o_b", "lse_a", "lse_b"), ("out",)),
+    "index_logits": (
+        index_logits._INDEX_LOGITS, ("q", "k", "weights", "k_scale", "seq_lens", "block_table", "k_start"), ("out",),
+    ),
+    "top_k": (top_k._TOP_K, ("logits", "lengths", "starts", "block_table"), ("out",)),
 }  # fmt: skip
 SAME = {"attention": ("q",), "attention with more": ("q",), "merge": ("o_a", "o_b")}
 

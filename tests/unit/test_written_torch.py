@@ -82,6 +82,9 @@ def _writers() -> dict[str, tuple[Callable[[], Any], Sequence[torch.Tensor], Seq
     oa.append(cache, k, v, seq_lens=lens)
     oa.append(plain, half[1], half[2], seq_lens=lens)
     table = int32(0, 1).view(1, 2)
+    queries, keys = (torch.zeros(n, 128).to(torch.float8_e4m3fn) for n in (6, 9))
+    queries, weights, scale = queries.view(3, 2, 128), torch.ones(3, 2), torch.ones(9)
+    scores, chosen = torch.ones(3, 9), torch.zeros(3, 3, dtype=torch.int32)
     theirs = [torch.zeros(1, 8, 2, 64) for _ in range(2)]
     states = torch.stack([o, o]), torch.stack([lse, lse]).transpose(-1, -2)
     return {
@@ -99,6 +102,10 @@ def _writers() -> dict[str, tuple[Callable[[], Any], Sequence[torch.Tensor], Seq
         ),
         "decode": (lambda: oa.decode(q[:, :1], cache, seq_lens=lens, out=out[:, :1]), [out], [q, *of_cache, lens]),
         "merge_states": (lambda: oa.merge_states(q, lse, k, lse, out=out), [out], [q, k, lse]),
+        "index_logits": (
+            lambda: oa.index_logits(queries, keys, weights, k_scale=scale, out=scores), [scores], [weights, scale],
+        ),
+        "top_k": (lambda: oa.top_k(scores, 3, out=chosen), [chosen], [scores]),
         "append": (lambda: oa.append(cache, k, v, seq_lens=lens), of_cache, [k, v, lens]),
         "copy_blocks": (lambda: oa.copy_blocks(paged, [(0, 2)]), of_paged[:4], []),
         "copy_recent": (lambda: oa.copy_recent(paged, [(0, 1)]), of_paged[4:], []),

@@ -52,7 +52,7 @@ class _Keys(NamedTuple):
 
 def check_index_logits(call: Call, tensors: dict[str, Tensor]) -> IndexLogitsProblem:
     """The problem of a call."""
-    q, k, weights = tensors["q"], tensors["k"], tensors["weights"]
+    q, _k, weights = tensors["q"], tensors["k"], tensors["weights"]
     arrays.require_same_device([q, *(t for name, t in tensors.items() if name != "q")])
     if q.dtype != values.E4M3:
         raise DtypeError("q", values.E4M3, q.dtype, function=_LOGITS)
@@ -120,7 +120,9 @@ def _check_paged(tensors: dict[str, Tensor], sequences: int) -> _Keys:
     else:
         strides = tuple(k.strides)
     if len(shape) != 3 or shape[2] != row or shape[1] < 1 or shape[0] < 1:
-        expected = f"(blocks, block_size, 1, {row}) or (blocks, block_size, {row}), {'without' if fused else 'with'} k_scale"
+        expected = (
+            f"(blocks, block_size, 1, {row}) or (blocks, block_size, {row}), {'without' if fused else 'with'} k_scale"
+        )
         raise ShapeError("k", expected, f"{tuple(k.shape)}", function=_LOGITS)
     blocks, size = shape[:2]
     if scale is None:
@@ -199,9 +201,7 @@ def check_top_k(call: Call, tensors: dict[str, Tensor]) -> TopKProblem:
         check_int32(tensors["starts"], (rows,), f"({rows},)", _TOP_K)
     table, block_size, table_stride = tensors.get("block_table"), 0, 0
     if table is not None:
-        block_size = arguments.check_int(
-            options.block_size, "block_size", _TOP_K, least=1, most=arguments.MAX_ROWS
-        )
+        block_size = arguments.check_int(options.block_size, "block_size", _TOP_K, least=1, most=arguments.MAX_ROWS)
         if table.dtype != "int32":
             raise DtypeError("block_table", "int32", table.dtype, function=_TOP_K)
         least = -(-width // block_size)

@@ -63,7 +63,7 @@ def index_logits(
         the CPU; on a GPU lengths beyond the columns are taken as their end.
     block_table : array, (batch, max_blocks), int32, with ``seq_lens``
         The block that holds keys block_size * j and on of sequence b is block_table[b, j]. Only the entries that
-        seq_lens reaches are looked at.
+        seq_lens reaches are read.
     max_keys : int, optional
         With ``seq_lens``: columns of the logits; max_blocks * block_size unless given.
     k_start, k_end : array, (rows,), int32, optional

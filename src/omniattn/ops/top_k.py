@@ -48,7 +48,7 @@ def top_k(
         Rows of a sequence, as in `index_logits`: row i of so many has lengths[b] - next_n + i + 1 elements.
     block_table : array, (rows / next_n, blocks), int32, optional
         With it the result are rows of a pool: block_table[b, position // block_size] * block_size + position %
-        block_size, below 2**31. Only the entries of chosen positions are looked at.
+        block_size, below 2**31. Only the entries of chosen positions are read.
     block_size : int
         With ``block_table``.
     out : array, (rows, k), int32, optional

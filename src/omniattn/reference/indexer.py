@@ -76,7 +76,8 @@ def index_logits(
             out[t] = (found["weights"][t] @ np.maximum(products, dtype.type(0))) * found["k_scale"]
     s = np.arange(count)
     seen = (s >= found["starts"][:, None]) & (s < found["ends"][:, None])
-    return np.where(seen, out, dtype.type(-np.inf))
+    out[~seen] = -np.inf
+    return out
 
 
 def top_k(logits: npt.ArrayLike, k: int, starts: npt.ArrayLike, lengths: npt.ArrayLike) -> npt.NDArray[np.int32]:
@@ -106,7 +107,7 @@ def top_k(logits: npt.ArrayLike, k: int, starts: npt.ArrayLike, lengths: npt.Arr
         raise ArgumentError("k", "1 or more", f"{k}", function=_TOP_K)
     out = np.full((values.shape[0], k), -1, dtype=np.int32)
     for t, (start, length) in enumerate(zip(np.asarray(starts), np.asarray(lengths), strict=True)):
-        if not (0 <= start and 0 <= length and start + length <= values.shape[1]):
+        if not (start >= 0 and length >= 0 and start + length <= values.shape[1]):
             expected = f"elements of the {values.shape[1]} of row {t}"
             raise ArgumentError("lengths", expected, f"{length} from {start} on", function=_TOP_K)
         row = values[t, start : start + length]

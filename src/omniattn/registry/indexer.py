@@ -15,8 +15,8 @@ _SLOTS_SM90, _SLOTS_SM80 = 8, 2
 #: Keys that a CTA computes in one step.
 STEP = 128
 
-#: Of a CTA of top_k: threads, vectors of four elements that a thread asks for at once, CTAs of an SM, and keys in shared
-#: memory: of the whole row, or of its candidates.
+#: Of a CTA of top_k: threads, vectors of four elements that a thread asks for at once, CTAs of an SM, and keys in
+#: shared memory: of the whole row, or of its candidates.
 _HELD, _STREAM = (1024, 8, 1, 32768 + 4096), (512, 2, 2, 4096)
 #: Bytes of the histograms of the three digits, and of what stands behind them.
 _SELECT_BYTES = 4 * (4096 + 1024 + 1024) + 320
@@ -50,7 +50,8 @@ def _top_k(held: bool, cluster: bool) -> KernelSpec:
         source="entry/top_k_sm80.cu", symbol="top_k_sm80", defines=tuple((n, str(v)) for n, v in defines.items()),
         dtype="float32", head_dim=INDEX_DIM, block_m=MAX_CLUSTER if cluster else 1,
         block_n=keys, num_warps=threads // 32,
-        smem_bytes=_SELECT_BYTES + (4 * keys + 16 if held else 8 * keys), ctas_per_sm=ctas, min_arch=(9, 0) if cluster else (8, 0),
+        smem_bytes=_SELECT_BYTES + (4 * keys + 16 if held else 8 * keys), ctas_per_sm=ctas,
+        min_arch=(9, 0) if cluster else (8, 0),
     )  # fmt: skip
 
 

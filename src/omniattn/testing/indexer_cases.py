@@ -1,4 +1,4 @@
-"""Calls of ``index_logits`` and ``top_k`` for rows of the registry: small, each with something that kernels get wrong."""
+"""Calls of ``index_logits`` and ``top_k`` for rows of the registry: small, each with what kernels get wrong."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ _LENGTHS = (700, 0, 65, 1, 128)
 _LOGITS = ((64, 1, 64), (32, 2, 7), (128, 3, 16), (5, 5, 0))
 #: Elements, k, and what the rows are like.
 _TOP_K = (
-    (3001, 40, "normal"), (30000, 2048, "normal"), (20000, 2048, "one bin"), (5000, 300, "equal"), (777, 800, "special"),
-    (3001, 100, "pool"),
+    (3001, 40, "normal"), (30000, 2048, "normal"), (20000, 2048, "one bin"), (5000, 300, "equal"),
+    (777, 800, "special"), (3001, 100, "pool"),
 )  # fmt: skip
 
 
@@ -69,7 +69,7 @@ class IndexerCase:
         if self.op == "top_k":
             return _top_k(*_TOP_K[self.index], self.index)
         heads, new, size = _LOGITS[self.index]
-        return (_paged(heads, new, size, self) if size else _ranges(heads, new, self))
+        return _paged(heads, new, size, self) if size else _ranges(heads, new, self)
 
     def check(self, framework: Framework, prepared: Prepared) -> tuple[float, str]:
         """Call the public function and compare."""
@@ -105,7 +105,9 @@ def _codes(rng: np.random.Generator, *shape: int) -> Values:
     return encode_e4m3((rng.standard_normal(shape) * magnitudes).astype(np.float32))
 
 
-def _wanted(q: Values, k: Values, weights: Values, scale: Values, starts: Values, ends: Values) -> tuple[Values, Values]:
+def _wanted(
+    q: Values, k: Values, weights: Values, scale: Values, starts: Values, ends: Values
+) -> tuple[Values, Values]:
     """Logits in float64, and the magnitudes of their products."""
     q, k = decode_e4m3(q).astype(np.float64), decode_e4m3(k).astype(np.float64)
     logits = reference.index_logits(q, k, weights, scale, starts, ends, compute_dtype=np.float64)
