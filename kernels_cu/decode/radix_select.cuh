@@ -20,6 +20,7 @@ OA_DEVICE uint32 key_of(uint32 bits) {
 }
 
 constexpr int32 kDigits = 3;
+constexpr uint32 kMaxCluster = 8;
 constexpr int32 kBins[kDigits] = {4096, 1024, 1024};
 constexpr int32 kShift[kDigits] = {20, 10, 0};
 constexpr int32 kAllBins = 4096 + 1024 + 1024;
@@ -39,8 +40,11 @@ struct SelectStorage {
     uint32 warp_sums[2][32];
     uint32 bin, above, inside;  // of the last digit: the bin, keys in the bins above it, keys in it
     uint32 before_above, before_in;  // of these, those of the cluster's CTAs of lower rank
-    uint32 count;  // candidates
+    uint32 count;                    // candidates of this CTA
 };
+
+// A key's number, of keys of numbers.
+OA_DEVICE float number_of(uint32 key) { return __uint_as_float(key ^ (int32(key) < 0 ? 0x80000000u : 0xffffffffu)); }
 
 // Sum over the lanes up to this one.
 OA_DEVICE uint32 inclusive_sum(uint32 x, int32 lane) {
@@ -66,6 +70,34 @@ struct Digit {
         }
     }
 
+    // kOwn bins of a CTA of the cluster, from the top; `own` is the lowest one.
+    template <int32 kOwn>
+    OA_DEVICE void take_bins(const uint32* own, uint32 of_rank, uint32 (&count)[kOwn]) const {
+        static_assert(kOwn == 1 || kOwn % 2 == 0, "bins of a thread");
+        if constexpr (kOwn % 4 == 0) {
+#pragma unroll
+            for (int32 i = 0; i < kOwn / 4; ++i) {
+                uint4 x;
+                if constexpr (kCluster) {
+                    x = load_cluster4(smem_addr_of(own + 4 * i), of_rank);
+                } else {
+                    x = *reinterpret_cast<const uint4*>(own + 4 * i);
+                }
+                uint32* to = count + kOwn - 4 - 4 * i;
+                to[3] = x.x, to[2] = x.y, to[1] = x.z, to[0] = x.w;
+            }
+        } else {
+#pragma unroll
+            for (int32 i = 0; i < kOwn; ++i) {
+                if constexpr (kCluster) {
+                    count[kOwn - 1 - i] = load_cluster(smem_addr_of(own + i), of_rank);
+                } else {
+                    count[kOwn - 1 - i] = own[i];
+                }
+            }
+        }
+    }
+
     // Behind the histogram of digit kDigit: finds the bin of the k-th largest key; s.bin is -1 where there are not k.
     // Lanes go over the bins from the top.
     template <int32 kDigit>
@@ -77,20 +109,22 @@ struct Digit {
         sync();
         const int32 top = kBins[kDigit] - 1 - int32(threadIdx.x) * kOwn;
         uint32 count[kOwn], before[kOwn], sum = 0;
+        const uint32* own = &s.histogram[first_bin(kDigit) + top + 1 - kOwn];
+        take_bins(own, 0, count);
+#pragma unroll
+        for (int32 i = 0; i < kOwn; ++i) before[i] = rank > 0 ? count[i] : 0;
+        if constexpr (kCluster) {
+#pragma unroll
+            for (uint32 r = 1; r < kMaxCluster; ++r) {
+                uint32 more[kOwn] = {};
+                if (r < size) take_bins(own, r, more);
+#pragma unroll
+                for (int32 i = 0; i < kOwn; ++i) count[i] += more[i], before[i] += r < rank ? more[i] : 0;
+            }
+        }
 #pragma unroll
         for (int32 i = 0; i < kOwn; ++i) {
-            count[i] = before[i] = 0;
-            if (kDigit == 0 && top - i < kNegInfBins) continue;
-            const uint32* own = &s.histogram[first_bin(kDigit) + top - i];
-            if constexpr (kCluster) {
-                for (uint32 r = 0; r < size; ++r) {
-                    const uint32 n = load_cluster(smem_addr_of(own), r);
-                    count[i] += n;
-                    if (r < rank) before[i] += n;
-                }
-            } else {
-                count[i] = *own;
-            }
+            if (kDigit == 0 && top - i < kNegInfBins) count[i] = before[i] = 0;
             sum += count[i];
         }
         uint32 above = inclusive_sum(sum, lane);

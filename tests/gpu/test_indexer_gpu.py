@@ -27,7 +27,7 @@ from tests.indexer_cases import (  # noqa: E402
 pytestmark = pytest.mark.gpu
 
 #: Of the sum of a logit's products' magnitudes: fp32 sums; what Hopper's tensor cores keep of sums of e4m3.
-EXACT, HOPPER = 2.0**-20, 2.0**-13
+EXACT, HOPPER = 2.0**-20, 2.0**-12
 
 
 @pytest.fixture(params=["selected", "generic"])
@@ -155,8 +155,6 @@ def test_parts_of_rows(row: str, pooled_rows: bool) -> None:
 
 @pytest.mark.parametrize("kind", ["normal", "one bin", "equal", "low bits"])
 def test_long_rows(row: str, kind: str) -> None:
-    if row == "top_k_sm80_held":
-        pytest.skip("it holds rows of 36861 elements")
     logits = row_of(kind, 200_003)[None]
     order = np.lexsort((np.arange(200_003), -logits[0]))[:2048]
     np.testing.assert_array_equal(top_k(to_gpu(logits), 2048)[0], np.sort(order))

@@ -22,7 +22,7 @@ pytest.importorskip("ml_dtypes")
 
 #: Functions that end a problem when they have been planned, and those that it goes on after.
 LAST = ("attention", "attention_varlen", "attention_backward", "attention_varlen_backward", "merge_states",
-        "quantize_qk", "quantize_v", "decode", "attention_with_kvcache")  # fmt: skip
+        "quantize_qk", "quantize_v", "decode", "attention_with_kvcache", "index_logits", "top_k")  # fmt: skip
 MIDDLE = ("append", "copy_blocks", "copy_recent")
 
 

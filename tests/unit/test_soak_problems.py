@@ -16,7 +16,7 @@ import pytest
 import omniattn
 from omniattn.problems import precision
 from omniattn.testing.inputs import GENERATORS
-from omniattn.testing.soak import draw, machines, mods, pools, views
+from omniattn.testing.soak import draw, indexer, machines, mods, pools, views
 from omniattn.testing.soak.operations import OPERATIONS, problem
 from omniattn.testing.soak.problem import Problem
 
@@ -33,6 +33,8 @@ def drawn(request: pytest.FixtureRequest) -> list[Problem]:
 
 def _said(of: Problem) -> dict[str, set[str]]:
     """Arguments that a problem gives to each function."""
+    if of.operation in ("index_logits", "top_k"):
+        return {of.operation: indexer.arguments_of(of.operation, of.facts)}
     facts, said = of.facts, _of_arrays(of.facts)
     names = {*facts.get("arrays", ()), *facts.get("options", ())}
     names |= {name for name in ("out", "score_mod") if name in facts} | set(facts.get("given", ()))

@@ -10,52 +10,64 @@ from .spec import KernelSpec
 INDEX_HEADS = 64
 #: Channels of a key.
 INDEX_DIM = 128
-#: Queries times products of a CTA's tile: of the kernel on wgmma, of the generic one.
-_SLOTS_SM90, _SLOTS_SM80 = 8, 2
+#: Of the generic kernel: queries times products of a CTA.
+_SLOTS = 2
+#: Of Hopper's, for one product of 64 heads and for more: the same, columns of a product, warpgroups that multiply, tiles
+#: in shared memory, CTAs of an SM.
+_ONE, _MORE = (4, 64, 2, 8, 2), (8, 128, 3, 8, 1)
 #: Keys that a CTA computes in one step.
 STEP = 128
 
-#: Of a CTA of top_k: threads, vectors of four elements that a thread asks for at once, CTAs of an SM, and keys in
-#: shared memory: of the whole row, or of its candidates.
-_HELD, _STREAM = (1024, 8, 1, 32768 + 4096), (512, 2, 2, 4096)
+#: Of a CTA of top_k: threads, vectors of four elements that a thread asks for at once, CTAs of an SM, candidates in
+#: shared memory. For rows that are many, and for few.
+_MANY, _FEW = (512, 2, 2, 4096), (1024, 2, 1, 8192)
 #: Bytes of the histograms of the three digits, and of what stands behind them.
 _SELECT_BYTES = 4 * (4096 + 1024 + 1024) + 320
 #: CTAs that share a row at most.
 MAX_CLUSTER = 8
 
 
-def _index_logits(arch: int) -> KernelSpec:
-    slots = _SLOTS_SM90 if arch == 90 else _SLOTS_SM80
-    query = INDEX_HEADS * INDEX_DIM * (1 if arch == 90 else 2)
-    weights = 4 * 4 * 20 if arch == 90 else 4 * INDEX_HEADS
-    smem = slots * (query + weights + 8)
+def _index_logits_sm90(shape: tuple[int, int, int, int, int]) -> KernelSpec:
+    slots, width, consumers, stages, ctas = shape
+    tile = INDEX_HEADS * INDEX_DIM
+    smem = slots * (tile + 4 * 4 * 20 + 8) + stages * (tile + 4 * 64 + 16)
+    defines = {"SLOTS": slots, "WIDTH": width, "CONSUMERS": consumers, "STAGES": stages, "CTAS": ctas}
     return KernelSpec(
-        name=f"index_logits_sm{arch}", family=f"index_logits_sm{arch}", op="index_logits",
-        source=f"entry/index_logits_sm{arch}.cu", symbol=f"index_logits_sm{arch}", defines=(("SLOTS", str(slots)),),
-        dtype="float8_e4m3fn", head_dim=INDEX_DIM, block_m=slots, block_n=STEP, num_warps=8 if arch == 90 else 4,
-        smem_bytes=-(-smem // 1024) * 1024 if arch == 90 else -(-smem // 16) * 16, ctas_per_sm=2 if arch == 90 else 3,
-        min_arch=(9, 0) if arch == 90 else (8, 0), arch_specific=arch == 90,
+        name=f"index_logits_sm90_n{width}", family="index_logits_sm90", op="index_logits",
+        source="entry/index_logits_sm90.cu", symbol="index_logits_sm90",
+        defines=tuple((n, str(v)) for n, v in defines.items()), dtype="float8_e4m3fn", head_dim=INDEX_DIM,
+        block_m=slots, block_n=width, num_warps=4 * (consumers + 1), smem_bytes=-(-smem // 1024) * 1024,
+        ctas_per_sm=ctas, min_arch=(9, 0), arch_specific=True,
     )  # fmt: skip
 
 
-def _top_k(held: bool, cluster: bool) -> KernelSpec:
-    threads, vectors, ctas, keys = _HELD if held else _STREAM
+def _index_logits_sm80() -> KernelSpec:
+    smem = _SLOTS * (2 * INDEX_HEADS * INDEX_DIM + 4 * INDEX_HEADS + 8)
+    return KernelSpec(
+        name="index_logits_sm80", family="index_logits_sm80", op="index_logits", source="entry/index_logits_sm80.cu",
+        symbol="index_logits_sm80", defines=(("SLOTS", str(_SLOTS)),), dtype="float8_e4m3fn", head_dim=INDEX_DIM,
+        block_m=_SLOTS, block_n=INDEX_HEADS, num_warps=4, smem_bytes=-(-smem // 16) * 16, ctas_per_sm=3,
+    )  # fmt: skip
+
+
+def _top_k(shape: tuple[int, int, int, int], name: str, cluster: bool) -> KernelSpec:
+    threads, vectors, ctas, candidates = shape
     arch = "sm90" if cluster else "sm80"
     defines = {
-        "THREADS": threads, "VECTORS": vectors, "CANDIDATES": keys, "CTAS": ctas, "HELD": int(held),
-        "CLUSTER": int(cluster),
+        "THREADS": threads, "VECTORS": vectors, "CANDIDATES": candidates, "CTAS": ctas, "CLUSTER": int(cluster),
     }  # fmt: skip
     return KernelSpec(
-        name=f"top_k_{arch}_{'held' if held else 'stream'}", family=f"top_k_{arch}", op="top_k",
-        source="entry/top_k_sm80.cu", symbol="top_k_sm80", defines=tuple((n, str(v)) for n, v in defines.items()),
-        dtype="float32", head_dim=INDEX_DIM, block_m=MAX_CLUSTER if cluster else 1,
-        block_n=keys, num_warps=threads // 32,
-        smem_bytes=_SELECT_BYTES + (4 * keys + 16 if held else 8 * keys), ctas_per_sm=ctas,
-        min_arch=(9, 0) if cluster else (8, 0),
+        name=f"top_k_{arch}_{name}", family=f"top_k_{arch}", op="top_k", source="entry/top_k_sm80.cu",
+        symbol="top_k_sm80", defines=tuple((n, str(v)) for n, v in defines.items()), dtype="float32",
+        head_dim=INDEX_DIM, block_m=MAX_CLUSTER if cluster else 1, block_n=candidates, num_warps=threads // 32,
+        smem_bytes=_SELECT_BYTES + 8 * candidates, ctas_per_sm=ctas, min_arch=(9, 0) if cluster else (8, 0),
     )  # fmt: skip
 
 
 def indexer_rows() -> Iterator[KernelSpec]:
     """Rows of ``index_logits`` and ``top_k``."""
-    yield from (_index_logits(arch) for arch in (90, 80))
-    yield from (_top_k(held, cluster) for cluster in (False, True) for held in (True, False))
+    yield from (_index_logits_sm90(shape) for shape in (_ONE, _MORE))
+    yield _index_logits_sm80()
+    yield _top_k(_MANY, "many", cluster=False)
+    yield _top_k(_FEW, "few", cluster=False)
+    yield _top_k(_FEW, "few", cluster=True)

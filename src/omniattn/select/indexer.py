@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..problems import IndexLogitsProblem, Target, TopKProblem
 from ..registry import REGISTRY, KernelSpec
-from ..registry.indexer import MAX_CLUSTER, STEP
+from ..registry.indexer import INDEX_HEADS, MAX_CLUSTER, STEP
 from .choice import Selection, forced, only, the_one
 from .fit import fit
 
@@ -13,8 +13,6 @@ from .fit import fit
 _LEAST_STEPS, _ROUNDS = 8, 8
 #: Elements of a row that a CTA of a cluster is worth.
 _LEAST_PART = 2048
-#: Elements that lie in the 16 bytes in which a row begins, but not in the row.
-_LEAD = 3
 
 
 def select_index_logits(problem: IndexLogitsProblem, target: Target, force: str | None = None) -> Selection:
@@ -36,10 +34,13 @@ def select_index_logits(problem: IndexLogitsProblem, target: Target, force: str 
 
     if (chosen := forced(force, ("index_logits",), unfit)) is not None:
         return chosen
-    for spec in (spec for spec in REGISTRY if spec.op == "index_logits"):
+    # The columns of a product that fit the call, then any.
+    columns = INDEX_HEADS if problem.queries == 1 and problem.num_heads <= INDEX_HEADS else 2 * INDEX_HEADS
+    rows = [spec for spec in REGISTRY if spec.op == "index_logits"]
+    for spec in sorted(rows, key=lambda spec: (not spec.arch_specific, spec.block_n != columns)):
         if unfit(spec) is None:
-            rows = "at multiples of 16 bytes" if aligned else "of any block size"
-            return Selection(spec, (f"{problem.num_heads} heads, rows of keys {rows}",))
+            keys = "keys at multiples of 16 bytes" if aligned else "keys of any block size"
+            return Selection(spec, (f"{problem.queries} queries of {problem.num_heads} heads, {keys}",))
     generic = only("index_logits", lambda spec: not spec.arch_specific)
     return the_one(generic, "rows of keys of any block size", target, None)
 
@@ -57,26 +58,14 @@ def span_of(spec: KernelSpec, problem: IndexLogitsProblem, target: Target) -> in
 def select_top_k(problem: TopKProblem, target: Target, force: str | None = None) -> tuple[Selection, int]:
     """The kernel of a call of ``top_k``, and how many CTAs have a row; raises as `select_index_logits`."""
     ctas = _ctas_of_row(problem, target)
-    cluster = ctas > 1
-
-    def size(spec: KernelSpec) -> int:
-        return MAX_CLUSTER if spec.min_arch >= (9, 0) and not cluster else ctas if spec.min_arch >= (9, 0) else 1
-
-    def unfit(spec: KernelSpec) -> str | None:
-        most = spec.block_n * size(spec) - _LEAD
-        if spec.name.endswith("held") and problem.width > most:
-            return f"it holds rows of up to {most} elements, these have {problem.width}"
-        return fit(spec, None, target)
-
-    if (chosen := forced(force, ("top_k",), unfit)) is not None:
-        return chosen, size(chosen.spec)
-    wanted = (9, 0) if cluster else (8, 0)
-    rows = [spec for spec in REGISTRY if spec.op == "top_k" and spec.min_arch == wanted]
-    few = problem.rows * ctas <= target.sm_count
-    held, stream = rows[0], rows[1]
-    if few and unfit(held) is None:
-        return Selection(held, (f"{ctas} CTAs a row of {problem.width} elements, which they hold",)), ctas
-    return the_one(stream, f"{ctas} CTAs a row of {problem.width} elements, which they read twice", target, None), ctas
+    if (chosen := forced(force, ("top_k",), lambda spec: fit(spec, None, target))) is not None:
+        # A row for clusters takes rows of one CTA too.
+        return chosen, ctas if chosen.spec.min_arch >= (9, 0) else 1
+    number = "few" if problem.rows * ctas <= target.sm_count else "many"
+    arch = "sm90" if ctas > 1 else "sm80"
+    spec = only("top_k", lambda spec: spec.name == f"top_k_{arch}_{number}")
+    why = f"{problem.rows} rows of {problem.width} elements on {target.sm_count} SMs, {ctas} CTAs a row"
+    return the_one(spec, why, target, None), ctas
 
 
 def _ctas_of_row(problem: TopKProblem, target: Target) -> int:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from omniattn.testing.expected import Grade
-from omniattn.testing.soak import attention, caches, gradients, latent, low, merging, quantizers, with_cache
+from omniattn.testing.soak import attention, caches, gradients, indexer, latent, low, merging, quantizers, with_cache
 from omniattn.testing.soak.draw import Draw
 from omniattn.testing.soak.machines import Machine
 from omniattn.testing.soak.problem import Problem
@@ -44,6 +44,8 @@ OPERATIONS: dict[str, Operation] = {
     "attention_with_kvcache": Operation(1.5, with_cache.draw, with_cache.check),
     "latent caches": Operation(0.7, latent.draw, latent.check),
     "e4m3 arrays": Operation(1.0, low.draw_e4m3, low.check_e4m3),
+    "index_logits": Operation(0.4, indexer.draw_logits, indexer.check_logits),
+    "top_k": Operation(0.4, indexer.draw_top_k, indexer.check_top_k),
 }
 
 
