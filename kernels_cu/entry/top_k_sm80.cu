@@ -12,8 +12,8 @@
 //   sample | row: what is not below the floor is a candidate | digits 1, 2, 3 of the candidates | positions
 //
 // The floor is a number that somewhat more than k elements should reach, by a sample of four elements a thread; of rows
-// that are candidates as a whole the lowest number. Where too few elements reach it, or more than there is room for, the
-// row is read for each digit (decode/radix_select.cuh) and for the positions: the result is exact in any case.
+// that are candidates as a whole the lowest number. Where too few elements reach it, or more than there is room for,
+// the row is read for each digit (decode/radix_select.cuh) and for the positions: the result is exact in any case.
 //
 // Candidates and positions are in ascending order without atomics: the warps of a CTA have consecutive elements, count
 // those that are wanted, and begin where the warps before them end. So calls repeat exactly.

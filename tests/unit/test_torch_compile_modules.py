@@ -41,6 +41,7 @@ def _calls() -> dict[str, Callable[[], Any]]:
         "merge_states": lambda: oa.merge_states(q, lse, q, lse),
         "quantize_qk": lambda: oa.quantize_qk(q, k),
         "quantize_v": lambda: oa.quantize_v(v),
+        "top_k": lambda: oa.top_k(lse[0], 3),
     }
 
 

@@ -12,8 +12,8 @@ INDEX_HEADS = 64
 INDEX_DIM = 128
 #: Of the generic kernel: queries times products of a CTA.
 _SLOTS = 2
-#: Of Hopper's, for one product of 64 heads and for more: the same, columns of a product, warpgroups that multiply, tiles
-#: in shared memory, CTAs of an SM.
+#: Of Hopper's, for one product of 64 heads and for more: the same, columns of a product, warpgroups that multiply,
+#: tiles in shared memory, CTAs of an SM.
 _ONE, _MORE = (4, 64, 2, 8, 2), (8, 128, 3, 8, 1)
 #: Keys that a CTA computes in one step.
 STEP = 128

@@ -61,11 +61,12 @@ def check_logits(m: Machine, problem: Problem) -> list[Grade]:
     wanted, bound = np.full((rows, width), -np.inf), np.ones((rows, width))
     for b, (k, scale) in enumerate(keys):
         own = slice(b * o["queries"], (b + 1) * o["queries"]) if o["size"] else slice(rows)
-        values = [decode_e4m3(x).astype(np.float64) for x in (q[own], k)]
-        ranges = starts[own], ends[own]
-        found = reference.index_logits(*values, weights[own], scale, *ranges, compute_dtype=np.float64)
+        of_q, of_k = (decode_e4m3(x).astype(np.float64) for x in (q[own], k))
+        found = reference.index_logits(
+            of_q, of_k, weights[own], scale, starts[own], ends[own], compute_dtype=np.float64
+        )
         sizes = reference.index_logits(
-            *map(np.abs, values), np.abs(weights[own]), scale, *ranges, compute_dtype=np.float64
+            abs(of_q), abs(of_k), abs(weights[own]), scale, starts[own], ends[own], compute_dtype=np.float64
         )
         wanted[own, : len(k)] = found  # what is behind a sequence's keys stays -inf
         bound[own, : len(k)] = np.where(np.isfinite(sizes), sizes, 0.0) * (_CPU if m.on_cpu else _GPU) + 1e-30
