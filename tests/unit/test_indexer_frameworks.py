@@ -7,16 +7,23 @@ from typing import Any
 import numpy as np
 import pytest
 
-import omniattn as oa
-from omniattn.errors import ArgumentError, UnsupportedError
-from tests.indexer_cases import E4M3, LogitsCall, paged_call, ranged_call, same_logits, wanted_positions
+torch = pytest.importorskip("torch")
+
+import omniattn as oa  # noqa: E402
+from omniattn.errors import ArgumentError, UnsupportedError  # noqa: E402
+from tests.indexer_cases import (  # noqa: E402
+    E4M3,
+    LogitsCall,
+    paged_call,
+    ranged_call,
+    same_logits,
+    wanted_positions,
+)
 
 pytestmark = pytest.mark.frameworks
 
 
 def _torch(call: LogitsCall) -> dict[str, Any]:
-    torch = pytest.importorskip("torch")
-
     def tensor(x: Any) -> Any:
         return torch.from_numpy(x.view(np.uint8)).view(torch.float8_e4m3fn) if x.dtype == E4M3 else torch.from_numpy(x)
 
@@ -29,7 +36,6 @@ def test_torch() -> None:
 
 
 def test_compiled() -> None:
-    torch = pytest.importorskip("torch")
     call = paged_call(64, 2, 16, False)
 
     def both(arrays: Any) -> Any:
@@ -43,7 +49,6 @@ def test_compiled() -> None:
 
 @pytest.mark.parametrize("paged", [True, False])
 def test_without_memory(paged: bool) -> None:
-    pytest.importorskip("torch")
     from torch._subclasses import FakeTensorMode
 
     given = _torch(paged_call(8, 2, 16, True) if paged else ranged_call(8, 4, 50))
@@ -57,7 +62,6 @@ def test_without_memory(paged: bool) -> None:
 
 
 def test_opcheck() -> None:
-    torch = pytest.importorskip("torch")
     import omniattn.frameworks.torch.tracing  # noqa: F401
 
     ops, given = torch.ops.omniattn, _torch(ranged_call(8, 4, 50))
@@ -70,7 +74,6 @@ def test_opcheck() -> None:
 
 
 def test_what_no_operator_has() -> None:
-    torch = pytest.importorskip("torch")
     x = torch.randn(3, 9)
     with pytest.raises(UnsupportedError, match="requires a gradient"):
         oa.top_k(x.clone().requires_grad_(), 2)
