@@ -1,0 +1,113 @@
+"""Kernels of ``index_logits`` and ``top_k``, and how they divide their work, with no GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from omniattn.errors import ArgumentError, UnsupportedError
+from omniattn.plan.others import plan_index_logits, plan_top_k
+from omniattn.problems import IndexLogitsProblem, Target, TopKProblem
+from omniattn.registry import GPUS
+from omniattn.select.indexer import select_index_logits, select_top_k, span_of
+
+HOPPER = Target((9, 0), 227 << 10, 132)
+AMPERE = Target((8, 0), 163 << 10, 108)
+TURING = Target((7, 5), 64 << 10, 40)
+
+
+def logits(
+    sequences: int = 128, queries: int = 1, heads: int = 64, keys: int = 32768, size: int = 64
+) -> IndexLogitsProblem:
+    strides = (queries * heads * 128, heads * 128, 128)
+    return IndexLogitsProblem(
+        sequences, queries, heads, keys, size, 9999, -(-keys // size), strides, (132 * size, 128), (132 * size, 4),
+        128 * size, heads, keys, (True, False, False),
+    )  # fmt: skip
+
+
+def rows(count: int, width: int) -> TopKProblem:
+    return TopKProblem(count, width, 2048, 1, 0, width, 2048, 0, (False, False))
+
+
+@pytest.mark.parametrize(
+    ("problem", "name"),
+    [
+        (logits(), "index_logits_sm90_n64"),
+        (logits(heads=32), "index_logits_sm90_n64"),
+        (logits(queries=2), "index_logits_sm90_n128"),
+        (logits(heads=65), "index_logits_sm90_n128"),
+        (logits(size=100), "index_logits_sm90_n64"),
+        (logits(size=7), "index_logits_sm80"),
+    ],
+)
+def test_rows_of_index_logits(problem: IndexLogitsProblem, name: str) -> None:
+    assert select_index_logits(problem, HOPPER).spec.name == name
+    assert select_index_logits(problem, AMPERE).spec.name == "index_logits_sm80"
+    assert select_index_logits(problem, HOPPER).why
+
+
+def test_a_row_that_is_named() -> None:
+    assert select_index_logits(logits(), HOPPER, "index_logits_sm80").spec.name == "index_logits_sm80"
+    with pytest.raises(ArgumentError, match="multiples of 16 bytes"):
+        select_index_logits(logits(size=7), HOPPER, "index_logits_sm90_n64")
+    assert select_top_k(rows(1, 100), HOPPER, "top_k_sm80_many")[0].spec.name == "top_k_sm80_many"
+    with pytest.raises(ArgumentError, match=r"9\.0"):
+        select_top_k(rows(1, 100), AMPERE, "top_k_sm90_few")
+
+
+def test_old_gpus() -> None:
+    with pytest.raises(UnsupportedError, match=r"8\.0"):
+        select_index_logits(logits(), TURING)
+    with pytest.raises(UnsupportedError, match=r"8\.0"):
+        select_top_k(rows(1, 100), TURING)
+
+
+def test_rows_of_top_k() -> None:
+    assert select_top_k(rows(4096, 32768), HOPPER)[0].spec.name == "top_k_sm80_many"
+    assert select_top_k(rows(128, 32768), HOPPER)[0].spec.name == "top_k_sm80_few"
+    one, ctas = select_top_k(rows(1, 131072), HOPPER)
+    assert one.spec.name == "top_k_sm90_few"
+    assert ctas > 1
+    assert select_top_k(rows(1, 131072), AMPERE)[1] == 1
+    assert select_top_k(rows(1, 100), HOPPER)[1] == 1
+
+
+@pytest.mark.parametrize("cc", [cc for gpus in GPUS.values() for cc in gpus])
+@pytest.mark.parametrize("count", [1, 3, 66, 133, 5000])
+@pytest.mark.parametrize("width", [1, 5000, 10**6, 2**31 - 512])
+def test_every_row_has_ctas(cc: tuple[int, int], count: int, width: int) -> None:
+    target = Target(cc, next(gpus[cc] for gpus in GPUS.values() if cc in gpus), 60)
+    (record,) = plan_top_k(rows(count, width), target, None).records
+    ctas = 1 if record.cluster is None else record.cluster[0]
+    assert record.grid == (count * ctas, 1, 1)
+    assert ctas in (1, 2, 4, 8)
+
+
+@pytest.mark.parametrize("target", [HOPPER, AMPERE])
+@pytest.mark.parametrize("queries", [1, 2, 5, 4096])
+@pytest.mark.parametrize("sequences", [1, 3, 500])
+@pytest.mark.parametrize("keys", [1, 100, 131072])
+def test_spans_cover_the_keys(target: Target, queries: int, sequences: int, keys: int) -> None:
+    problem = logits(sequences, queries, 64, keys)
+    spec = select_index_logits(problem, target).spec
+    span = span_of(spec, problem, target)
+    assert span % 64 == 0
+    assert span < keys + 256
+    (record,) = plan_index_logits(problem, target, None).records
+    tile = problem.query_tile(spec.block_m)
+    assert record.num_ctas == sequences * -(-queries // tile) * -(-keys // span)
+
+
+def test_nothing_to_launch() -> None:
+    assert plan_index_logits(logits(sequences=0), HOPPER, None).records == ()
+    assert plan_index_logits(logits(keys=0), HOPPER, None).records == ()
+    assert plan_top_k(rows(0, 10), HOPPER, None).records == ()
+    assert len(plan_top_k(rows(3, 0), HOPPER, None).records) == 1  # all of the result is -1
+
+
+def test_a_tile_never_holds_more_queries_than_there_are() -> None:
+    assert [logits(queries=n).query_tile(8) for n in (1, 7, 100)] == [1, 7, 8]
+    assert [logits(queries=n, heads=128).query_tile(8) for n in (1, 100)] == [1, 4]
+    assert dataclasses.replace(logits(), queries=0).query_tile(8) == 1
