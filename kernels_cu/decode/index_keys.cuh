@@ -79,6 +79,13 @@ class IndexKeys {
     const int32* table_;
 };
 
+// relu(x) times 2, exactly; NaN stays NaN. One addition: a maximum has half of its rate.
+OA_DEVICE float twice_relu(float x) { return x + fabsf(x); }
+// Half of a weight, for that.
+OA_DEVICE float half_weight(const IndexLogitsParams& p, int32 row, int32 head) {
+    return 0.5f * p.weights[row * p.weights_stride + head];
+}
+
 // Writes -inf to the keys of a span that no query of the CTA sees: those left of `begin` and from `end` on.
 template <int kThreads>
 OA_DEVICE void fill_unseen(const IndexLogitsParams& p, const IndexItem& item, int32 begin, int32 end) {

@@ -17,7 +17,6 @@
 #include "params/index_logits.cuh"
 #include "ptx/cp_async.cuh"
 #include "ptx/cvt_quant.cuh"
-#include "ptx/math.cuh"
 #include "ptx/mma_sync.cuh"
 #include "ptx/shared.cuh"
 #include "ptx/types.cuh"
@@ -79,8 +78,7 @@ OA_DEVICE void stage_queries(const IndexLogitsParams& p, const IndexItem& item, 
     for (int32 at = threadIdx.x; at < slots * kIndexHeads; at += kThreads) {
         const int32 slot = at / kIndexHeads, query = slot / products;
         const int32 head = (slot - query * products) * kIndexHeads + (at & (kIndexHeads - 1));
-        s.weights[slot][at & (kIndexHeads - 1)] =
-            head < p.num_heads ? p.weights[(item.row + query) * p.weights_stride + head] : 0.0f;
+        s.weights[slot][at & (kIndexHeads - 1)] = head < p.num_heads ? half_weight(p, item.row + query, head) : 0.0f;
     }
     if (threadIdx.x < item.queries) s.seen[threadIdx.x] = seen_keys(p, item, threadIdx.x);
 }
@@ -125,8 +123,8 @@ OA_DEVICE void add_heads(const KeyOperands& k, const SharedStorage& s, int32 slo
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             const float* d = acc[i >> 1] + 2 * (i & 1);
-            sum[i] = fmaf(max_nan(d[0], 0.0f), weight.x, sum[i]);
-            sum[i] = fmaf(max_nan(d[1], 0.0f), weight.y, sum[i]);
+            sum[i] = fmaf(twice_relu(d[0]), weight.x, sum[i]);
+            sum[i] = fmaf(twice_relu(d[1]), weight.y, sum[i]);
         }
     }
 }

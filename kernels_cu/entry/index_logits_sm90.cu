@@ -19,7 +19,6 @@
 #include "decode/index_keys.cuh"
 #include "params/index_logits.cuh"
 #include "ptx/cp_async.cuh"
-#include "ptx/math.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/shared.cuh"
 #include "ptx/tma.cuh"
@@ -67,7 +66,7 @@ OA_DEVICE void stage_queries(const IndexLogitsParams& p, const IndexItem& item, 
         const int32 slot = at / kIndexHeads, column = at & (kIndexHeads - 1);
         const int32 query = slot / products, head = (slot - query * products) * kIndexHeads + column;
         const bool is_there = head < p.num_heads && slot < used;
-        const float w = is_there ? p.weights[(item.row + query) * p.weights_stride + head] : 0.0f;
+        const float w = is_there ? half_weight(p, item.row + query, head) : 0.0f;
         // Column 8i + 2c + e belongs to lane c of a quad: its register 2i + e.
         s.weights[slot][((column >> 1) & 3) * kQuadStride + (column >> 3) * 2 + (column & 1)] = w;
     }
@@ -128,8 +127,8 @@ OA_DEVICE void add_heads(const float* acc, uint32 weights, float (&sum)[2]) {
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
             const int at = 4 * (2 * i + (e >> 1)) + (e & 1);
-            part[0][e & 1] = fmaf(max_nan(acc[at], 0.0f), of[e], part[0][e & 1]);
-            part[1][e & 1] = fmaf(max_nan(acc[at + 2], 0.0f), of[e], part[1][e & 1]);
+            part[0][e & 1] = fmaf(twice_relu(acc[at]), of[e], part[0][e & 1]);
+            part[1][e & 1] = fmaf(twice_relu(acc[at + 2]), of[e], part[1][e & 1]);
         }
     }
     sum[0] += part[0][0] + part[0][1], sum[1] += part[1][0] + part[1][1];

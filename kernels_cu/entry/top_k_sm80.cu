@@ -11,24 +11,26 @@
 //
 //   sample | row: what is not below the floor is a candidate | digits 1, 2, 3 of the candidates | positions
 //
-// The floor is a number that somewhat more than k elements should reach, by a sample of four elements a thread; of rows
+// The floor is a number that somewhat more than k elements should reach, by a sample of 1024; of rows
 // that are candidates as a whole the lowest number. Where too few elements reach it, or more than there is room for,
 // the row is read for each digit (decode/radix_select.cuh) and for the positions: the result is exact in any case.
 //
-// Candidates and positions are in ascending order without atomics: the warps of a CTA have consecutive elements, count
-// those that are wanted, and begin where the warps before them end. So calls repeat exactly.
+// Candidates and positions are in ascending order without atomics: the threads of a CTA have consecutive elements, count
+// those that are wanted, and begin where the threads before them end. So calls repeat exactly.
 //
 // Shared memory: histograms 24 KB, CANDIDATES of 8 bytes.
 #include "decode/radix_select.cuh"
 #include "params/top_k.cuh"
+#include "ptx/l2.cuh"
 #include "ptx/types.cuh"
 #include "scheduler/quotient.cuh"
 
 constexpr int32 kThreads = THREADS, kWarps = kThreads / 32;
 constexpr bool kCluster = CLUSTER;
 constexpr int32 kVectors = VECTORS;  // of four elements that a thread asks for at once
-constexpr int32 kCandidates = CANDIDATES;
-constexpr int32 kSample = 4 * kThreads;
+constexpr uint32 kCandidates = CANDIDATES;
+constexpr uint32 kAhead = 4;  // lines of 128 bytes that a thread asks for ahead
+constexpr int32 kSampleOwn = kThreads >= 1024 ? 1 : 2, kSample = kSampleOwn * kThreads;  // of a thread, of a row
 
 struct SharedStorage {
     SelectStorage select;
@@ -103,67 +105,43 @@ struct Ranks {
     uint32 above, ties;
 };
 
-// What is chosen of numbers by their bits: those that are not below a floor, NaN among them.
-struct NotBelow {
-    float floor;
-    OA_DEVICE bool above(uint32 bits) const { return !(__uint_as_float(bits) < floor); }
-    OA_DEVICE bool tie(uint32) const { return false; }
-    OA_DEVICE uint32 ties() const { return 0; }
-};
-// The same of keys by a threshold.
-struct AboveThreshold {
-    Threshold t;
-    OA_DEVICE bool above(uint32 key) const { return key > t.key; }
-    OA_DEVICE bool tie(uint32 key) const { return key == t.key && t.ties != 0; }
-    OA_DEVICE uint32 ties() const { return t.ties; }
-};
-
-// Numbers of a vector above, and in the upper half ties.
-template <typename Test>
-OA_DEVICE uint32 chosen_of(const uint4& x, Test test) {
-    const uint32 above = test.above(x.x) + test.above(x.y) + test.above(x.z) + test.above(x.w);
-    return above + ((test.tie(x.x) + test.tie(x.y) + test.tie(x.z) + test.tie(x.w)) << 16);
-}
-
-// One step in order: hands each chosen element to put(rank, number, vector, element). A warp's elements follow those of
-// the warp before it, a vector's lanes one another. `parity` alternates between steps.
-template <int32 kCount, typename Test, typename Put>
-OA_DEVICE void put_in_order(SelectStorage& s, const uint4 (&x)[kCount], Test test, Ranks& ranks, int32 parity,
+// One step in order: hands each chosen element to put(rank, element). Bits of `above` and `ties` are this thread's
+// elements, in order; its elements follow those of the thread before it. Of the ties the first `limit` of all steps are
+// chosen. `parity` alternates between steps.
+template <typename Put>
+OA_DEVICE void put_in_order(SelectStorage& s, uint32 above, uint32 ties, uint32 limit, Ranks& ranks, int32 parity,
                             Put put) {
     const int32 lane = threadIdx.x & 31, warp = threadIdx.x / 32;
-    // Two counts in a number: a warp's step has less than 2^16 elements.
-    uint32 own[kCount], mine = 0;
-#pragma unroll
-    for (int32 v = 0; v < kCount; ++v) own[v] = chosen_of(x[v], test), mine += own[v];
-    mine = __reduce_add_sync(0xffffffffu, mine);
+    // Two counts in a number: a warp has less than 2^16 elements.
+    const uint32 own = __popc(above) + (__popc(ties) << 16);
+    const uint32 mine = __reduce_add_sync(0xffffffffu, own);
     if (lane == 0) s.warp_sums[parity][warp] = mine;
     __syncthreads();
     const uint32 of_lane = lane < kWarps ? s.warp_sums[parity][lane] : 0u;
-    const uint32 to_lane = __reduce_add_sync(0xffffffffu, lane < warp ? of_lane & 0xffffu : 0u);
-    uint32 above = ranks.above + to_lane, ties = ranks.ties;
+    uint32 a = ranks.above + __reduce_add_sync(0xffffffffu, lane < warp ? of_lane & 0xffffu : 0u), b = ranks.ties;
     ranks.above += __reduce_add_sync(0xffffffffu, of_lane & 0xffffu);
-    if (test.ties() != 0) {
-        ties += __reduce_add_sync(0xffffffffu, lane < warp ? of_lane >> 16 : 0u);
+    if (limit != 0) {
+        b += __reduce_add_sync(0xffffffffu, lane < warp ? of_lane >> 16 : 0u);
         ranks.ties += __reduce_add_sync(0xffffffffu, of_lane >> 16);
     }
     if (mine == 0) return;
-#pragma unroll
-    for (int32 v = 0; v < kCount; ++v) {
-        if (!__any_sync(0xffffffffu, own[v])) continue;
-        const uint32 to_here = inclusive_sum(own[v], lane), all = __shfl_sync(0xffffffffu, to_here, 31);
-        uint32 a = above + ((to_here - own[v]) & 0xffffu), b = ties + ((to_here - own[v]) >> 16);
-        const uint32 four[4] = {x[v].x, x[v].y, x[v].z, x[v].w};
-#pragma unroll
-        for (int32 e = 0; e < 4; ++e) {
-            const bool is_above = test.above(four[e]), is_tie = test.tie(four[e]);
-            if (is_above || (is_tie && b < test.ties())) put(a + min_of(b, test.ties()), four[e], v, e);
-            a += is_above, b += is_tie;
-        }
-        above += all & 0xffffu, ties += all >> 16;
+    const uint32 before = inclusive_sum(own, lane) - own;
+    a += before & 0xffffu, b += before >> 16;
+    for (uint32 left = above | ties; left != 0; left &= left - 1) {
+        const int32 i = __ffs(int32(left)) - 1;
+        const bool is_above = above >> i & 1;
+        if (is_above || b < limit) put(a + min_of(b, limit), i);
+        a += is_above, b += !is_above;
     }
 }
 
 OA_DEVICE uint4 keys_of(const uint4& x) { return make_uint4(key_of(x.x), key_of(x.y), key_of(x.z), key_of(x.w)); }
+
+// Bits of the numbers of a vector that test(number) holds for.
+template <typename Test>
+OA_DEVICE uint32 mask_of(const uint4& x, Test test) {
+    return uint32(test(x.x)) | uint32(test(x.y)) << 1 | uint32(test(x.z)) << 2 | uint32(test(x.w)) << 3;
+}
 
 template <int32 kDigit>
 OA_DEVICE void count_keys(SelectStorage& s, const uint4& keys, uint32 prefix) {
@@ -173,43 +151,48 @@ OA_DEVICE void count_keys(SelectStorage& s, const uint4& keys, uint32 prefix) {
 
 using Step = Digit<kThreads, kCluster>;
 
-// Calls take(x, first, parity) for each step of this CTA's part of the row: bits of numbers; `first`: where this
-// thread's first vector is.
+// Elements [begin, end) that a CTA has of a row.
+struct Part {
+    uint32 begin, end;
+    OA_DEVICE Part(const Row& row, const Step& step) {
+        const uint32 size = ((row.end + step.size - 1) / step.size + 31) & ~31u;
+        begin = min_of(step.rank * size, row.end), end = min_of(begin + size, row.end);
+    }
+};
+
+// Calls take(x, first, parity) for each step of this CTA's part of the row: bits of a thread's consecutive numbers, and
+// where they are.
 template <typename Take>
-OA_DEVICE void for_row(const Row& row, const Step& step, Take take) {
-    constexpr uint32 kStep = kThreads * 4 * kVectors;
-    const uint32 part = ((row.end + step.size - 1) / step.size + 127) & ~127u;
-    const uint32 begin = step.rank * part, end = min_of(begin + part, row.end);
-    const uint32 own = (threadIdx.x / 32) * (128 * kVectors) + 4 * (threadIdx.x & 31);
+OA_DEVICE void for_row(const Row& row, const Part& part, Take take) {
+    constexpr uint32 kOwn = 4 * kVectors, kStep = kThreads * kOwn;
     uint4 next[kVectors];
     auto load = [&](uint32 at) {
-        if (at >= row.lead && at + kStep <= end) {
-            const uint4* from = reinterpret_cast<const uint4*>(row.base + at + own);
+        const uint32 first = at + threadIdx.x * kOwn;
+        if (first >= row.lead && first + kOwn <= part.end) {
+            const uint4* from = reinterpret_cast<const uint4*>(row.base + first);
 #pragma unroll
-            for (int32 v = 0; v < kVectors; ++v) next[v] = __ldg(from + 32 * v);
+            for (int32 v = 0; v < kVectors; ++v) next[v] = __ldg(from + v);
         } else {
 #pragma unroll
-            for (int32 v = 0; v < kVectors; ++v) {
-                const uint32 x = at + own + 128 * v;
-                next[v] = row.load(x < end ? x : row.end);
-            }
+            for (int32 v = 0; v < kVectors; ++v) next[v] = row.load(first + 4 * v < part.end ? first + 4 * v : row.end);
         }
     };
-    if (begin < end) load(begin);
+    if (part.begin < part.end) load(part.begin);
     int32 parity = 0;
-    for (uint32 at = begin; at < end; at += kStep) {
+    for (uint32 at = part.begin; at < part.end; at += kStep) {
         uint4 x[kVectors];
 #pragma unroll
         for (int32 v = 0; v < kVectors; ++v) x[v] = next[v];
-        if (at + kStep < end) load(at + kStep);
-        take(x, at + own, parity);
+        if (at + kStep < part.end) load(at + kStep);
+        take(x, at + threadIdx.x * kOwn, parity);
         parity ^= 1;
     }
 }
 
 template <int32 kDigit>
-OA_DEVICE void digit_of_row(const TopKParams& p, const Row& row, SharedStorage& s, const Step& step, Selected& found) {
-    for_row(row, step, [&](const uint4(&x)[kVectors], uint32, int32) {
+OA_DEVICE void digit_of_row(const TopKParams& p, const Row& row, const Part& part, SharedStorage& s, const Step& step,
+                            Selected& found) {
+    for_row(row, part, [&](const uint4(&x)[kVectors], uint32, int32) {
 #pragma unroll
         for (int32 v = 0; v < kVectors; ++v) count_keys<kDigit>(s.select, keys_of(x[v]), found.prefix);
     });
@@ -252,20 +235,23 @@ OA_DEVICE void clear_histogram(SelectStorage& s) {
 }
 
 // A number that more than k elements of the row should reach: an element of a sample, whose rank there is what k is of
-// the row and five standard deviations more. The same in all CTAs of a cluster. Leaves counts in the histogram.
+// the row and four standard deviations more. The same in all CTAs of a cluster. Leaves counts in the histogram.
 OA_DEVICE float floor_of(const TopKParams& p, const Row& row, SharedStorage& s) {
     const uint32 vectors = row.end / 4;
-    const uint4 keys = keys_of(row.load(4 * uint32(uint64(threadIdx.x) * vectors / kThreads)));
+    const uint4 x = row.load(4 * uint32(uint64(threadIdx.x) * vectors / kThreads));
+    const uint32 own_keys[2] = {key_of(x.x), key_of(x.z)};
     const float share = float(p.k) * (float(kSample) / float(row.end));
-    const uint32 rank = uint32(min_of(share + 5.0f * sqrtf(share) + 8.0f, float(kSample)));
+    const uint32 rank = uint32(min_of(share + 4.0f * sqrtf(share) + 8.0f, float(kSample)));
     const Digit<kThreads, false> own{s.select, 0, 1};
     Selected found;
-    count_keys<0>(s.select, keys, 0);
+#pragma unroll
+    for (int32 i = 0; i < kSampleOwn; ++i) count_key<0>(s.select, own_keys[i], 0);
     __syncthreads();
     own.template find<0>(rank);
     found.template take<0>(s.select, rank);
     if (found.digits == 1 && found.inside == 0) return kLowest;  // the sample has fewer numbers
-    count_keys<1>(s.select, keys, found.prefix);
+#pragma unroll
+    for (int32 i = 0; i < kSampleOwn; ++i) count_key<1>(s.select, own_keys[i], found.prefix);
     __syncthreads();
     own.template find<1>(rank - found.above);
     found.template take<1>(s.select, rank);
@@ -289,17 +275,30 @@ OA_DEVICE uint32 all_candidates(SharedStorage& s, const Step& step, uint32 own, 
 
 OA_DEVICE void select_row(const TopKParams& p, const Row& row, SharedStorage& s, const Step& step,
                           const Positions& out) {
-    const bool is_short = row.end <= kCandidates;
+    const Part part(row, step);
     float floor = kLowest;
-    if (!is_short) {
+    if (row.end > kCandidates) {
+        // The row is under way while the sample is looked at.
+        for (uint32 i = 0; i < kAhead; ++i) {
+            const uint32 at = part.begin + (i * kThreads + threadIdx.x) * 32;
+            if (at < part.end && at >= row.lead) prefetch_l2(row.base + at);
+        }
         floor = floor_of(p, row, s);
         __syncthreads();
         clear_histogram(s.select);
     }
     Ranks ranks{0, 0};
-    for_row(row, step, [&](const uint4(&x)[kVectors], uint32 first, int32 parity) {
-        put_in_order(s.select, x, NotBelow{floor}, ranks, parity, [&](uint32 rank, uint32 bits, int32 v, int32 e) {
-            if (rank < kCandidates) s.keys[rank] = key_of(bits), s.positions[rank] = first + 128 * v + e - row.lead;
+    for_row(row, part, [&](const uint4(&x)[kVectors], uint32 first, int32 parity) {
+        uint32 chosen = 0;
+#pragma unroll
+        for (int32 v = 0; v < kVectors; ++v) {
+            // NaN is not below anything.
+            chosen |= mask_of(x[v], [&](uint32 bits) { return !(__uint_as_float(bits) < floor); }) << (4 * v);
+        }
+        put_in_order(s.select, chosen, 0, 0, ranks, parity, [&](uint32 rank, int32 i) {
+            if (rank >= kCandidates) return;
+            s.keys[rank] = key_of(__float_as_uint(__ldg(row.base + first + i)));
+            s.positions[rank] = first + i - row.lead;
         });
     });
     bool fits;
@@ -311,22 +310,29 @@ OA_DEVICE void select_row(const TopKParams& p, const Row& row, SharedStorage& s,
         if (!found.done) digit_of_candidates<1>(p, ranks.above, s, step, found);
         if (!found.done) digit_of_candidates<2>(p, ranks.above, s, step, found);
         Ranks places{found.before, found.before_in};
+        const Threshold t = found.threshold;
         for_candidates(s, ranks.above, [&](const uint4& keys, uint32 first, int32 parity) {
-            const uint4 one[1] = {keys};
-            put_in_order(s.select, one, AboveThreshold{found.threshold}, places, parity,
-                         [&](uint32 rank, uint32, int32, int32 e) { out.put(rank, s.positions[first + e]); });
+            const uint32 above = mask_of(keys, [&](uint32 key) { return key > t.key; });
+            const uint32 ties = t.ties == 0 ? 0 : mask_of(keys, [&](uint32 key) { return key == t.key; });
+            put_in_order(s.select, above, ties, t.ties, places, parity,
+                         [&](uint32 rank, int32 i) { out.put(rank, s.positions[first + i]); });
         });
     } else {
-        digit_of_row<0>(p, row, s, step, found);
-        if (!found.done) digit_of_row<1>(p, row, s, step, found);
-        if (!found.done) digit_of_row<2>(p, row, s, step, found);
+        digit_of_row<0>(p, row, part, s, step, found);
+        if (!found.done) digit_of_row<1>(p, row, part, s, step, found);
+        if (!found.done) digit_of_row<2>(p, row, part, s, step, found);
         Ranks places{found.before, found.before_in};
-        for_row(row, step, [&](const uint4(&x)[kVectors], uint32 first, int32 parity) {
-            uint4 keys[kVectors];
+        const Threshold t = found.threshold;
+        for_row(row, part, [&](const uint4(&x)[kVectors], uint32 first, int32 parity) {
+            uint32 above = 0, ties = 0;
 #pragma unroll
-            for (int32 v = 0; v < kVectors; ++v) keys[v] = keys_of(x[v]);
-            put_in_order(s.select, keys, AboveThreshold{found.threshold}, places, parity,
-                         [&](uint32 rank, uint32, int32 v, int32 e) { out.put(rank, first + 128 * v + e - row.lead); });
+            for (int32 v = 0; v < kVectors; ++v) {
+                const uint4 keys = keys_of(x[v]);
+                above |= mask_of(keys, [&](uint32 key) { return key > t.key; }) << (4 * v);
+                if (t.ties != 0) ties |= mask_of(keys, [&](uint32 key) { return key == t.key; }) << (4 * v);
+            }
+            put_in_order(s.select, above, ties, t.ties, places, parity,
+                         [&](uint32 rank, int32 i) { out.put(rank, first + i - row.lead); });
         });
     }
     out.fill(found.chosen, step.rank, step.size);

@@ -46,6 +46,7 @@ inline T __ldg(const T* p) {
     return *p;
 }
 inline int __ffs(int x) { return __builtin_ffs(x); }
+inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline int __clz(int x) { return x == 0 ? 32 : __builtin_clz(unsigned(x)); }
 
 inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned bits) {

@@ -34,11 +34,11 @@ def rows(count: int, width: int) -> TopKProblem:
 @pytest.mark.parametrize(
     ("problem", "name"),
     [
-        (logits(), "index_logits_sm90_n64"),
-        (logits(heads=32), "index_logits_sm90_n64"),
-        (logits(queries=2), "index_logits_sm90_n128"),
-        (logits(heads=65), "index_logits_sm90_n128"),
-        (logits(size=100), "index_logits_sm90_n64"),
+        (logits(), "index_logits_sm90_one"),
+        (logits(heads=32), "index_logits_sm90_one"),
+        (logits(queries=2), "index_logits_sm90_more"),
+        (logits(heads=65), "index_logits_sm90_more"),
+        (logits(size=100), "index_logits_sm90_one"),
         (logits(size=7), "index_logits_sm80"),
     ],
 )
@@ -51,10 +51,10 @@ def test_rows_of_index_logits(problem: IndexLogitsProblem, name: str) -> None:
 def test_a_row_that_is_named() -> None:
     assert select_index_logits(logits(), HOPPER, "index_logits_sm80").spec.name == "index_logits_sm80"
     with pytest.raises(ArgumentError, match="multiples of 16 bytes"):
-        select_index_logits(logits(size=7), HOPPER, "index_logits_sm90_n64")
+        select_index_logits(logits(size=7), HOPPER, "index_logits_sm90_one")
     assert select_top_k(rows(1, 100), HOPPER, "top_k_sm80_many")[0].spec.name == "top_k_sm80_many"
     with pytest.raises(ArgumentError, match=r"9\.0"):
-        select_top_k(rows(1, 100), AMPERE, "top_k_sm90_few")
+        select_top_k(rows(1, 100), AMPERE, "top_k_sm90_shared")
 
 
 def test_old_gpus() -> None:
@@ -68,7 +68,7 @@ def test_rows_of_top_k() -> None:
     assert select_top_k(rows(4096, 32768), HOPPER)[0].spec.name == "top_k_sm80_many"
     assert select_top_k(rows(128, 32768), HOPPER)[0].spec.name == "top_k_sm80_few"
     one, ctas = select_top_k(rows(1, 131072), HOPPER)
-    assert one.spec.name == "top_k_sm90_few"
+    assert one.spec.name == "top_k_sm90_shared"
     assert ctas > 1
     assert select_top_k(rows(1, 131072), AMPERE)[1] == 1
     assert select_top_k(rows(1, 100), HOPPER)[1] == 1

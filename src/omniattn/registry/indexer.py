@@ -14,26 +14,26 @@ INDEX_DIM = 128
 _SLOTS = 2
 #: Of Hopper's, for one product of 64 heads and for more: the same, columns of a product, warpgroups that multiply,
 #: tiles in shared memory, CTAs of an SM.
-_ONE, _MORE = (4, 64, 2, 8, 2), (8, 128, 3, 8, 1)
+_ONE, _MORE = (2, 64, 1, 6, 3), (8, 128, 3, 8, 1)
 #: Keys that a CTA computes in one step.
 STEP = 128
 
 #: Of a CTA of top_k: threads, vectors of four elements that a thread asks for at once, CTAs of an SM, candidates in
-#: shared memory. For rows that are many, and for few.
-_MANY, _FEW = (512, 2, 2, 4096), (1024, 2, 1, 8192)
+#: shared memory. For rows that are many, for few, and for those that a cluster shares.
+_MANY, _FEW, _SHARED = (512, 4, 2, 5120), (1024, 4, 1, 8192), (1024, 2, 1, 8192)
 #: Bytes of the histograms of the three digits, and of what stands behind them.
 _SELECT_BYTES = 4 * (4096 + 1024 + 1024) + 320
 #: CTAs that share a row at most.
 MAX_CLUSTER = 8
 
 
-def _index_logits_sm90(shape: tuple[int, int, int, int, int]) -> KernelSpec:
+def _index_logits_sm90(shape: tuple[int, int, int, int, int], name: str) -> KernelSpec:
     slots, width, consumers, stages, ctas = shape
     tile = INDEX_HEADS * INDEX_DIM
     smem = slots * (tile + 4 * 4 * 20 + 8) + stages * (tile + 4 * 64 + 16)
     defines = {"SLOTS": slots, "WIDTH": width, "CONSUMERS": consumers, "STAGES": stages, "CTAS": ctas}
     return KernelSpec(
-        name=f"index_logits_sm90_n{width}", family="index_logits_sm90", op="index_logits",
+        name=f"index_logits_sm90_{name}", family="index_logits_sm90", op="index_logits",
         source="entry/index_logits_sm90.cu", symbol="index_logits_sm90",
         defines=tuple((n, str(v)) for n, v in defines.items()), dtype="float8_e4m3fn", head_dim=INDEX_DIM,
         block_m=slots, block_n=width, num_warps=4 * (consumers + 1), smem_bytes=-(-smem // 1024) * 1024,
@@ -66,8 +66,9 @@ def _top_k(shape: tuple[int, int, int, int], name: str, cluster: bool) -> Kernel
 
 def indexer_rows() -> Iterator[KernelSpec]:
     """Rows of ``index_logits`` and ``top_k``."""
-    yield from (_index_logits_sm90(shape) for shape in (_ONE, _MORE))
+    yield _index_logits_sm90(_ONE, "one")
+    yield _index_logits_sm90(_MORE, "more")
     yield _index_logits_sm80()
     yield _top_k(_MANY, "many", cluster=False)
     yield _top_k(_FEW, "few", cluster=False)
-    yield _top_k(_FEW, "few", cluster=True)
+    yield _top_k(_SHARED, "shared", cluster=True)

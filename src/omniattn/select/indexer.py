@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from ..problems import IndexLogitsProblem, Target, TopKProblem
-from ..registry import REGISTRY, KernelSpec
+from ..registry import KernelSpec, by_name
 from ..registry.indexer import INDEX_HEADS, MAX_CLUSTER, STEP
 from .choice import Selection, forced, only, the_one
 from .fit import fit
 
 #: Steps of a CTA of index_logits that are worth its queries' way into shared memory, and rounds of CTAs that even out
 #: sequences of different lengths.
-_LEAST_STEPS, _ROUNDS = 8, 8
-#: Elements of a row that a CTA of a cluster is worth.
-_LEAST_PART = 2048
+_LEAST_STEPS, _ROUNDS = 8, 3
+#: Elements of a row that a CTA of a cluster is worth; of a cluster of more than 4, which few places have room for.
+_LEAST_PART, _LEAST_PART_OF_MANY = 8192, 65536
 
 
 def select_index_logits(problem: IndexLogitsProblem, target: Target, force: str | None = None) -> Selection:
@@ -34,10 +34,8 @@ def select_index_logits(problem: IndexLogitsProblem, target: Target, force: str 
 
     if (chosen := forced(force, ("index_logits",), unfit)) is not None:
         return chosen
-    # The columns of a product that fit the call, then any.
-    columns = INDEX_HEADS if problem.queries == 1 and problem.num_heads <= INDEX_HEADS else 2 * INDEX_HEADS
-    rows = [spec for spec in REGISTRY if spec.op == "index_logits"]
-    for spec in sorted(rows, key=lambda spec: (not spec.arch_specific, spec.block_n != columns)):
+    name = "one" if problem.queries == 1 and problem.num_heads <= INDEX_HEADS else "more"
+    for spec in (by_name(f"index_logits_sm90_{name}"), only("index_logits", lambda spec: not spec.arch_specific)):
         if unfit(spec) is None:
             keys = "keys at multiples of 16 bytes" if aligned else "keys of any block size"
             return Selection(spec, (f"{problem.queries} queries of {problem.num_heads} heads, {keys}",))
@@ -61,9 +59,8 @@ def select_top_k(problem: TopKProblem, target: Target, force: str | None = None)
     if (chosen := forced(force, ("top_k",), lambda spec: fit(spec, None, target))) is not None:
         # A row for clusters takes rows of one CTA too.
         return chosen, ctas if chosen.spec.min_arch >= (9, 0) else 1
-    number = "few" if problem.rows * ctas <= target.sm_count else "many"
-    arch = "sm90" if ctas > 1 else "sm80"
-    spec = only("top_k", lambda spec: spec.name == f"top_k_{arch}_{number}")
+    number = "few" if problem.rows <= target.sm_count else "many"
+    spec = by_name("top_k_sm90_shared" if ctas > 1 else f"top_k_sm80_{number}")
     why = f"{problem.rows} rows of {problem.width} elements on {target.sm_count} SMs, {ctas} CTAs a row"
     return the_one(spec, why, target, None), ctas
 
@@ -71,11 +68,8 @@ def select_top_k(problem: TopKProblem, target: Target, force: str | None = None)
 def _ctas_of_row(problem: TopKProblem, target: Target) -> int:
     """As many as SMs would idle otherwise, where there are clusters."""
     ctas = 1
-    if target.cc >= (9, 0):
-        while (
-            ctas < MAX_CLUSTER
-            and problem.rows * 2 * ctas <= target.sm_count
-            and problem.width >= 2 * ctas * _LEAST_PART
-        ):
-            ctas *= 2
+    while target.cc >= (9, 0) and ctas < MAX_CLUSTER and problem.rows * 2 * ctas <= target.sm_count:
+        if problem.width < 2 * ctas * (_LEAST_PART if ctas < 4 else _LEAST_PART_OF_MANY):
+            break
+        ctas *= 2
     return ctas
