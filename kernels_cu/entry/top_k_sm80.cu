@@ -15,8 +15,8 @@
 // that are candidates as a whole the lowest number. Where too few elements reach it, or more than there is room for,
 // the row is read for each digit (decode/radix_select.cuh) and for the positions: the result is exact in any case.
 //
-// Candidates and positions are in ascending order without atomics: the threads of a CTA have consecutive elements, count
-// those that are wanted, and begin where the threads before them end. So calls repeat exactly.
+// Candidates and positions are in ascending order without atomics: the threads of a CTA have consecutive elements,
+// count those that are wanted, and begin where the threads before them end. So calls repeat exactly.
 //
 // Shared memory: histograms 24 KB, CANDIDATES of 8 bytes.
 #include "decode/radix_select.cuh"

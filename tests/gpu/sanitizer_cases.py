@@ -23,7 +23,7 @@ import numpy as np
 from racecheck_rows import waits
 from sanitizer_arrays import check, poisoned, to_gpu
 from sanitizer_packed import stream_k
-from sanitizer_pools import eight_bits, pools
+from sanitizer_pools import eight_bits, indexer, pools
 
 import omniattn as oa
 from omniattn import runtime
@@ -378,6 +378,7 @@ def caches(rng: np.random.Generator) -> None:
                 more = to_gpu(rng.standard_normal((3, queries, heads, 64)))
                 check(*oa.decode(more, cache, out=poisoned(more.shape), return_lse=True, deterministic=True, **pages))
     pools(rng)
+    indexer(rng)
     eight_bits(rng)
 
 

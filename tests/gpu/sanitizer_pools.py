@@ -6,6 +6,7 @@ import numpy as np
 from sanitizer_arrays import check, poisoned, to_gpu
 
 import omniattn as oa
+from omniattn.testing.frameworks import E4m3Array
 
 
 def pools(rng: np.random.Generator) -> None:
@@ -52,3 +53,24 @@ def eight_bits(rng: np.random.Generator) -> None:
             for queries, heads in ((1, 8), (9, 4)):
                 q = to_gpu(rng.standard_normal((2, queries, heads, dim)))
                 check(*oa.decode(q, cache, out=poisoned(q.shape), return_lse=True, seq_lens=lens, block_table=table))
+
+
+def indexer(rng: np.random.Generator) -> None:
+    """Scores of keys in blocks of any size, which end where the cache does, and positions."""
+    for size, new in ((16, 1), (16, 3), (7, 2)):
+        blocks = -(-200 // size)
+        raw = to_gpu(rng.integers(0, 120, (blocks, size, 1, 132)), np.uint8)
+        q = E4m3Array(to_gpu(rng.integers(0, 120, (2, new, 33, 128)), np.uint8))
+        table, lens = (
+            to_gpu([np.arange(blocks)[::-1], np.arange(blocks)], np.int32),
+            to_gpu((blocks * size, 9), np.int32),
+        )
+        weights = to_gpu(rng.standard_normal((2 * new, 33)), np.float32)
+        out = to_gpu(np.full((2 * new, blocks * size), np.nan), np.float32)
+        check(oa.index_logits(q, raw, weights, seq_lens=lens, block_table=table, out=out))
+        oa.top_k(out, 64, lengths=lens, next_n=new, block_table=table, block_size=size)
+    for rows, width in ((1, 70001), (200, 9003), (3, 5)):
+        logits = to_gpu(rng.standard_normal((rows, width)), np.float32)
+        for k in (1, 2048):
+            check(oa.top_k(logits, k, starts=to_gpu(np.arange(rows) % 4, np.int32)))
+    check(oa.top_k(to_gpu(np.ones((2, 90001)), np.float32), 2048))  # a sample that says nothing
