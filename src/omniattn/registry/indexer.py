@@ -25,6 +25,11 @@ _MANY, _FEW, _SHARED = (512, 4, 2, 5120), (1024, 4, 1, 8192), (1024, 2, 1, 8192)
 _SELECT_BYTES = 4 * (4096 + 1024 + 1024) + 320
 #: CTAs that share a row at most.
 MAX_CLUSTER = 8
+#: Steps of a CTA of index_logits that are worth its queries' way into shared memory, and rounds of CTAs that even out
+#: sequences of different lengths.
+LEAST_STEPS, ROUNDS = 8, 3
+#: Elements of a row that a CTA of a cluster is worth; of a cluster of more than 4, which few places have room for.
+LEAST_PART, LEAST_PART_OF_MANY = 8192, 65536
 
 
 def _index_logits_sm90(shape: tuple[int, int, int, int, int], name: str) -> KernelSpec:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from ..problems import IndexLogitsProblem, Target, TopKProblem
 from ..registry import KernelSpec, by_name
-from ..registry.indexer import INDEX_HEADS, MAX_CLUSTER, STEP
+from ..registry.indexer import (
+    INDEX_HEADS,
+    LEAST_PART,
+    LEAST_PART_OF_MANY,
+    LEAST_STEPS,
+    MAX_CLUSTER,
+    ROUNDS,
+    STEP,
+)
 from .choice import Selection, forced, only, the_one
 from .fit import fit
-
-#: Steps of a CTA of index_logits that are worth its queries' way into shared memory, and rounds of CTAs that even out
-#: sequences of different lengths.
-_LEAST_STEPS, _ROUNDS = 8, 3
-#: Elements of a row that a CTA of a cluster is worth; of a cluster of more than 4, which few places have room for.
-_LEAST_PART, _LEAST_PART_OF_MANY = 8192, 65536
 
 
 def select_index_logits(problem: IndexLogitsProblem, target: Target, force: str | None = None) -> Selection:
@@ -49,7 +51,7 @@ def span_of(spec: KernelSpec, problem: IndexLogitsProblem, target: Target) -> in
     places = target.sm_count * spec.ctas_per_sm
     steps = -(-problem.max_keys // STEP)
     of_one_round = -(-steps * tiles // places)
-    own = of_one_round if of_one_round <= _LEAST_STEPS else max(_LEAST_STEPS, -(-of_one_round // _ROUNDS))
+    own = of_one_round if of_one_round <= LEAST_STEPS else max(LEAST_STEPS, -(-of_one_round // ROUNDS))
     return STEP * max(min(own, steps), 1)
 
 
@@ -69,7 +71,7 @@ def _ctas_of_row(problem: TopKProblem, target: Target) -> int:
     """As many as SMs would idle otherwise, where there are clusters."""
     ctas = 1
     while target.cc >= (9, 0) and ctas < MAX_CLUSTER and problem.rows * 2 * ctas <= target.sm_count:
-        if problem.width < 2 * ctas * (_LEAST_PART if ctas < 4 else _LEAST_PART_OF_MANY):
+        if problem.width < 2 * ctas * (LEAST_PART if ctas < 4 else LEAST_PART_OF_MANY):
             break
         ctas *= 2
     return ctas
