@@ -25,7 +25,9 @@ from omniattn.runtime.device import DeviceInfo
 
 TESTS = Path(__file__).parent
 #: Headers of kernels_cu/ptx in whose place host_cta/ptx.h is.
-_REPLACED = "cluster cp_async cvt cvt_quant gpu_sync half2 l2 ldmatrix math min_nan mma_sync shared tma"
+_REPLACED = (
+    "cluster_memory cp_async cvt cvt_quant gpu_sync half2 l2 ldmatrix load_ahead math min_nan mma_sync shared tma"
+)
 _PARAMS = {
     "attn_fwd_sm80": "Params", "index_logits_sm80": "IndexLogitsParams", "kv_append_sm80": "KvAppendParams",
     "kv_dequantize_sm80": "KvDequantizeParams",

@@ -1,7 +1,7 @@
 // What the kernels of index_logits share: a CTA's queries and keys, where a key lies, rows of e4m3 in registers.
 #pragma once
 #include "params/index_logits.cuh"
-#include "ptx/l2.cuh"
+#include "ptx/load_ahead.cuh"
 #include "ptx/types.cuh"
 #include "scheduler/quotient.cuh"
 

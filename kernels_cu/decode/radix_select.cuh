@@ -5,7 +5,7 @@
 // over the bins from the top. What is left is a threshold: all keys above it are chosen, and the first `ties` of those
 // equal to it.
 #pragma once
-#include "ptx/cluster.cuh"
+#include "ptx/cluster_memory.cuh"
 #include "ptx/cp_async.cuh"
 #include "ptx/types.cuh"
 
