@@ -36,8 +36,10 @@ def rows(count: int, width: int) -> TopKProblem:
     [
         (logits(), "index_logits_sm90_one"),
         (logits(heads=32), "index_logits_sm90_one"),
-        (logits(queries=2), "index_logits_sm90_more"),
-        (logits(heads=65), "index_logits_sm90_more"),
+        (logits(queries=2), "index_logits_sm90_some"),
+        (logits(heads=65), "index_logits_sm90_some"),
+        (logits(queries=3, heads=128), "index_logits_sm90_more"),
+        (logits(1, 4096), "index_logits_sm90_more"),
         (logits(size=100), "index_logits_sm90_one"),
         (logits(size=7), "index_logits_sm80"),
     ],
@@ -52,6 +54,8 @@ def test_a_row_that_is_named() -> None:
     assert select_index_logits(logits(), HOPPER, "index_logits_sm80").spec.name == "index_logits_sm80"
     with pytest.raises(ArgumentError, match="multiples of 16 bytes"):
         select_index_logits(logits(size=7), HOPPER, "index_logits_sm90_one")
+    with pytest.raises(ArgumentError, match="up to 64 heads"):
+        select_index_logits(logits(heads=65), HOPPER, "index_logits_sm90_one")
     assert select_top_k(rows(1, 100), HOPPER, "top_k_sm80_many")[0].spec.name == "top_k_sm80_many"
     with pytest.raises(ArgumentError, match=r"9\.0"):
         select_top_k(rows(1, 100), AMPERE, "top_k_sm90_shared")
@@ -67,6 +71,7 @@ def test_old_gpus() -> None:
 def test_rows_of_top_k() -> None:
     assert select_top_k(rows(4096, 32768), HOPPER)[0].spec.name == "top_k_sm80_many"
     assert select_top_k(rows(128, 32768), HOPPER)[0].spec.name == "top_k_sm80_few"
+    assert select_top_k(rows(4096, 131072), HOPPER)[0].spec.name == "top_k_sm80_few"  # more candidates
     one, ctas = select_top_k(rows(1, 131072), HOPPER)
     assert one.spec.name == "top_k_sm90_shared"
     assert ctas > 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..problems import IndexLogitsProblem, Target, TopKProblem
-from ..registry import KernelSpec, by_name
+from ..registry import REGISTRY, KernelSpec, by_name
 from ..registry.indexer import (
     INDEX_HEADS,
     LEAST_PART,
@@ -11,6 +11,8 @@ from ..registry.indexer import (
     LEAST_STEPS,
     MAX_CLUSTER,
     ROUNDS,
+    SAMPLE,
+    SPARE,
     STEP,
 )
 from .choice import Selection, forced, only, the_one
@@ -32,12 +34,16 @@ def select_index_logits(problem: IndexLogitsProblem, target: Target, force: str 
     def unfit(spec: KernelSpec) -> str | None:
         if spec.arch_specific and not aligned:
             return "it takes rows of keys at multiples of 16 bytes"
+        if problem.num_heads > spec.block_m * INDEX_HEADS:
+            return f"it takes up to {spec.block_m * INDEX_HEADS} heads, the call has {problem.num_heads}"
         return fit(spec, None, target)
 
     if (chosen := forced(force, ("index_logits",), unfit)) is not None:
         return chosen
-    name = "one" if problem.queries == 1 and problem.num_heads <= INDEX_HEADS else "more"
-    for spec in (by_name(f"index_logits_sm90_{name}"), only("index_logits", lambda spec: not spec.arch_specific)):
+    products = problem.queries * -(-problem.num_heads // INDEX_HEADS)
+    own = [spec for spec in REGISTRY if spec.op == "index_logits" and spec.arch_specific]
+    best = next((spec for spec in own if products <= spec.block_m), own[-1])
+    for spec in (best, only("index_logits", lambda spec: not spec.arch_specific)):
         if unfit(spec) is None:
             keys = "keys at multiples of 16 bytes" if aligned else "keys of any block size"
             return Selection(spec, (f"{problem.queries} queries of {problem.num_heads} heads, {keys}",))
@@ -61,10 +67,18 @@ def select_top_k(problem: TopKProblem, target: Target, force: str | None = None)
     if (chosen := forced(force, ("top_k",), lambda spec: fit(spec, None, target))) is not None:
         # A row for clusters takes rows of one CTA too.
         return chosen, ctas if chosen.spec.min_arch >= (9, 0) else 1
-    number = "few" if problem.rows <= target.sm_count else "many"
-    spec = by_name("top_k_sm90_shared" if ctas > 1 else f"top_k_sm80_{number}")
+    many = by_name("top_k_sm80_many")
+    is_many = problem.rows > target.sm_count and _candidates(problem) <= many.block_n
+    spec = by_name("top_k_sm90_shared") if ctas > 1 else many if is_many else by_name("top_k_sm80_few")
     why = f"{problem.rows} rows of {problem.width} elements on {target.sm_count} SMs, {ctas} CTAs a row"
     return the_one(spec, why, target, None), ctas
+
+
+def _candidates(problem: TopKProblem) -> float:
+    """How many elements of a row may reach the floor: as `floor_of` in device code has it, and some to spare."""
+    share = problem.k * SAMPLE / max(problem.width, 1)
+    rank = min(share + 4 * share**0.5 + 8, SAMPLE)
+    return min(SPARE * rank / SAMPLE * problem.width, problem.width)
 
 
 def _ctas_of_row(problem: TopKProblem, target: Target) -> int:
