@@ -34,13 +34,15 @@ def rows(count: int, width: int) -> TopKProblem:
 @pytest.mark.parametrize(
     ("problem", "name"),
     [
-        (logits(), "index_logits_sm90_one"),
-        (logits(heads=32), "index_logits_sm90_one"),
-        (logits(queries=2), "index_logits_sm90_some"),
-        (logits(heads=65), "index_logits_sm90_some"),
+        (logits(), "index_logits_sm90_two"),
+        (logits(heads=32), "index_logits_sm90_two"),
+        (logits(queries=2), "index_logits_sm90_two"),
+        (logits(heads=65), "index_logits_sm90_two"),
+        (logits(queries=2, heads=65), "index_logits_sm90_four"),
+        (logits(queries=3), "index_logits_sm90_four"),
         (logits(queries=3, heads=128), "index_logits_sm90_more"),
         (logits(1, 4096), "index_logits_sm90_more"),
-        (logits(size=100), "index_logits_sm90_one"),
+        (logits(size=100), "index_logits_sm90_two"),
         (logits(size=7), "index_logits_sm80"),
     ],
 )
@@ -53,9 +55,7 @@ def test_rows_of_index_logits(problem: IndexLogitsProblem, name: str) -> None:
 def test_a_row_that_is_named() -> None:
     assert select_index_logits(logits(), HOPPER, "index_logits_sm80").spec.name == "index_logits_sm80"
     with pytest.raises(ArgumentError, match="multiples of 16 bytes"):
-        select_index_logits(logits(size=7), HOPPER, "index_logits_sm90_one")
-    with pytest.raises(ArgumentError, match="up to 64 heads"):
-        select_index_logits(logits(heads=65), HOPPER, "index_logits_sm90_one")
+        select_index_logits(logits(size=7), HOPPER, "index_logits_sm90_two")
     assert select_top_k(rows(1, 100), HOPPER, "top_k_sm80_many")[0].spec.name == "top_k_sm80_many"
     with pytest.raises(ArgumentError, match=r"9\.0"):
         select_top_k(rows(1, 100), AMPERE, "top_k_sm90_shared")
@@ -88,6 +88,11 @@ def test_every_row_has_ctas(cc: tuple[int, int], count: int, width: int) -> None
     ctas = 1 if record.cluster is None else record.cluster[0]
     assert record.grid == (count * ctas, 1, 1)
     assert ctas in (1, 2, 4, 8)
+
+
+def test_spans_that_were_measured() -> None:
+    for problem, span in ((logits(), 4096), (logits(1, keys=131072), 512), (logits(1, keys=8192), 128)):
+        assert span_of(select_index_logits(problem, HOPPER).spec, problem, HOPPER) == span
 
 
 @pytest.mark.parametrize("target", [HOPPER, AMPERE])

@@ -12,9 +12,9 @@ INDEX_HEADS = 64
 INDEX_DIM = 128
 #: Of the generic kernel: queries times products of a CTA.
 _SLOTS = 2
-#: Of Hopper's, for one product of 64 heads, for up to 4 and for more: the same, columns of a product, warpgroups that
-#: multiply, tiles in shared memory, CTAs of an SM.
-_ONE, _SOME, _MORE = (1, 64, 1, 5, 4), (4, 64, 2, 8, 2), (8, 128, 3, 8, 1)
+#: Of Hopper's, for up to 2 products of 64 heads, for up to 4 and for more: the same, columns of a product, warpgroups
+#: that multiply, tiles in shared memory, CTAs of an SM.
+_TWO, _FOUR, _MORE = (2, 64, 1, 6, 3), (4, 64, 2, 8, 2), (8, 128, 3, 8, 1)
 #: Keys that a CTA computes in one step.
 STEP = 128
 
@@ -27,7 +27,7 @@ _SELECT_BYTES = 4 * (4096 + 1024 + 1024) + 320
 MAX_CLUSTER = 8
 #: Steps of a CTA of index_logits that are worth its queries' way into shared memory, and rounds of CTAs that even out
 #: sequences of different lengths.
-LEAST_STEPS, ROUNDS = 8, 2
+LEAST_STEPS, ROUNDS = 8, 3
 #: Elements of a row that a CTA of a cluster is worth; of a cluster of more than 4, which few places have room for.
 LEAST_PART, LEAST_PART_OF_MANY = 8192, 65536
 #: Elements of top_k's sample, and how many more candidates than it says there may be.
@@ -73,8 +73,8 @@ def _top_k(shape: tuple[int, int, int, int], name: str, cluster: bool) -> Kernel
 
 def indexer_rows() -> Iterator[KernelSpec]:
     """Rows of ``index_logits`` and ``top_k``."""
-    yield _index_logits_sm90(_ONE, "one")
-    yield _index_logits_sm90(_SOME, "some")
+    yield _index_logits_sm90(_TWO, "two")
+    yield _index_logits_sm90(_FOUR, "four")
     yield _index_logits_sm90(_MORE, "more")
     yield _index_logits_sm80()
     yield _top_k(_MANY, "many", cluster=False)

@@ -58,7 +58,8 @@ def span_of(spec: KernelSpec, problem: IndexLogitsProblem, target: Target) -> in
     steps = -(-problem.max_keys // STEP)
     of_one_round = -(-steps * tiles // places)
     own = of_one_round if of_one_round <= LEAST_STEPS else max(LEAST_STEPS, -(-of_one_round // ROUNDS))
-    return STEP * max(min(own, steps), 1)
+    # Powers of two, so that spans begin where blocks do.
+    return STEP * max(min(1 << (own - 1).bit_length() if own else 1, steps), 1)
 
 
 def select_top_k(problem: TopKProblem, target: Target, force: str | None = None) -> tuple[Selection, int]:
