@@ -22,6 +22,7 @@ from omniattn.testing.cache_cases import CACHE_OPS  # noqa: E402
 from omniattn.testing.cases import operation_of  # noqa: E402
 from omniattn.testing.frameworks import TorchFramework  # noqa: E402
 from omniattn.testing.gradient_cases import BACKWARD_OPS  # noqa: E402
+from omniattn.testing.indexer_cases import INDEXER_OPS  # noqa: E402
 from omniattn.testing.latent_cases import LATENT_OPS  # noqa: E402
 from omniattn.testing.mask_cases import MASK_OPS  # noqa: E402
 from omniattn.testing.quantizer_cases import VALUES_OPS  # noqa: E402
@@ -126,7 +127,7 @@ def test_row(
 
     PLANS.clear()
     monkeypatch.setattr(runtime, "load", load)
-    own_cases = spec.op in (*MASK_OPS, "layout_fp8", "clear_unused") or spec.value_factors
+    own_cases = spec.op in (*MASK_OPS, *INDEXER_OPS, "layout_fp8", "clear_unused") or spec.value_factors
     if spec.specialization is None and not own_cases:
         monkeypatch.setenv("OMNIATTN_FORCE_KERNEL", ",".join(sorted(wants | may_want)))
     else:  # only attention starts these, or some of its calls

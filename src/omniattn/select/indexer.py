@@ -42,8 +42,8 @@ def select_index_logits(problem: IndexLogitsProblem, target: Target, force: str 
         return chosen
     products = problem.queries * -(-problem.num_heads // INDEX_HEADS)
     own = [spec for spec in REGISTRY if spec.op == "index_logits" and spec.arch_specific]
-    best = next((spec for spec in own if products <= spec.block_m), own[-1])
-    for spec in (best, only("index_logits", lambda spec: not spec.arch_specific)):
+    best = [spec for spec in own if products <= spec.block_m] or own[-1:]
+    for spec in (*best[:1], only("index_logits", lambda spec: not spec.arch_specific)):
         if unfit(spec) is None:
             keys = "keys at multiples of 16 bytes" if aligned else "keys of any block size"
             return Selection(spec, (f"{problem.queries} queries of {problem.num_heads} heads, {keys}",))
