@@ -278,7 +278,7 @@ OA_DEVICE void select_row(const TopKParams& p, const Row& row, SharedStorage& s,
     const Part part(row, step);
     float floor = kLowest;
     if (row.end > kCandidates) {
-        // The row is under way while the sample is looked at.
+        // The row is under way while the sample is read and ranked.
         for (uint32 i = 0; i < kAhead; ++i) {
             const uint32 at = part.begin + (i * kThreads + threadIdx.x) * 32;
             if (at < part.end && at >= row.lead) prefetch_l2(row.base + at);

@@ -88,7 +88,7 @@ class IndexerCase:
         seen = ~np.isneginf(prepared.wanted)
         if not np.array_equal(~np.isneginf(got), seen):
             return float("inf"), "-inf at other places"
-        errors = np.abs(got - prepared.wanted, where=seen, out=np.zeros(got.shape))
+        errors = np.abs(np.where(seen, got, 0.0) - np.where(seen, prepared.wanted, 0.0))
         worst = float(np.max(errors / prepared.allowed, initial=0.0))
         return worst, "" if worst <= 1.0 else f"an error of {worst:.3g} times what is allowed"
 
