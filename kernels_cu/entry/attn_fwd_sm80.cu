@@ -15,12 +15,17 @@
 // exponentials (attention/softmax.cuh), because these are mixed with the products of P, 16 keys at a time: whether P
 // was too large would be known too late for the softmax of the other kernels (attention/warp_softmax.cuh).
 //
+// HEAD_DIM 512: two warps have the same rows, for O of 16 rows fills the registers of both: every second panel of 64
+// channels is one's. Each multiplies half of the keys of a tile by Q, they exchange scores through shared memory, and
+// both make the same softmax of them.
+//
 // All warps copy (cp.async); bar: __syncthreads.
 // NUM_STAGES = 2 (one barrier a tile)                    NUM_STAGES = 1 (two barriers a tile)
 //   wait K,V(i) | bar | copy K,V(i-1) -> other stage       wait K(i) | bar | copy V(i) | QK(i)
 //   QK(i)  softmax(i)  PV(i)                               wait V(i) | bar | copy K(i-1) | softmax(i) PV(i)
 //
-// Shared memory, bytes: Q, later O [BLOCK_M * HEAD_DIM * 2] | K [NUM_STAGES][BLOCK_N * HEAD_DIM * 2] | V [same].
+// Shared memory, bytes: Q, later O [BLOCK_M * HEAD_DIM * 2] | K [NUM_STAGES][BLOCK_N * HEAD_DIM * 2] | V [same] | of
+// HEAD_DIM 512 scores [BLOCK_M * BLOCK_N * 4].
 #include "attention/fwd_modes.cuh"
 #include "attention/mask.cuh"
 #include "attention/partial_epilogue.cuh"
@@ -28,7 +33,9 @@
 #include "attention/sinks.cuh"
 #include "attention/softmax.cuh"
 #include "attention/split_keys.cuh"
+#include "attention/sync_steps.cuh"
 #include "attention/warp_softmax.cuh"
+#include "attention/wide_products.cuh"
 #include "params/attn_fwd.cuh"
 #include "pipeline/tile_copy.cuh"
 #include "ptx/cp_async.cuh"
@@ -36,6 +43,7 @@
 #include "ptx/ldmatrix.cuh"
 #include "ptx/math.cuh"
 #include "ptx/mma_sync.cuh"
+#include "ptx/shared.cuh"
 #include "scheduler/page_table.cuh"
 #include "scheduler/fwd_tile.cuh"
 #include "tile/panel.cuh"
@@ -50,15 +58,20 @@ struct Config {
     static constexpr bool kOwnHeadDimV = OWN_HEAD_DIM_V;
     static constexpr bool kScoreMods = SCORE_MODS;  // softcap, mask, scale <= 0: scores are formed one by one
     static constexpr int kThreads = kWarps * 32;
-    static constexpr int kMTiles = kBlockM / kWarps / 16;  // 16-row tiles of one warp
+    static constexpr int kChannelWarps = channel_warps(kHeadDim);
+    static constexpr bool kIsWide = kChannelWarps > 1;
+    static constexpr int kMTiles = kBlockM * kChannelWarps / kWarps / 16;  // 16-row tiles of one warp
     static constexpr int kNTiles = kBlockN / 8;
-    static constexpr int kDTiles = kHeadDim / 8;
+    static constexpr int kDTiles = kHeadDim / kChannelWarps / 8;  // of one warp
     static constexpr bool kQInRegisters = Q_IN_REGISTERS;
     static constexpr bool kSplitKeys = SPLIT_KEYS;
     static constexpr bool kPaged = PAGED;  // packed sequences whose K and V lie in pages
     static constexpr bool kSearch = kBlockM < 32 && !kScoreMods;  // of the packed sequence; with scores it is walked to
-    static_assert(kBlockM == kMTiles * kWarps * 16 && kBlockN % 16 == 0 && kHeadDim % 32 == 0, "whole MMA tiles");
+    static_assert(kBlockM * kChannelWarps == kMTiles * kWarps * 16 && kBlockN % 16 == 0 && kHeadDim % 32 == 0,
+                  "whole MMA tiles");
     static_assert(kStages == 1 || kStages == 2, "single or double buffer");
+    static_assert(!kIsWide || (kStages == 1 && kMTiles == 1 && kOwnHeadDimV && !kQInRegisters && !kSplitKeys),
+                  "scores are exchanged at the second barrier of a tile");
 };
 
 using ModsParams = Select<kHasScoreMod, AttnFwdUserModSm80Params, AttnFwdModsSm80Params>::Type;
@@ -84,14 +97,23 @@ OA_DEVICE T with_pack(const FwdTile& t, const P& params) {
 }
 
 using Keys = KeyTiles<Config::kBlockM, Config::kBlockN>;
-struct Nothing {};
+struct ExchangedScores {
+    alignas(1024) float scores[Config::kBlockM * Config::kBlockN];  // [warp's rows][8 keys][lane][4]
+};
 
-struct SharedStorage : Select<Config::kScoreMods, MaskSlots<Config>::Storage, Nothing>::Type {
+template <int>
+struct NothingElse {};
+using MaskStorage = Select<Config::kScoreMods, MaskSlots<Config>::Storage, NothingElse<0>>::Type;
+using ScoreStorage = Select<Config::kIsWide, ExchangedScores, NothingElse<1>>::Type;
+struct SharedStorage : MaskStorage, ScoreStorage {
     alignas(1024) uint8 q[Config::kBlockM * Config::kHeadDim * 2];  // O on the way out
     alignas(1024) uint8 k[Config::kStages][Config::kBlockN * Config::kHeadDim * 2];
     alignas(1024) uint8 v[Config::kStages][Config::kBlockN * Config::kHeadDim * 2];
 };
 static_assert(sizeof(SharedStorage) == SMEM_BYTES, "the registry's smem_bytes must be this struct's size");
+
+OA_DEVICE uint32 scores_of(ExchangedScores& smem) { return smem_addr_of(smem.scores); }
+OA_DEVICE uint32 scores_of(NothingElse<1>&) { return 0; }
 
 using QTile = PanelTile<Config::kBlockM, Config::kHeadDim>;
 using KvTile = PanelTile<Config::kBlockN, Config::kHeadDim>;
@@ -135,10 +157,34 @@ OA_DEVICE void mma_qk(Scores& s, const QFragments& rq, uint32 smem_q, const QLan
     }
 }
 
+// The same of two warps with the same rows: each multiplies half of the keys, and leaves them to both.
+using HalfScores = WideScores<Config::Io, Config::kBlockM, Config::kBlockN, Config::kHeadDim, Config::kBlockN / 2>;
+OA_DEVICE void give_scores(uint32 smem_scores, uint32 smem_q, const QLane& q_lane, uint32 smem_k, int32 channels,
+                           int channel_warp, int lane) {
+    constexpr int kTiles = Config::kNTiles / 2;
+    typename HalfScores::Scores s;
+    HalfScores::multiply(s, smem_q, q_lane, smem_k + channel_warp * kTiles * 8 * 128, HalfScores::lane_b(lane),
+                         channels);
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n)
+        store_shared4(smem_scores + ((channel_warp * kTiles + n) * 32 + lane) * 16,
+                      make_uint4(__float_as_uint(s[4 * n]), __float_as_uint(s[4 * n + 1]),
+                                 __float_as_uint(s[4 * n + 2]), __float_as_uint(s[4 * n + 3])));
+}
+OA_DEVICE void take_scores(Scores& s, uint32 smem_scores, int lane) {
+#pragma unroll
+    for (int n = 0; n < Config::kNTiles; ++n) {
+        uint4 x = load_shared4(smem_scores + (n * 32 + lane) * 16);
+        s[0][4 * n] = __uint_as_float(x.x), s[0][4 * n + 1] = __uint_as_float(x.y);
+        s[0][4 * n + 2] = __uint_as_float(x.z), s[0][4 * n + 3] = __uint_as_float(x.w);
+    }
+}
+
 // P = exp2(S c - bias), O += P V. 16 keys at a time, so that the exponentials of the next 16 fill the issue slots
 // that the products of these leave.
+// channels: of V, from this warp's first panel on.
 OA_DEVICE void exp_and_mma_pv(Scores& s, Output& o, OnlineSoftmax<Config::kMTiles>& softmax, float c, uint32 smem_v,
-                              const KvLane& v_lane) {
+                              const KvLane& v_lane, int32 channels) {
 #pragma unroll
     for (int n = 0; n < Config::kNTiles; n += 2) {
         uint32 p[Config::kMTiles][4];
@@ -156,22 +202,32 @@ OA_DEVICE void exp_and_mma_pv(Scores& s, Output& o, OnlineSoftmax<Config::kMTile
                 p[i][2 * half + 1] = pack2(Config::Io{}, e[2], e[3]);
             }
         }
+        if constexpr (Config::kIsWide) {
+            add_wide_output<Config::Io, Config::kChannelWarps>(o[0], p[0], smem_v, v_lane, n * 8, channels);
+        } else {
 #pragma unroll
-        for (int d = 0; d < Config::kDTiles; d += 2) {
-            uint32 b[4];
-            ldmatrix_x4_trans(b, smem_v + v_lane.at(n * 8, d / 2));
+            for (int d = 0; d < Config::kDTiles; d += 2) {
+                uint32 b[4];
+                ldmatrix_x4_trans(b, smem_v + v_lane.at(n * 8, d / 2));
 #pragma unroll
-            for (int i = 0; i < Config::kMTiles; ++i) {
-                mma_m16n8k16(Config::Io{}, o[i] + 4 * d, p[i], b[0], b[1]);
-                mma_m16n8k16(Config::Io{}, o[i] + 4 * (d + 1), p[i], b[2], b[3]);
+                for (int i = 0; i < Config::kMTiles; ++i) {
+                    mma_m16n8k16(Config::Io{}, o[i] + 4 * d, p[i], b[0], b[1]);
+                    mma_m16n8k16(Config::Io{}, o[i] + 4 * (d + 1), p[i], b[2], b[3]);
+                }
             }
         }
     }
 }
 
-// O / l through shared memory (the rows of Q that only this warp has read) to 16-byte stores, and the LSE.
+// Which chunk of 8 channels of a row the warp's number `own` is.
+OA_DEVICE int chunk_of(int own, int channel_warp) {
+    return Config::kIsWide ? (own >> 3) * (8 * Config::kChannelWarps) + channel_warp * 8 + (own & 7) : own;
+}
+
+// O / l through shared memory (the rows of Q that only this warp has read; two warps with the same rows are done with
+// them since the last barrier) to 16-byte stores, and the LSE. warp_idx: of those with rows of their own.
 OA_DEVICE void epilogue(Output& o, OnlineSoftmax<Config::kMTiles>& softmax, const AttnFwdParams& p, const FwdTile& t,
-                        uint8* q_smem, int warp_idx, int lane) {
+                        uint8* q_smem, int warp_idx, int channel_warp, int lane) {
     softmax.reduce_denominator();
     float sink2 = sink_log2<Config::Io>(p, t);
     constexpr int kWarpRows = Config::kMTiles * 16;
@@ -185,20 +241,22 @@ OA_DEVICE void epilogue(Output& o, OnlineSoftmax<Config::kMTiles>& softmax, cons
         for (int r = 0; r < 2; ++r) {
             RowResult res = finish_row(softmax.m2[i][r], softmax.l[i][r], sink2);
             int row = warp_idx * kWarpRows + i * 16 + (lane >> 2) + r * 8;
-            if (lse != nullptr && (lane & 3) == 0 && t.m0 + row < t.seqlen_q) lse[t.m0 + row] = res.lse;
+            if (lse != nullptr && channel_warp == 0 && (lane & 3) == 0 && t.m0 + row < t.seqlen_q)
+                lse[t.m0 + row] = res.lse;
 #pragma unroll
             for (int d = 0; d < Config::kDTiles; ++d) {
                 uint32 packed =
                     pack2(Config::Io{}, o[i][4 * d + 2 * r] * res.o_scale, o[i][4 * d + 2 * r + 1] * res.o_scale);
-                *reinterpret_cast<uint32*>(q_smem + QTile::offset(row, d) + (lane & 3) * 4) = packed;
+                *reinterpret_cast<uint32*>(q_smem + QTile::offset(row, chunk_of(d, channel_warp)) + (lane & 3) * 4) =
+                    packed;
             }
         }
     __syncwarp();
     uint16* go = p.o + t.batch_idx * p.o_stride_b + t.head_idx * p.o_stride_h + int64(t.q_begin) * p.o_stride_s;
-    constexpr int kChunks = Config::kHeadDim / 8;
+    constexpr int kChunks = Config::kDTiles;
 #pragma unroll
     for (int at = 0; at < kWarpRows * kChunks; at += 32) {
-        int row = (at + lane) / kChunks, chunk = (at + lane) % kChunks;
+        int row = (at + lane) / kChunks, chunk = chunk_of((at + lane) % kChunks, channel_warp);
         if (warp_row + row < t.seqlen_q && chunk * 8 < p.head_dim) {
             uint4 data = *reinterpret_cast<const uint4*>(q_smem + QTile::offset(warp_idx * kWarpRows + row, chunk));
             *reinterpret_cast<uint4*>(go + int64(warp_row + row) * p.o_stride_s + chunk * 8) = data;
@@ -220,111 +278,17 @@ OA_DEVICE void split_epilogue(Output& o, OnlineSoftmax<Config::kMTiles>& softmax
                                      t.m0 + (warp_idx * Config::kMTiles + i) * 16, lane);
 }
 
-// This CTA's part of `count` steps, those of all CTAs within one of each other.
-struct Part {
-    int32 first, count;
-    OA_DEVICE explicit Part(int32 of) : first(0), count(max_of(of, 0)) {
-        if (!Config::kSplitKeys) return;
-        const SplitPart part(count, blockIdx.y, gridDim.y);
-        first = part.first, count = part.count;
-    }
-};
-
-// The tiles of keys that a CTA visits, from the last to the first.
-struct AllSteps {
-    int32 at, first;
-    OA_DEVICE AllSteps(const AttnFwdParams&, const Tile&, const Keys& keys, int) : at(keys.end - 1), first(keys.first) {
-        if (!Config::kSplitKeys) return;
-        Part part(keys.end - keys.first);
-        at -= part.first;
-        first = at - part.count + 1;
-    }
-    OA_DEVICE bool done() const { return at < first; }
-    OA_DEVICE bool has_next() const { return at > first; }
-    OA_DEVICE int32 n() const { return at; }
-    OA_DEVICE int32 next() const { return at - 1; }
-    OA_DEVICE void find_next() const {}
-    OA_DEVICE void advance() { --at; }
-};
-// Those of a list of tiles of 64 keys where a mask hides whole ones; and what it does to the warp's rows. Without
-// branches: they would stand between the products of two tiles.
-class ListedSteps {
-  public:
-    OA_DEVICE ListedSteps(const AttnFwdModsSm80Params& params, const Tile& t, const Keys& keys, int warp_idx)
-        : list_(params.mods.lists),
-          left_(Part(keys.end - keys.first).count),
-          group_(warp_idx * Config::kMTiles * 16 / 64) {
-        const ScoreModParams& f = params.mods;
-        // Without a list: the last tile but one to come.
-        step_ = keys.end - Part(keys.end - keys.first).first +
-                (params.fwd.mask_kind == kMaskNone ? kTileFull : kTileMixed) * kKindUnit;
-        // A list that knows nothing of a mask: the mask is read in every tile.
-        if ((f.flags & kModUserTiles) && params.fwd.mask_kind != kMaskNone) no_kind_ = kTileFull;
-        if (list_ != nullptr) {
-            list_ += t.sequence * f.lists_stride_b + t.head_idx * f.lists_stride_h +
-                     int64(t.m0 / Config::kBlockM) * (1 + f.num_tiles);
-            left_ = __ldg(list_++);
-            if (Config::kSplitKeys) {
-                Part part(left_);
-                list_ += part.first;
-                left_ = part.count;
-            }
-            step_ = 0;  // the last part of a tile
-        }
-        step_ = after(step_);
-        // A part of 64 keys that nobody sees.
-        if (!done() && n() >= keys.end) step_ -= n() - keys.end + 1;
-    }
-    OA_DEVICE bool done() const { return step_ < 0; }
-    OA_DEVICE bool has_next() const { return next_ >= 0; }
-    OA_DEVICE int32 n() const { return step_ & (kKindUnit - 1); }
-    OA_DEVICE int32 next() const { return next_ & (kKindUnit - 1); }
-    OA_DEVICE int32 kind() const { return step_ / kKindUnit; }  // MaskTileKind
-    OA_DEVICE int32 next_kind() const { return next_ / kKindUnit; }  // kTileEmpty if there is none
-    OA_DEVICE void find_next() { next_ = after(step_); }
-    OA_DEVICE void advance() { step_ = next_; }
-
-  private:
-    static constexpr int32 kParts = 64 / Config::kBlockN, kKindUnit = 1 << 28;  // tiles of a list's: at most 2^22
-
-    // ld.global.nc.b32; 0 where nothing is wanted.
-    OA_DEVICE static int32 load_if(const int32* from, bool wanted) {
-        int32 x;
-        asm("{.reg .pred p;\n"
-            "setp.ne.u32 p, %2, 0;\n"
-            "mov.b32 %0, 0;\n"
-            "@p ld.global.nc.b32 %0, [%1];}"
-            : "=r"(x)
-            : "l"(from), "r"(uint32(wanted)));
-        return x;
-    }
-
-    OA_DEVICE int32 after(int32 step) {
-        const bool listed = list_ != nullptr, part = listed && step % kParts != 0, some = left_ > 0;
-        int32 entry = load_if(list_, listed && some && !part);
-        int32 kind = ListSteps::kind(entry, group_);
-        if (kind == no_kind_) kind = kTileMixed;
-        int32 first = ListSteps::tile(entry) * kParts + kParts - 1 + kind * kKindUnit;
-        left_ -= some && !part;
-        list_ += listed && some && !part;
-        return part || (some && !listed) ? step - 1 : some ? first : -1;
-    }
-
-    const int32* list_;  // of the next entry; or null
-    int32 left_;  // entries, or tiles
-    int32 step_, next_;  // tile, and its kind in kKindUnit; negative: none
-    const int32 group_;
-    int32 no_kind_ = -1;  // a kind that counts as mixed
-};
-using Steps = Select<Config::kScoreMods, ListedSteps, AllSteps>::Type;
+using EverySteps = AllSteps<Config, Tile, Keys>;
+using SomeSteps = ListedSteps<Config, Tile, Keys>;
+using Steps = Select<Config::kScoreMods, SomeSteps, EverySteps>::Type;
 
 // What the loop does about the mask: a group of copies for each tile, from the time when the tile before is done with
 // its scores.
 struct NoMods {
     static constexpr int kGroups = 0;
     OA_DEVICE NoMods(const AttnFwdParams&, const ScoreModArrays*, const Tile&, SharedStorage&, int32, int, int) {}
-    OA_DEVICE void begin(const AllSteps&) const {}
-    OA_DEVICE void apply(Scores&, float&, const AllSteps&) const {}
+    OA_DEVICE void begin(const EverySteps&) const {}
+    OA_DEVICE void apply(Scores&, float&, const EverySteps&) const {}
 };
 class Mods {
   public:
@@ -337,12 +301,12 @@ class Mods {
           warp_row_(warp_row),
           lane_(lane),
           slots_(params, t, smem_addr_of(&smem) + warp_idx * MaskSlots<Config>::kWarpBytes, warp_row, lane) {}
-    OA_DEVICE void begin(const ListedSteps& steps) const {
+    OA_DEVICE void begin(const SomeSteps& steps) const {
         if (steps.kind() == kTileMixed && has_mask()) slots_.copy(steps.n());
         cp_async_commit();
     }
     // c: as softmax and products take it.
-    OA_DEVICE void apply(Scores& s, float& c, const ListedSteps& steps) const {
+    OA_DEVICE void apply(Scores& s, float& c, const SomeSteps& steps) const {
         c = TileMods<Config>::apply(s, params_.fwd, params_.mods, arrays_, tile_, slots_, steps.n(), steps.kind(),
                                     warp_row_, lane_);
         if (steps.next_kind() == kTileMixed && has_mask()) slots_.copy(steps.next());
@@ -368,6 +332,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, MIN_CTAS) attn_fw
     extern __shared__ __align__(1024) uint8 smem_raw[];
     SharedStorage& smem = *reinterpret_cast<SharedStorage*>(smem_raw);
     int tid = threadIdx.x, lane = tid & 31, warp_idx = __shfl_sync(0xffffffffu, tid >> 5, 0);
+    const int row_warp = warp_idx / Config::kChannelWarps, channel_warp = warp_idx % Config::kChannelWarps;
 
     Tile t = with_pack<Tile>(fwd_tile<Config::kBlockM, Config::kSearch, Config::kPaged>(p), params);
     t.sequence = in_register(t.sequence), t.q_begin = in_register(t.q_begin);  // else sm_120 spills at head_dim 128
@@ -429,7 +394,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, MIN_CTAS) attn_fw
         cp_async_commit();
 
         constexpr int kWarpRows = Config::kMTiles * 16;
-        int32 warp_row = t.m0 + warp_idx * kWarpRows;
+        int32 warp_row = t.m0 + row_warp * kWarpRows;
         // Few queries leave warps without rows: these copy, and keep step.
         const bool has_rows = !Config::kSplitKeys || warp_row < t.seqlen_q;
         ScoreChanges changes(call, arrays_of(without_partial(params)), t, smem, warp_row, warp_idx, lane);
@@ -439,8 +404,9 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, MIN_CTAS) attn_fw
         KvLane k_lane((lane & 7) + ((lane >> 4) << 3), (lane >> 3) & 1);
         KvLane v_lane(lane & 15, lane >> 4);
         // Warp offset inside the panels: whole 8-row groups, so the swizzle stays the same.
-        uint32 smem_q_warp = smem_q + warp_idx * kWarpRows * 128;
-        if (QTile::kHasTail) q_lane.tail -= warp_idx * kWarpRows * (128 - QTile::kTailBytes);
+        uint32 smem_q_warp = smem_q + row_warp * kWarpRows * 128;
+        if (QTile::kHasTail) q_lane.tail -= row_warp * kWarpRows * (128 - QTile::kTailBytes);
+        const uint32 smem_scores = scores_of(smem) + row_warp * kWarpRows * Config::kBlockN * 4;
 
         QFragments rq;
         if (Config::kQInRegisters) {
@@ -467,7 +433,10 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, MIN_CTAS) attn_fw
             cp_async_commit();
 
             Scores s;
-            if (has_rows) mma_qk(s, rq, smem_q_warp, q_lane, smem_k + stage * KvTile::kBytes, k_lane);
+            if constexpr (Config::kIsWide)
+                give_scores(smem_scores, smem_q_warp, q_lane, smem_k, p.head_dim_qk, channel_warp, lane);
+            else if (has_rows)
+                mma_qk(s, rq, smem_q_warp, q_lane, smem_k + stage * KvTile::kBytes, k_lane);
 
             if (Config::kStages == 1) {
                 cp_async_wait<0>();
@@ -475,6 +444,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, MIN_CTAS) attn_fw
                 if (steps.has_next()) copy_k(steps.next(), 0);
                 cp_async_commit();
             }
+            if constexpr (Config::kIsWide) take_scores(s, smem_scores, lane);
             int32 n = steps.n(), n0 = n * Config::kBlockN;
             if (!has_rows) {
                 if (ScoreChanges::kGroups > 0) cp_async_commit();
@@ -488,12 +458,14 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, MIN_CTAS) attn_fw
                     mask_edges<KeyColumns>(s[i], p, t, warp_row + i * 16, n0, lane);
 
             softmax.update(s, o, c);
-            exp_and_mma_pv(s, o, softmax, c, smem_v + stage * KvTile::kBytes, v_lane);
+            constexpr uint32 kPanel = KvTile::kPanelBytes;
+            exp_and_mma_pv(s, o, softmax, c, smem_v + stage * KvTile::kBytes + channel_warp * kPanel, v_lane,
+                           p.head_dim - channel_warp * 64);
             if (Config::kStages == 2) stage ^= 1;
         }
     }
     if constexpr (Config::kSplitKeys)
         split_epilogue(o, softmax, params, p, t, warp_idx, lane);
     else
-        epilogue(o, softmax, p, t, smem.q, warp_idx, lane);
+        epilogue(o, softmax, p, t, smem.q, row_warp, channel_warp, lane);
 }

@@ -71,6 +71,12 @@ _FWD_SM80_SMALL_MODS_TILES: tuple[_FwdTile, ...] = tuple(
 # Without scores: one warp. 64 rows are Hopper's own kernel's.
 _FWD_SM80_SMALL_TILES: tuple[_FwdTile, ...] = tuple(tile for tile in _FWD_SM80_SMALL_MODS_TILES if tile.num_warps == 1)
 
+# More than 256 channels, v of any number of them: one tile for the 99 KB of sm_86, sm_89 and sm_120, and one for 163 KB.
+_FWD_SM80_WIDE_TILES: tuple[_FwdTile, ...] = (
+    _FwdTile(512, 64, 32, 8, 1, False, 1),
+    _FwdTile(512, 32, 16, 4, 1, False, 1, suffix="_m32"),
+)
+
 # Keys split over CTAs (docs/performance/few_queries.md). Few queries: 64 rows a CTA, and as many keys under way as fit.
 _FWD_SM80_SPLIT_TILES: tuple[_FwdTile, ...] = (
     _FwdTile(64, 64, 64, 4, 2, True, 3),
@@ -90,15 +96,18 @@ def _attn_fwd_sm80(
     paged: bool = False,
 ) -> KernelSpec:
     """own_head_dim_v: v has a head_dim of its own; split: keys are split over CTAs; paged: K and V lie in pages."""
+    wide = tile.head_dim > 256  # two warps have the same rows
+    own_head_dim_v = own_head_dim_v or wide
     # Tiles of 16 rows search cu_seqlens_k for their sequence, and splits are of dense calls.
     assert not paged or (tile.block_m >= 32 and not split)
     short, tag = IO_TYPES[dtype]
     smem_bytes = 2 * tile.head_dim * (tile.block_m + 2 * tile.num_stages * tile.block_n)
     if score_mods:
-        smem_bytes += 4 * tile.block_m * tile.block_n
+        smem_bytes += 4 * tile.block_m * tile.block_n * (1 + wide)
+    smem_bytes += 4 * tile.block_m * tile.block_n * wide
     return KernelSpec(
         name=f"attn_fwd_sm80_{short}_d{tile.head_dim}{tile.suffix}"
-        + "_v" * own_head_dim_v
+        + "_v" * (own_head_dim_v and not wide)
         + "_paged" * paged
         + "_split" * split
         + "_mods" * score_mods,
@@ -136,6 +145,7 @@ def _attn_fwd_sm80(
         score_mod=score_mods,
         lists=score_mods,
         other_head_dim_v=own_head_dim_v,
+        any_head_dim_v=wide,
     )
 
 
@@ -379,6 +389,12 @@ def attention_rows() -> Iterator[KernelSpec]:
         for dtype in ("float16", "bfloat16")
     )
     yield from (
+        _attn_fwd_sm80(tile, dtype, score_mods)
+        for score_mods in (False, True)
+        for tile in _FWD_SM80_WIDE_TILES
+        for dtype in ("float16", "bfloat16")
+    )
+    yield from (
         _attn_fwd_sm90(tile, dtype, varlen, score_mods=True)
         for varlen, tiles in (
             (False, tuple(replace(tile, softcap=False) for tile in _FWD_SM90_MODS_TILES)),
@@ -407,7 +423,7 @@ def paged_rows() -> Iterator[KernelSpec]:
     yield from (
         _attn_fwd_sm80(tile, dtype, score_mods, paged=True)
         for score_mods, tiles in ((False, _FWD_SM80_PAGED_TILES), (True, _FWD_SM80_PAGED_MODS_TILES))
-        for tile in tiles
+        for tile in (*tiles, *_FWD_SM80_WIDE_TILES)
         for dtype in ("float16", "bfloat16")
     )
     yield from (

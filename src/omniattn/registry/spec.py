@@ -86,6 +86,8 @@ class KernelSpec:
     other_head_dim_v : bool
         It takes v of another head_dim than q, and no other v. Kernels with tensor maps, and those on quantized
         operands, take both.
+    any_head_dim_v : bool
+        With `other_head_dim_v`: it takes v of q's head_dim too.
     dq, dmask : bool
         Of the backward: it makes the gradient of q; it adds to that of a mask, in every call.
     ordered_dq : bool
@@ -141,6 +143,7 @@ class KernelSpec:
     smooth_q: Use = "never"
     value_factors: bool = False
     other_head_dim_v: bool = False
+    any_head_dim_v: bool = False
     dq: bool = False
     dmask: bool = False
     ordered_dq: bool = False

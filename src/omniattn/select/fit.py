@@ -151,7 +151,8 @@ def _unfit_class(row: KernelSpec, of: _Class) -> str | None:
     if row.head_dim_v < of.head_dim_v:
         return f"it takes v of head_dim up to {row.head_dim_v}, not {of.head_dim_v}"
     # Kernels with tensor maps fill the rows of each array with zeros, and so do quantizers. Others have one head_dim.
-    if not (row.arch_specific or row.quantized) and of.own_head_dim_v != row.other_head_dim_v:
+    takes_both = row.arch_specific or row.quantized or row.any_head_dim_v
+    if not takes_both and of.own_head_dim_v != row.other_head_dim_v:
         return "it takes v of q's head_dim only" if of.own_head_dim_v else "it is for v of another head_dim than q"
     if of.score_mods and not row.score_mods:
         return "it has no softcap, mask or non-positive softmax_scale"
