@@ -76,9 +76,10 @@ struct KvCopy {
         bool there = int32(lane % kChunks) < places.row_chunks;
 #pragma unroll 4
         for (int i = 0; i < Config::kTile * kChunks / 32; ++i) {
-            int at = i * 32 + lane, t = at / kChunks;
+            int at = i * 32 + lane, t = at / kChunks, chunk = kChunks > 32 ? at % kChunks : lane % kChunks;
+            if (kChunks > 32) there = chunk < places.row_chunks;
             uint32 from = __shfl_sync(0xffffffffu, row, t);
-            const uint8* address = src + bytes_before<typename Tile::Row>(from) + lane % kChunks * 16;
+            const uint8* address = src + bytes_before<typename Tile::Row>(from) + chunk * 16;
             cp_async_16(dst + ((at ^ Tile::swizzle(t)) << 4), address, there && t < count ? 16 : 0, policy);
         }
     }
@@ -91,7 +92,8 @@ struct KvCopy {
             const uint8* from = src + bytes_before<typename Tile::Row>(runs[run]) + lane * 16;
             // One address and constants: beside the copies of other distances the compiler computes each address.
             if (Config::kPlaces) asm volatile("" : "+l"(from));
-#pragma unroll
+            constexpr int kUnroll = kChunks > 32 ? 4 : kCopies;
+#pragma unroll kUnroll
             for (int i = 0; i < kCopies; ++i) {
                 int at = (run * kCopies + i) * 32 + lane;
                 cp_async_16(dst + ((at ^ Tile::swizzle(at / kChunks)) << 4), from + i * 512, policy);
@@ -102,8 +104,8 @@ struct KvCopy {
     template <typename Tile>
     OA_DEVICE void plane_of_steps(uint32 dst, const uint8* src, const uint32 (&runs)[Config::kTile / 16]) const {
         constexpr int kChunks = Tile::Row::kChunks, kCopies = kChunks / 2;
-        constexpr int kRows = 32 / kChunks;  // that a warp copies at once
-        static_assert(kRows >= 1, "whole rows");
+        constexpr int kParts = kChunks > 32 ? kChunks / 32 : 1;  // of a row
+        constexpr int kRows = kChunks > 32 ? 1 : 32 / kChunks;  // that a warp copies at once
         constexpr int kUnroll = kTight ? 4 : kCopies;
 #pragma unroll
         for (int run = 0; run < Config::kTile / 16; ++run) {
@@ -112,7 +114,12 @@ struct KvCopy {
 #pragma unroll kUnroll
             for (int i = 0; i < kCopies; ++i) {
                 int at = (run * kCopies + i) * 32 + lane;
-                cp_async_16(dst + ((at ^ Tile::swizzle(at / kChunks)) << 4), from, policy);
+                if constexpr (kParts > 1) {
+                    cp_async_16(dst + ((at ^ Tile::swizzle(at / kChunks)) << 4), from + i % kParts * 512, policy);
+                    if (i % kParts < kParts - 1) continue;
+                } else {
+                    cp_async_16(dst + ((at ^ Tile::swizzle(at / kChunks)) << 4), from, policy);
+                }
                 from += kRows * places.token_bytes;
                 if (kTight) asm volatile("" : "+l"(from));  // or the compiler has all addresses at once
             }

@@ -7,6 +7,7 @@
 #include "decode/kv_copy.cuh"
 #include "decode/kv_dequant.cuh"
 #include "decode/kv_row.cuh"
+#include "decode/query_steps.cuh"
 #include "ptx/cvt.cuh"
 #include "ptx/half2.cuh"
 #include "ptx/ldmatrix.cuh"
@@ -103,8 +104,9 @@ struct DecodeTile {
     static OA_DEVICE int token_of_row(int r) { return Config::kByMatrix ? r : ((r >> 1) & 3) + 4 * (r & 1) + (r & 8); }
 
     // mma_qk where ldmatrix gives K's fragments, without packing registers.
-    static OA_DEVICE void mma_qk_by_matrix(Scores& x, const uint32 (&b)[Config::kNTiles][Config::kHeadDim / 16][2],
-                                           const Rows& rows, const KvStage<Config>& stage, int first, int lane) {
+    template <typename Queries>
+    static OA_DEVICE void mma_qk_by_matrix(Scores& x, const Queries& b, const Rows& rows,
+                                           const KvStage<Config>& stage, int first, int lane) {
         // Matrices of a fragment: keys 0 .. 7 | 8 .. 15 of a chunk, then of the next one.
         uint32 at = smem_addr_of(stage.k) + first * KRow::kBytes;
 #pragma unroll
@@ -118,8 +120,10 @@ struct DecodeTile {
                 uint32 a[4];
                 ldmatrix_x4(a, at + i * 16 * KRow::kBytes + Matrix::offset(lane & 15, 2 * step + (lane >> 4)));
 #pragma unroll
-                for (int n = 0; n < Config::kNTiles; ++n)
-                    mma_m16n8k16(typename Config::Io{}, x[i][n], a, b[n][step][0], b[n][step][1]);
+                for (int n = 0; n < Config::kNTiles; ++n) {
+                    const uint2 q = query_step(b, n, step);
+                    mma_m16n8k16(typename Config::Io{}, x[i][n], a, q.x, q.y);
+                }
             }
 #pragma unroll
         for (int i = 0; i < Config::kMTiles; ++i)
@@ -129,9 +133,10 @@ struct DecodeTile {
                 for (int y = 0; y < 4; ++y) x[i][n][y] *= rows.scale[n][y & 1];
     }
 
-    // Scores of one tile in base-2 units.
-    static OA_DEVICE void mma_qk(Scores& x, const uint32 (&b)[Config::kNTiles][Config::kHeadDim / 16][2],
-                                 const Rows& rows, const KvStage<Config>& stage, HalfMagic magic, int first, int lane) {
+    // Scores of one tile in base-2 units. Queries: decode/query_steps.cuh.
+    template <typename Queries>
+    static OA_DEVICE void mma_qk(Scores& x, const Queries& b, const Rows& rows, const KvStage<Config>& stage,
+                                 HalfMagic magic, int first, int lane) {
         if constexpr (Config::kByMatrix) {
             mma_qk_by_matrix(x, b, rows, stage, first, lane);
             return;
@@ -139,12 +144,14 @@ struct DecodeTile {
         using Type = ProductType<Config::kQuantK>;
         constexpr int kSteps = Config::kHeadDim / 16, kGroupSteps = kSteps / Config::kKGroups;
         constexpr int kVecSteps = kSteps / KRow::kVecs;
+        // A warp that is alone on its scheduler waits for each product of a sum: every second one has a sum of its own.
+        constexpr bool kTwoSums = Config::kHeadDim > 256;
         constexpr bool kOffsetCodes = KeyCodes<Config::kKKind>::kOffset01 != 0.0f;
         int q = lane & 3, token = token_of_row(lane >> 2);
 #pragma unroll
         for (int i = 0; i < Config::kMTiles; ++i) {
             const uint8* at = stage.k + (first + i * 16) * KRow::kBytes;
-            float acc[Config::kNTiles][4];
+            float acc[Config::kNTiles][4], odd[kTwoSums ? Config::kNTiles : 1][4] = {};
             const uint32* params = stage.k_params + (first + i * 16 + token) * Config::kKGroups;
             uint32 words[2][Config::kKGroups];  // of the tokens of rows l / 4 and l / 4 + 8
             if (Config::kQuantK) {
@@ -194,9 +201,18 @@ struct DecodeTile {
 #pragma unroll
                             for (int y = 0; y < 4; ++y) acc[n][y] = kOffsetCodes ? rows.start[group][n][y & 1] : 0.0f;
 #pragma unroll
-                    for (int n = 0; n < Config::kNTiles; ++n)
-                        mma_m16n8k16(Type{}, acc[n], fragment, b[n][step][0], b[n][step][1]);
+                    for (int n = 0; n < Config::kNTiles; ++n) {
+                        const uint2 q = query_step(b, n, step);
+                        mma_m16n8k16(Type{}, kTwoSums && step % 2 ? odd[kTwoSums ? n : 0] : acc[n], fragment, q.x, q.y);
+                    }
                     if (step % kGroupSteps != kGroupSteps - 1) continue;
+                    if constexpr (kTwoSums) {
+                        static_assert(!Config::kQuantK, "one group");
+#pragma unroll
+                        for (int n = 0; n < Config::kNTiles; ++n)
+#pragma unroll
+                            for (int y = 0; y < 4; ++y) acc[n][y] += odd[n][y];
+                    }
                     float s[2] = {1.0f, 1.0f}, z[2] = {0.0f, 0.0f};
                     if (Config::kQuantK)
 #pragma unroll

@@ -25,7 +25,7 @@
 //   end of a split:    __syncthreads | merge of the warps through shared memory | O and LSE, or a partial result
 //
 // Shared memory, bytes: for each warp (ROW_WARPS > 1: for all together) NUM_STAGES * (K | V | parameters of K |
-// parameters of V), later the merge's m, l, O | scan.
+// parameters of V), later the merge's m, l, O | scan. In front of them, with HEAD_DIM 512, for each warp its queries.
 #include "attention/sinks.cuh"
 #include "attention/softmax.cuh"
 #include "decode/kv_copy.cuh"
@@ -62,6 +62,7 @@ struct Config {
     static constexpr int kWarpRows = 8 * kNTiles;
     static constexpr int kRows = kWarpRows * kRowWarps;
     static constexpr int kMTiles = M_TILES;  // tiles of 16 keys that are computed together
+    static constexpr bool kSharedQuery = kHeadDim > 256;  // O of 8 rows takes 128 registers
     static_assert(kTile % 16 == 0 && kTile <= 32, "a lane looks up one key of a tile");
     static_assert(kStages >= 2, "a tile is copied while another one is computed");
     static_assert(kRowWarps == 1 || kRowWarps == kWarps, "a CTA barrier is between copies and those who read them");
@@ -71,14 +72,23 @@ struct Config {
 using Tile = DecodeTile<Config>;
 using Rows = Tile::Rows;
 using Query = QueryRow<Config::kKKind, Config::kHeadDim, Config::kKGroups, Config::kByMatrix>;
-using QueryFragments = uint32[Config::kNTiles][Config::kHeadDim / 16][2];
+using QuerySteps = SharedQuery<Config::kNTiles, Config::kHeadDim / 16>;
+using QueryFragments = Select<Config::kSharedQuery, QuerySteps, RegisterQuery<Config::kNTiles, Config::kHeadDim / 16>>::Type;
 
 // The warps' results, to be merged.
 struct Merge {
     float o[Config::kKeyWarps][Config::kRows][Config::kHeadDim + 4];
     float m[Config::kKeyWarps][Config::kRows], l[Config::kKeyWarps][Config::kRows];
 };
-struct SharedStorage {
+struct QueryStorage {
+    alignas(128) uint8 queries[Config::kWarps][QuerySteps::kWarpBytes];
+};
+struct NoQueryStorage {};
+OA_DEVICE void place_queries(RegisterQuery<Config::kNTiles, Config::kHeadDim / 16>&, NoQueryStorage&, int, int) {}
+OA_DEVICE void place_queries(QuerySteps& b, QueryStorage& smem, int warp_idx, int lane) {
+    b.at = smem_addr_of(smem.queries[warp_idx]) + lane * 8;
+}
+struct SharedStorage : Select<Config::kSharedQuery, QueryStorage, NoQueryStorage>::Type {
     union {
         KvStage<Config> stages[Config::kKeyWarps][Config::kStages];
         Merge merge;
@@ -174,8 +184,7 @@ OA_DEVICE void make_rows(QueryFragments& b, Rows& rows, Query (&queries)[Config:
         }
 #pragma unroll
         for (int step = 0; step < Config::kHeadDim / 16; ++step) {
-            b[n][step][0] = query.b[step][0];
-            b[n][step][1] = query.b[step][1];
+            set_query_step(b, n, step, query.b[step][0], query.b[step][1]);
         }
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
@@ -256,9 +265,10 @@ OA_DEVICE void walk(QueryFragments& b, Rows& rows, const DecodeParams& p, const 
         cp_async_commit();
     };
     Query queries[Config::kNTiles];
-    load_queries(queries, p, split, warp_idx, lane);
+    if (!Config::kSharedQuery) load_queries(queries, p, split, warp_idx, lane);
 #pragma unroll 1
     for (int i = 0; i < Config::kStages - 1; ++i) copy_next();
+    if (Config::kSharedQuery) load_queries(queries, p, split, warp_idx, lane);  // there are no registers to wait in
     make_rows(b, rows, queries, p, split, warp_idx, lane);
     HalfMagic magic{p.two_1024};
     // Every row sees the keys before this one, but for the window.
@@ -363,7 +373,8 @@ OA_DEVICE void write_split(const Merge& merge, const DecodeParams& p, const Spli
         }
         uint16* to =
             p.o + split.sequence * p.o_stride_b + (split.queries.first + token) * p.o_stride_s + head * p.o_stride_h;
-#pragma unroll
+        constexpr int kChannelUnroll = Config::kSharedQuery ? 4 : Config::kHeadDim / 4 / kRowThreads;
+#pragma unroll kChannelUnroll
         for (int i = 0; i < Config::kHeadDim / 4 / kRowThreads; ++i) {
             int channel = 4 * (i * kRowThreads + at);
             float4 o = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
@@ -461,6 +472,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, MIN_CTAS) decode_
 
         if (p.recent_side != kRecentNewest) prefetch_table(p, split, tid);
         QueryFragments b;
+        place_queries(b, smem, warp_idx, lane);
         Rows rows;
         walk(b, rows, p, split, smem.stages[Config::kSharedKeys ? 0 : warp_idx], policy, warp_idx, lane);
         if (!early) launch_dependents();

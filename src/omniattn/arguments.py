@@ -11,7 +11,10 @@ from . import arrays
 from .arrays import Tensor
 from .errors import AlignmentError, ArgumentError
 
-MAX_HEAD_DIM = 256
+#: Channels of a head of q and k, and of v.
+MAX_HEAD_DIM = 512
+#: The same of what has 8 or 4 bits: quantized operands, e4m3 arrays, quantized caches.
+MAX_QUANTIZED_HEAD_DIM = 256
 #: Rows of one tensor; the kernels count rows in 32 bits and round up to whole tiles.
 MAX_ROWS = 2**31 - 512
 #: Sequences and heads: the kernels count them in 32 bits.

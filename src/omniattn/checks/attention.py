@@ -111,6 +111,9 @@ def check_attention(call: Call, tensors: dict[str, Tensor]) -> AttentionProblem:
     if pages is not None:
         _check_paged_call(q, options, function)
     precision, note = _precision_of(precision, longest_k if varlen else rows_k, q.dtype, options, function)
+    if precision.quantized:
+        what = "e4m3 arrays" if q.dtype == values.E4M3 else f"precision={precision.name!r}"
+        values.check_quantized_head_dim(max(q.shape[-1], v.shape[-1]), what, function)
     descales = check_descales(tensors, (batch, heads_q, heads_kv), extent, function) if q.dtype == values.E4M3 else None
     if descales is None and (given := [name for name in DESCALES if name in tensors]):
         raise ArgumentError(given[0], f"None, because q is {q.dtype} and not in e4m3", "an array", function=function)

@@ -70,6 +70,7 @@ def check_quantize_qk(call: Call, tensors: dict[str, Tensor]) -> QuantizeCall:
     q, k = tensors["q"], tensors["k"]
     varlen = "cu_seqlens_q" in tensors or "cu_seqlens_k" in tensors
     values.check_qkv(q, k, k, 3 if varlen else 4, layout, function)
+    values.check_quantized_head_dim(q.shape[-1], f"dtype={options.dtype!r}", function)
     batch = _check_sequences(tensors, ("cu_seqlens_q", "cu_seqlens_k"), varlen, function) if varlen else q.shape[0]
     longest_k = _check_longest(options.max_seqlen_q, options.max_seqlen_k, varlen, function)
     arrays.require_same_device(tensors.values())
@@ -133,9 +134,7 @@ def _check_values(v: Tensor, ndim: int, function: str) -> None:
         raise DtypeError("v", f"{' or '.join(allowed)} on {v.device}", v.dtype, function=function)
     if len(v.shape) != ndim:
         raise ShapeError("v", f"{ndim} dimensions", f"shape {tuple(v.shape)}", function=function)
-    if not (8 <= v.shape[-1] <= arguments.MAX_HEAD_DIM and v.shape[-1] % 8 == 0):
-        expected = f"head_dim a multiple of 8 from 8 to {arguments.MAX_HEAD_DIM}"
-        raise ShapeError("v", expected, f"{v.shape[-1]}", function=function)
+    values.check_quantized_head_dim(values.check_head_dim(v, function), "8-bit and fp16 operands", function)
     if max(v.shape[:-1]) > arguments.MAX_ROWS:
         raise ShapeError("v", f"at most {arguments.MAX_ROWS} rows", f"shape {tuple(v.shape)}", function=function)
 

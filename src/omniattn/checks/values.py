@@ -5,10 +5,10 @@ from __future__ import annotations
 import operator
 from typing import Any
 
-from ..arguments import MAX_HEAD_DIM, MAX_ROWS, check_alignment, check_number
+from ..arguments import MAX_HEAD_DIM, MAX_QUANTIZED_HEAD_DIM, MAX_ROWS, check_alignment, check_number
 from ..arrays import Tensor
 from ..arrays.strides import overlaps_itself
-from ..errors import ArgumentError, DtypeError, ShapeError, StrideError
+from ..errors import ArgumentError, DtypeError, ShapeError, StrideError, UnsupportedError
 from ..problems import KNOBS, PRECISIONS, UNLIMITED, Precision
 from ..problems.precision import NAMED
 
@@ -127,14 +127,10 @@ def check_qkv(
         if t.dtype != q.dtype:
             raise DtypeError(t.argument, f"{q.dtype}, like q", t.dtype, function=function)
     seq, head = (-3, -2) if layout == "NHD" else (-2, -3)
-    head_dim = q.shape[-1]
-    if not (8 <= head_dim <= MAX_HEAD_DIM and head_dim % 8 == 0):
-        raise ShapeError("q", f"head_dim a multiple of 8 from 8 to {MAX_HEAD_DIM}", f"{head_dim}", function=function)
+    head_dim = check_head_dim(q, function)
     if k.shape[-1] != head_dim:
         raise ShapeError("k", f"head_dim {head_dim}, like q", f"{k.shape[-1]}", function=function)
-    if not (8 <= v.shape[-1] <= MAX_HEAD_DIM and v.shape[-1] % 8 == 0):
-        expected = f"head_dim a multiple of 8 from 8 to {MAX_HEAD_DIM}"
-        raise ShapeError("v", expected, f"{v.shape[-1]}", function=function)
+    check_head_dim(v, function)
     for t in (k, v):
         if ndim == 4 and t.shape[0] != q.shape[0]:
             raise ShapeError(t.argument, f"batch {q.shape[0]}, like q", f"{t.shape[0]}", function=function)
@@ -152,6 +148,25 @@ def check_qkv(
     for t in (q, k):
         if t.shape[seq] > MAX_ROWS:
             raise ShapeError(t.argument, f"at most {MAX_ROWS} rows", f"{t.shape[seq]}", function=function)
+
+
+def check_head_dim(t: Tensor, function: str) -> int:
+    """head_dim of one of q, k, v, its last dimension."""
+    head_dim = int(t.shape[-1])
+    if not (8 <= head_dim <= MAX_HEAD_DIM and head_dim % 8 == 0):
+        expected = f"head_dim a multiple of 8 from 8 to {MAX_HEAD_DIM}"
+        raise ShapeError(t.argument, expected, f"{head_dim}", function=function)
+    return head_dim
+
+
+def check_quantized_head_dim(head_dim: int, what: str, function: str) -> None:
+    """Raise for heads that are wider than kernels on 8 and 4 bits take. what: that the call wants of them."""
+    if head_dim > MAX_QUANTIZED_HEAD_DIM:
+        raise UnsupportedError(
+            f"{function}(): {what} with a head_dim of {head_dim}",
+            instead=f"head_dim up to {MAX_QUANTIZED_HEAD_DIM}, or 16-bit arrays with precision='exact', which take "
+            f"{MAX_HEAD_DIM}",
+        )
 
 
 def check_strides(t: Tensor, function: str, *, written: bool = False) -> None:

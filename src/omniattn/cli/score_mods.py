@@ -14,6 +14,7 @@ from pathlib import Path
 from types import ModuleType
 
 from omniattn import ScoreMod, arrays
+from omniattn.arguments import MAX_HEAD_DIM
 from omniattn.checks.extras import mod_arrays
 from omniattn.cli import support
 from omniattn.errors import ArgumentError, UnsupportedError
@@ -143,8 +144,8 @@ def _head_dims(arguments: argparse.Namespace) -> list[int]:
     given = {"--head-dim": arguments.head_dim, "--head-dim-v": [arguments.head_dim_v] * bool(arguments.head_dim_v)}
     for option, values in given.items():
         for value in values:
-            if not 8 <= value <= 256 or value % 8:
-                raise ArgumentError(option, "multiples of 8 up to 256", str(value))
+            if not 8 <= value <= MAX_HEAD_DIM or value % 8:
+                raise ArgumentError(option, f"multiples of 8 up to {MAX_HEAD_DIM}", str(value))
     return list(arguments.head_dim)
 
 

@@ -54,7 +54,7 @@ def flash_attn_func(
     Parameters
     ----------
     q : tensor, (batch, seqlen_q, nheads, headdim)
-        headdim up to 256; q, k and v are padded with zeros to a multiple of 8 channels.
+        headdim up to 512; q, k and v are padded with zeros to a multiple of 8 channels.
     k, v : tensor, (batch, seqlen_k, nheads_k, headdim)
         nheads_k divides nheads.
     dropout_p : float
@@ -268,7 +268,7 @@ def flash_attn_with_kvcache(
     Parameters
     ----------
     q : tensor, (batch, seqlen_q, nheads, headdim)
-        headdim up to 256.
+        headdim up to 512.
     k_cache, v_cache : tensor, (batch_cache, seqlen_cache, nheads_k, headdim)
         Or with ``block_table`` (num_blocks, page_size, nheads_k, headdim), any page size. Written in place.
     k, v : tensor, (batch, seqlen_new, nheads_k, headdim), optional

@@ -218,7 +218,7 @@ def flash_attn_combine(
     Parameters
     ----------
     out_partial : tensor, (num_splits, batch, seqlen, nheads, headdim), float32
-        Any headdim. What is no multiple of 8 is padded, and more than 256 channels are merged as those of more heads.
+        Any headdim. What is no multiple of 8 is padded, and more than 512 channels are merged as those of more heads.
     lse_partial : tensor, (num_splits, batch, seqlen, nheads), float32
     out : tensor, (batch, seqlen, nheads, headdim), optional
         Where out goes.

@@ -259,7 +259,7 @@ def merge_state(v_a: Any, s_a: Any, v_b: Any, s_b: Any) -> tuple[torch.Tensor, t
     Parameters
     ----------
     v_a, v_b : tensor, (rows, heads, head_dim)
-        Outputs; head_dim is a multiple of 8 up to 256.
+        Outputs; head_dim is a multiple of 8 up to 512.
     s_a, s_b : tensor, (rows, heads)
         LSE in base 2.
 

@@ -144,8 +144,9 @@ def check_shape(
     for name, given in zip(names, (head_dim, head_dim if head_dim_vo is None else head_dim_vo), strict=True):
         dim = arguments.check_int(given, name, function, least=1)
         step = 16 // kv_dtype.itemsize
-        if dim % step or dim > arguments.MAX_HEAD_DIM:
-            instead = f"a multiple of {step} from {step} to {arguments.MAX_HEAD_DIM}"
+        most = arguments.MAX_HEAD_DIM if step == 8 else arguments.MAX_QUANTIZED_HEAD_DIM
+        if dim % step or dim > most:
+            instead = f"a multiple of {step} from {step} to {most}"
             raise UnsupportedError(f"{function}(): {name}={dim} of {kv_dtype}", instead=instead)
         dims.append(dim)
     return Shape(heads, kv_heads, dims[0], dims[1], dtype, kv_dtype)

@@ -117,7 +117,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
             Where each request's pages begin in paged_kv_indices, and the tokens in its last page. A request without
             pages has no tokens.
         num_qo_heads, num_kv_heads, head_dim_qk, page_size : int
-            head_dim_qk is a multiple of 8 up to 256, pages have any size.
+            head_dim_qk is a multiple of 8 up to 512, pages have any size.
         causal : bool
             A request's last row sees all of its tokens, each one before it one token less.
         window_left : int

@@ -113,7 +113,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
         qo_indptr, kv_indptr : tensor, (batch + 1,), int32, on the host or the device
             Row of q, and of k and v, that each request begins with, 0 first, and the end of the last one.
         head_dim_qk, head_dim_vo : int
-            Multiples of 8 up to 256.
+            Multiples of 8 up to 512.
         num_qo_heads, num_kv_heads, causal, window_left, logits_soft_cap, sm_scale, q_data_type, kv_data_type,
         o_data_type, max_token_per_sequence, uniform_q_len, rope_scale, rope_theta, non_blocking
             As of `BatchPrefillWithPagedKVCacheWrapper.plan`.

@@ -12,6 +12,7 @@ import torch
 
 import omniattn
 
+from ..arguments import MAX_HEAD_DIM, MAX_QUANTIZED_HEAD_DIM
 from ..errors import ArgumentError
 from .masks import taken
 
@@ -53,7 +54,7 @@ def make_override(precision: str = "exact", *, devices: tuple[str, ...] = ("cuda
 
     - tensors on other devices, of more than one device (the mask's too) or dtype, or on a GPU neither float16 nor
       bfloat16;
-    - head_dim that is not a multiple of 8 up to 256, or that k or v do not share;
+    - head_dim that is not a multiple of 8 up to 512 (in a low precision up to 256), or that k or v do not share;
     - a batch or number of heads of k and v that is not q's (fewer heads with ``enable_gqa`` are taken);
     - masks that are neither boolean nor of a floating-point dtype: torch refuses integers, other functions of ComfyUI
       add them as they are;
@@ -82,13 +83,14 @@ def make_override(precision: str = "exact", *, devices: tuple[str, ...] = ("cuda
         """o of one call of ComfyUI's attention."""
         split = _by_heads(q, k, v, heads, skip_reshape)
         unknown = any(value is not None for name, value in kwargs.items() if name not in _KNOWN)
-        if unknown or split is None or not _served(*split, mask, bool(kwargs.get("enable_gqa")), devices):
+        exact = precision == "exact" or kwargs.get("low_precision_attention") is False
+        exact |= torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, mask))
+        most = MAX_HEAD_DIM if exact else MAX_QUANTIZED_HEAD_DIM
+        if unknown or split is None or not _served(*split, mask, bool(kwargs.get("enable_gqa")), devices, most):
             return func(
                 q, k, v, heads, mask=mask, attn_precision=attn_precision, skip_reshape=skip_reshape,
                 skip_output_reshape=skip_output_reshape, **kwargs,
             )  # fmt: skip
-        exact = kwargs.get("low_precision_attention") is False
-        exact |= torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, mask))
         out = omniattn.attention(
             *split, mask=_mask(mask, q), softmax_scale=kwargs.get("scale"), precision="exact" if exact else precision
         )
@@ -120,8 +122,9 @@ def _served(
     mask: torch.Tensor | None,
     enable_gqa: bool,
     devices: tuple[str, ...],
+    most: int,
 ) -> bool:
-    """Whether attention takes the call: the rule of `make_override`."""
+    """Whether attention takes the call: the rule of `make_override`. most: channels of a head."""
     dtypes = [torch.float16, torch.bfloat16]
     if q.device.type == "cpu":
         dtypes += [torch.float32, torch.float64]
@@ -130,7 +133,7 @@ def _served(
         q.device.type in devices
         and q.dtype in dtypes
         and all(x.dtype == q.dtype and x.device == q.device for x in (k, v))
-        and 0 < head_dim <= 256
+        and 0 < head_dim <= most
         and head_dim % 8 == 0
         and k.shape == v.shape
         and k.shape[0] == q.shape[0]

@@ -14,7 +14,7 @@ import torch
 
 import omniattn
 
-from ..arguments import MAX_HEAD_DIM
+from ..arguments import MAX_HEAD_DIM, MAX_QUANTIZED_HEAD_DIM
 from ..errors import UnsupportedError
 
 __all__ = ["SlotBackend", "Step", "Tables", "of_drafts", "of_encoders", "of_trees"]
@@ -403,10 +403,11 @@ class SlotBackend(ABC):
                 f"{where} with value heads of {layer.v_head_dim} beside key heads of {layer.head_dim}", instead=_OTHER
             )
         step = 16 // self.token_to_kv_pool.dtype.itemsize
-        if layer.head_dim % step or layer.head_dim > MAX_HEAD_DIM:
+        most = MAX_HEAD_DIM if step == 8 else MAX_QUANTIZED_HEAD_DIM
+        if layer.head_dim % step or layer.head_dim > most:
             raise UnsupportedError(
                 f"{where} with heads of {layer.head_dim} in {self.token_to_kv_pool.dtype}",
-                instead=f"a multiple of {step} up to {MAX_HEAD_DIM}, or {_OTHER}",
+                instead=f"a multiple of {step} up to {most}, or {_OTHER}",
             )
         if getattr(layer, "use_irope", False):
             raise UnsupportedError(f"{where} with attention in chunks (use_irope)", instead=_OTHER)

@@ -40,7 +40,7 @@ def dot_product_attention(
     Parameters
     ----------
     query : array, (batch, T, num_q_heads, head_dim) or (T, num_q_heads, head_dim)
-        float16 or bfloat16, on the CPU float32 and float64 too; head_dim a multiple of 8 from 8 to 256. Arrays of JAX
+        float16 or bfloat16, on the CPU float32 and float64 too; head_dim a multiple of 8 from 8 to 512. Arrays of JAX
         or NumPy, traced or not.
     key, value : array, (batch, S, num_kv_heads, head_dim) or (S, num_kv_heads, head_dim)
         num_kv_heads divides num_q_heads.

@@ -9,14 +9,16 @@ import math
 import operator
 from dataclasses import dataclass
 
-from ..errors import ArgumentError
+from ..errors import ArgumentError, UnsupportedError
 
 #: Names of element types of a cache, and bits per element.
 KV_BITS: dict[str, int] = {"bf16": 16, "fp16": 16, "fp8": 8, "int8": 8, "int4": 4}
 #: Element types of arrays by the names of 16-bit caches.
 KV_ARRAY_DTYPES: dict[str, str] = {"bf16": "bfloat16", "fp16": "float16"}
 #: Widths of a stored row: head_dim is padded with zeros to one of these.
-ROW_DIMS: tuple[int, ...] = (64, 128, 256)
+ROW_DIMS: tuple[int, ...] = (64, 128, 256, 512)
+#: Channels of a head in 8 and 4 bits at most.
+MAX_QUANTIZED_DIM = 256
 #: Where rows have their parameters and in which order their elements: the kernels' own way, or that of FBGEMM's int4.
 LAYOUTS: tuple[str, ...] = ("fragment", "fbgemm")
 #: The layout of arrays of the caller in 8 bits: channels in their order, scales in arrays of their own.
@@ -144,10 +146,17 @@ def check_format(
     ------
     ArgumentError
         Names ``k_dtype``, ``v_dtype``, ``group_size``, ``layout`` or ``head_dim``.
+    UnsupportedError
+        A quantized format of a head_dim that is too large for it.
     """
     name = "k_dtype" if is_key else "v_dtype"
     if not isinstance(dtype, str) or dtype not in KV_BITS:
         raise ArgumentError(name, " or ".join(map(repr, KV_BITS)), repr(dtype), function=function)
+    if KV_BITS[dtype] < 16 and head_dim > MAX_QUANTIZED_DIM:
+        raise UnsupportedError(
+            f"{function}(): {name}={dtype!r} with head_dim={head_dim}",
+            instead=f"head_dim up to {MAX_QUANTIZED_DIM}, or K and V in 16 bits",
+        )
     width = row_dim(head_dim)
     if group_size is None:
         group = width

@@ -49,8 +49,8 @@ class OnArrays:
         ----------
         k, v : array, (blocks, tokens, heads, dim) for "NHD", (blocks, heads, tokens, dim) for "HND"
             float16, bfloat16, float8_e4m3fn or int8, on the CPU too. Blocks are those of a `PagedKVCache`, ``tokens``
-            its block_size; of a `KVCache` they are the sequences. dim is contiguous, and from 8 to 256 a multiple of
-            16 bytes. All other strides are free, the same for k and v: positive multiples of 16 bytes, and no two
+            its block_size; of a `KVCache` they are the sequences. dim is contiguous, and from 8 to 512 a multiple of
+            16 bytes, in 8 bits up to 256. All other strides are free, the same for k and v: positive multiples of 16 bytes, and no two
             elements in one place. Addresses are multiples of 16 bytes. So a tensor (2, blocks, ...) or (blocks, 2, ...)
             is given as ``*pool.unbind(0)`` or ``*pool.unbind(1)``. Padding between rows, and tails of blocks that no
             token owns, may hold anything, NaN included.
@@ -132,7 +132,8 @@ def _on(cls: Any, k: Any, v: Any, layout: Any, scales: dict[str, Any], head_dim_
     known = _known.get(facts)
     cache: Any = cls.__new__(cls)
     if known is None:
-        _check(first, second, layout, _name(cls), arguments.MAX_HEAD_DIM if head_dim_v is None else MAX_LATENT_DIM)
+        most = arguments.MAX_HEAD_DIM if first.itemsize == 2 else arguments.MAX_QUANTIZED_HEAD_DIM
+        _check(first, second, layout, _name(cls), most if head_dim_v is None else MAX_LATENT_DIM)
     cache.__dict__.update(_extents(first, layout, head_dim_v) if known is None else known)
     planes = {"k": first, **({"v": second} if head_dim_v is None else {}), **of_rows}
     for name, t in planes.items():

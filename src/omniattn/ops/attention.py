@@ -180,7 +180,7 @@ def attention(
     ----------
     q : array, (batch, seqlen_q, num_q_heads, head_dim) for "NHD", (batch, num_q_heads, seqlen_q, head_dim) for "HND"
         torch, CuPy, JAX or NumPy array, or any DLPack exporter; float16 or bfloat16, on the CPU float32 and float64
-        too. head_dim is a multiple of 8 from 8 to 256 and contiguous; the other strides are free (on a GPU multiples
+        too. head_dim is a multiple of 8 from 8 to 512 and contiguous; the other strides are free (on a GPU multiples
         of 8 elements, addresses multiples of 16 bytes).
     k, v : array
         The same with seqlen_k and num_kv_heads, which divides num_q_heads: query head h reads kv head

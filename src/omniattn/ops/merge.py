@@ -30,7 +30,7 @@ def merge_states(o_a: Any, lse_a: Any, o_b: Any, lse_b: Any, *, out: Any = None,
     Parameters
     ----------
     o_a, o_b : array, (batch, seqlen, heads, head_dim) or packed (rows, heads, head_dim)
-        Partial outputs: float16, bfloat16 or float32 (on the CPU float64 too), head_dim a multiple of 8 up to 256, last
+        Partial outputs: float16, bfloat16 or float32 (on the CPU float64 too), head_dim a multiple of 8 up to 512, last
         dimension contiguous.
     lse_a, lse_b : array, (batch, heads, seqlen) or packed (heads, rows), float32
         Natural logarithm, as `attention` returns it. A side with -inf has seen no key and is not looked at.

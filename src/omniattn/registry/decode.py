@@ -17,7 +17,9 @@ from .spec import IO_TYPES, KernelSpec
 KV_KINDS = {"bf16": 0, "fp16": 0, "fp8": 1, "int8": 2, "int4": 3, "fbgemm": 4, "e4m3": 5, "s8": 6}
 _BITS = (16, 8, 8, 4, 4, 8, 8)
 #: Widths of a cache's rows, and channels of a parameter group at least (`kv.formats` has the same, a test compares).
-ROW_DIMS, MIN_GROUP = (64, 128, 256), 32
+ROW_DIMS, MIN_GROUP = (64, 128, 256, 512), 32
+#: Widest rows in 8 and 4 bits (`kv.formats` has the same, too).
+MAX_QUANTIZED_DIM = 256
 #: Shared memory of a CTA that every GPU gives, less what stands behind the tiles; that of an SM of the GPUs that the
 #: tiles are tuned for; bytes.
 _MOST_CTA, _MOST_SM = (99 << 10) - 128, 220 << 10
@@ -25,6 +27,8 @@ _MOST_CTA, _MOST_SM = (99 << 10) - 128, 220 << 10
 _MOST_BESIDE = 136 << 10
 #: Query rows of the smallest tile.
 TILE_ROWS = 8
+#: Tiles of 8 query rows of a warp, by width of a cache's rows: of two with 512 channels O alone takes 256 registers.
+QUERY_TILES: dict[int, tuple[int, ...]] = {64: (1, 2), 128: (1, 2), 256: (1, 2), 512: (1,)}
 #: Tiles of 8 query rows of a warp, and warps of a CTA that share keys, of kernels for 16-bit caches with more than 16
 #: rows a kv head: from few rows to many, by width of a cache's rows.
 SHARED_TILES: dict[int, tuple[tuple[int, int], ...]] = {
@@ -36,7 +40,7 @@ COMBINE_WARPS, RESULTS_OF_WARP = (1, 2, 4, 8), 8
 #: Words of the arguments behind the plan's scan: one sum a warp, and what was found.
 _SCAN_WORDS = 2
 #: Tiles of 8 query rows of kernels beside another one, by width of a cache's rows (256: two of them spill 452 bytes).
-BESIDE_TILES: dict[int, tuple[int, ...]] = {64: (1, 2), 128: (1, 2), 256: (1,)}
+BESIDE_TILES: dict[int, tuple[int, ...]] = {64: (1, 2), 128: (1, 2), 256: (1,), 512: (1,)}
 
 
 def _up(value: int, multiple: int) -> int:
@@ -70,6 +74,8 @@ def _decode_shape(head_dim: int, token_bytes: int, groups: int, n_tiles: int) ->
             return {"tile": 32, "m_tiles": 2, "ctas": 3 if token_bytes < 160 else 2, "stages": 2}
         if groups == 1:
             return {"tile": 16, "m_tiles": 1, "ctas": 2, "stages": 2}
+    if head_dim > 256:
+        return {"tile": 16, "m_tiles": 1, "ctas": 3, "stages": 2}
     tile = 32 if token_bytes <= 160 and n_tiles == 1 else 16
     ctas = 2 if n_tiles > 1 or token_bytes > 288 or head_dim == 256 else 3 if groups > 2 else 4
     return {"tile": tile, "m_tiles": 1, "ctas": ctas, "stages": 4}
@@ -92,7 +98,7 @@ def decode_row(
     dtype : str
         Element type of q.
     head_dim : int
-        64, 128 or 256.
+        One of `ROW_DIMS`.
     k, v : (kind, groups)
         `KV_KINDS`, and words of a row's parameters, 1 for 16 bits.
     n_tiles : int
@@ -117,15 +123,18 @@ def decode_row(
     keys = tile * row_warps
     params = [4 * keys * count if kind else 16 for kind, count in (k, v)]
     stage = _up(_up(keys * sizes[0], 128) + keys * sizes[1] + sum(params), 128)
-    warps = row_warps if row_warps > 1 else 4 if 8 * stage <= _MOST_CTA else 2
+    # Two stages of each warp have to fit.
+    warps = row_warps if row_warps > 1 else next(n for n in (4, 2, 1) if 2 * n * stage <= _MOST_CTA)
     if beside:
         warps, ctas = 2 * warps, 1
     rings = warps // row_warps
-    most = _MOST_BESIDE if beside else min(_MOST_CTA, _MOST_SM // ctas)
+    # Of wide heads queries lie there too.
+    queries = 16 * n_tiles * head_dim * warps if head_dim > 256 else 0
+    most = (_MOST_BESIDE if beside else min(_MOST_CTA, _MOST_SM // ctas)) - queries
     stages = max(2, min(shape["stages"], most // (rings * stage)))
     # Every warp's part of the result: of other keys, or of other rows.
     merge = 4 * warps * 8 * n_tiles * (head_dim + 4) + 8 * warps * 8 * n_tiles
-    smem_bytes = _up(_up(max(stage * rings * stages, merge), 128) + 4 * (warps + _SCAN_WORDS), 128)
+    smem_bytes = queries + _up(_up(max(stage * rings * stages, merge), 128) + 4 * (warps + _SCAN_WORDS), 128)
     names = [row_format(*x, head_dim) for x in (k, v)]
     formats = f"kv{names[0]}" if k == v else f"k{names[0]}_v{names[1]}"
     return KernelSpec(
@@ -345,6 +354,9 @@ def _group_counts(head_dim: int) -> tuple[int, ...]:
 
 def _formats(head_dim: int) -> Iterator[_Format]:
     """Every format of a row; FBGEMM's has one group, or four."""
+    if head_dim > MAX_QUANTIZED_DIM:
+        yield KV_KINDS["bf16"], 1
+        return
     yield from ((KV_KINDS[name], 1) for name in ("bf16", "e4m3", "s8"))
     for groups in _group_counts(head_dim):
         yield from ((KV_KINDS[name], groups) for name in ("fp8", "int8", "int4"))
@@ -352,7 +364,7 @@ def _formats(head_dim: int) -> Iterator[_Format]:
 
 
 def _rows_of_formats(dtype: str, head_dim: int, k: _Format, v: _Format) -> Iterator[KernelSpec]:
-    for n_tiles in (1, 2):
+    for n_tiles in QUERY_TILES[head_dim]:
         yield decode_row(dtype, head_dim, k, v, n_tiles)
     yield append_row(dtype, head_dim, k, v)
 
@@ -362,7 +374,7 @@ def decode_rows() -> Iterator[KernelSpec]:
     for dtype, head_dim in itertools.product(("float16", "bfloat16"), ROW_DIMS):
         for x in _formats(head_dim):
             yield from _rows_of_formats(dtype, head_dim, x, x)
-        yield from (combine_row(dtype, head_dim, n_tiles) for n_tiles in (1, 2))
+        yield from (combine_row(dtype, head_dim, n_tiles) for n_tiles in QUERY_TILES[head_dim])
         for n_tiles in BESIDE_TILES[head_dim]:
             yield decode_row(dtype, head_dim, (0, 1), (0, 1), n_tiles, beside=True)
         for n_tiles, row_warps in SHARED_TILES.get(head_dim, ()):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from ..arguments import MAX_HEAD_DIM
 from ..errors import UnsupportedError
 from ..problems import AttentionProblem, Target
 from ..problems.products import products_of
@@ -47,7 +48,7 @@ def unserved(problem: AttentionProblem, target: Target) -> UnsupportedError:
     return UnsupportedError(
         f"no attention kernel serves {wanted.name} {problem.dtype}, {problem.head_dims} on compute "
         f"capability {dotted(target.cc)}: " + "; ".join(reasons),
-        instead="float16 or bfloat16, head_dim up to 256, compute capability 8.0 or newer"
+        instead=f"float16 or bfloat16, head_dim up to {MAX_HEAD_DIM}, compute capability 8.0 or newer"
         if not wanted.quantized
         else "precision='int8' or 'exact'"
         if wanted.qk == "fp8" and problem.descales is None

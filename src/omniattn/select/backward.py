@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ..arguments import MAX_HEAD_DIM
 from ..errors import UnsupportedError
 from ..problems import BackwardProblem, Target
 from ..registry import REGISTRY, KernelSpec
@@ -25,7 +26,7 @@ def _select(op: str, problem: BackwardProblem, target: Target, force: str | None
             f"{dotted(target.cc)}: " + "; ".join(reasons),
             instead="q, k and v of one head_dim, filled up with zeros"
             if f.own_head_dim_v
-            else "float16 or bfloat16, head_dim up to 256, compute capability 8.0 or newer",
+            else f"float16 or bfloat16, head_dim up to {MAX_HEAD_DIM}, compute capability 8.0 or newer",
         )
     # The narrowest tile that holds head_dim, one kernel rather than two, nothing that is not needed, and the largest
     # tile that fits.

@@ -14,7 +14,7 @@ from ..problems.costs import DecodeCosts
 from ..problems.decode import FIXED_COMBINE_WARPS, MAX_WORKERS, DecodeSplit, KeyPass, passes
 from ..problems.target import Coefficients
 from ..registry import KernelSpec
-from ..registry.decode import BESIDE_TILES, COMBINE_WARPS, LATENT_DIMS, RESULTS_OF_WARP, SHARED_TILES
+from ..registry.decode import BESIDE_TILES, COMBINE_WARPS, LATENT_DIMS, QUERY_TILES, RESULTS_OF_WARP, SHARED_TILES
 from ..registry.targets import is_carried
 from .cache import select_decode, select_latent
 from .choice import Selection
@@ -85,7 +85,7 @@ def query_tiles(one: KeyPass, target: Target) -> tuple[tuple[int, int], ...]:
     few for the GPU come from L2 after the first block of rows, and smaller tiles leave smaller partial results.
     """
     p = one.problem
-    if one.rows <= 8:
+    if one.rows <= 8 or len(QUERY_TILES[one.k.row_dim]) == 1:
         return ((1, 1),)
     if one.rows <= 16:
         return ((2, 1), (1, 1))

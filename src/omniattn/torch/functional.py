@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import bias as torch_bias
 
+from ..arguments import MAX_HEAD_DIM, MAX_QUANTIZED_HEAD_DIM
 from ..checks import values
 from ..errors import AlignmentError, StrideError, UnsupportedError
 from ..ops import attention
@@ -28,7 +29,6 @@ _BEFORE: Sdpa = F.scaled_dot_product_attention
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _HALF = (torch.bfloat16, torch.float16)
 _ON_CPU = (*_HALF, torch.float32, torch.float64)
-_MAX_HEAD_DIM = 256
 _LEAST_CAPABILITY = (8, 0)
 _is_compiling = torch.compiler.is_dynamo_compiling
 
@@ -91,7 +91,8 @@ def sdpa(
     Notes
     -----
     What the kernels do not take goes to torch's function, at every precision: dtypes without kernels (float32 on a GPU,
-    unless autocast makes it 16-bit), head dimensions above 256, GPUs before compute capability 8.0, other devices,
+    unless autocast makes it 16-bit), head dimensions above 512 (of a low
+    precision above 256), GPUs before compute capability 8.0, other devices,
     nested tensors, DTensor and other subclasses. `fallback_reason` tells for a call. Torch's function is the one that
     was there when this module was imported; in `use_sdpa`, when that was entered.
     """
@@ -103,13 +104,19 @@ sdpa.__name__ = _BEFORE.__name__
 
 
 def fallback_reason(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None = None
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    *,
+    precision: str | Int8 | Int4 | Fp8 = "exact",
 ) -> str | None:
     """Why `sdpa` sends a call to torch's function.
 
     Parameters
     ----------
     query, key, value, attn_mask : tensor
+    precision : str, Int8, Int4 or Fp8
         As in `sdpa`.
 
     Returns
@@ -136,8 +143,10 @@ def fallback_reason(
         return f"{dtype} has no kernels on {query.device.type}"
     if min(query.dim(), value.dim()) > 0:
         sizes = query.shape[-1], value.shape[-1]
-        if not (min(sizes) > 0 and max(sizes) <= _MAX_HEAD_DIM):
-            return f"head dimensions {sizes} are not from 1 to {_MAX_HEAD_DIM}"
+        most = _most_head_dim(precision)
+        if not (min(sizes) > 0 and max(sizes) <= most):
+            of = "" if most == MAX_HEAD_DIM else ", the most of a low precision"
+            return f"head dimensions {sizes} are not from 1 to {most}{of}"
     if query.is_cuda and not _has_kernels(query.get_device()):
         return "the GPU has a compute capability below 8.0"
     return None
@@ -233,6 +242,7 @@ def _sdpa(
         and not _is_compiling()
         and query.is_contiguous()
         and _is_common(query.shape, key.shape, value.shape, is_causal, enable_gqa)
+        and (precision == "exact" or max(query.shape[3], value.shape[3]) <= MAX_QUANTIZED_HEAD_DIM)
         and _all_gpus_have_kernels()
     ):
         try:
@@ -246,7 +256,12 @@ def _sdpa(
 
 def _serves(head_dim: int) -> bool:
     """Whether `attention` takes tensors of this head_dim."""
-    return head_dim % 8 == 0 and 0 < head_dim <= _MAX_HEAD_DIM
+    return head_dim % 8 == 0 and 0 < head_dim <= MAX_HEAD_DIM
+
+
+def _most_head_dim(precision: Any) -> int:
+    """What `attention` takes at a precision, which it checks itself."""
+    return MAX_HEAD_DIM if isinstance(precision, str) and precision == "exact" else MAX_QUANTIZED_HEAD_DIM
 
 
 def _is_common(q: Any, k: Any, v: Any, is_causal: bool, enable_gqa: bool) -> bool:
@@ -275,7 +290,7 @@ def _general(
             "and keep no random state from which the backward could draw the same ones",
             instead="dropout_p=0.0, with dropout on the layer's output; or torch's own function, which sdpa replaces",
         )
-    if fallback_reason(query, key, value, attn_mask) is not None:
+    if fallback_reason(query, key, value, attn_mask, precision=precision) is not None:
         values.check_precision(precision, FUNCTION)
         if isinstance(attn_mask, torch_bias.CausalBias):
             # It knows torch's function by its place in torch.nn.functional, which may be taken by now.

@@ -14,6 +14,7 @@ import torch
 import torch.nn.attention
 from torch import Tensor
 
+from ..arguments import MAX_HEAD_DIM
 from ..errors import UnsupportedError
 from ..ops import attention, attention_backward, attention_varlen, attention_varlen_backward
 from . import shapes
@@ -23,7 +24,6 @@ HAS_IMPLEMENTATIONS = hasattr(torch.nn.attention, "register_flash_attention_impl
 
 _HALF = (torch.float16, torch.bfloat16)
 _FLOATS = (*_HALF, torch.float32, torch.float64)
-_MAX_HEAD_DIM = 256
 
 
 # --- (batch, heads, seq, head_dim): what SDPA and context_parallel call -----------------------------------------------
@@ -200,7 +200,7 @@ def lacks(tensors: tuple[Tensor, ...], rank: int | tuple[int, ...], dropout_p: f
     if key.shape != value.shape:
         return f"key has shape {tuple(key.shape)} and value {tuple(value.shape)}"
     size = query.shape[-1]
-    if size % 8 != 0 or not 0 < size <= _MAX_HEAD_DIM or key.shape[-1] != size:
+    if size % 8 != 0 or not 0 < size <= MAX_HEAD_DIM or key.shape[-1] != size:
         return f"head_dim {size}, {key.shape[-1]}"
     if query.is_cuda and not _has_kernels(query.get_device()):
         return "the GPU has a compute capability below 8.0"

@@ -83,7 +83,7 @@ class OmniattnBackend(AttentionBackend):
 
     @classmethod
     def supports_head_size(cls, head_size: int) -> bool:
-        """Multiples of 8 up to 256."""
+        """Multiples of 8 up to 512."""
         return calls.why_not(head_size, torch.bfloat16, None) is None
 
     @classmethod

@@ -14,6 +14,7 @@ import torch
 
 import omniattn
 
+from ...arguments import MAX_HEAD_DIM, MAX_QUANTIZED_HEAD_DIM
 from ...errors import ShapeError
 
 __all__ = [
@@ -114,9 +115,10 @@ def why_not(head_size: int, dtype: torch.dtype, kv_cache_dtype: str | None) -> s
         return f"kv_cache_dtype {kv_cache_dtype!r}: only {', '.join(FORMATS)}"
     codes = kv_cache_dtype in _CODES
     step = 16 if codes else 8
-    if head_size % step or not step <= head_size <= 256:
+    most = MAX_QUANTIZED_HEAD_DIM if codes else MAX_HEAD_DIM
+    if head_size % step or not step <= head_size <= most:
         of = f" with kv_cache_dtype {kv_cache_dtype!r}" if codes else ""
-        return f"head_size {head_size}{of}: only multiples of {step} up to 256"
+        return f"head_size {head_size}{of}: only multiples of {step} up to {most}"
     if _EXACT.get(str(kv_cache_dtype), dtype) != dtype:
         return f"kv_cache_dtype {kv_cache_dtype!r} with {dtype}: only 'auto', or that of the model"
     return None
