@@ -10,14 +10,18 @@
 // One CTA computes BLOCK_M query rows of one head; warp w owns rows [16 w, 16 w + 16), so that S, dP, dS and dQ never
 // leave its registers. Keys are walked from the first visible tile to the last.
 //
+// HEAD_DIM 512: two warps have the same rows, for dQ of 16 rows fills the registers of both: every second panel of 64
+// channels is one's. Each makes dS of half of the keys of a tile, which both then read from shared memory.
+//
 // All warps copy (cp.async); bar: __syncthreads.
 // NUM_STAGES = 2:  wait K,V(i) | bar | copy K,V(i+1) -> other stage | S(i) dP(i) dS(i) dQ += dS K
 // NUM_STAGES = 1:  wait K,V(i) | bar | S(i) dP(i) dS(i) dQ += dS K | bar | copy K,V(i+1)
 //
 // Shared memory, bytes: Q, later dQ [BLOCK_M * HEAD_DIM * 2] | dO [same] | K [NUM_STAGES][BLOCK_N * HEAD_DIM * 2] | V
-// [same].
+// [same] | of HEAD_DIM 512 dS [BLOCK_M * BLOCK_N * 2].
 #include "attention/bwd_scores.cuh"
 #include "attention/mask.cuh"
+#include "attention/wide_products.cuh"
 #include "params/attn_bwd.cuh"
 #include "pipeline/tile_copy.cuh"
 #include "ptx/cp_async.cuh"
@@ -25,6 +29,8 @@
 #include "ptx/ldmatrix.cuh"
 #include "ptx/math.cuh"
 #include "ptx/mma_sync.cuh"
+#include "ptx/shared.cuh"
+#include "ptx/warpgroup.cuh"
 #include "scheduler/fwd_tile.cuh"
 #include "scheduler/padded_rows.cuh"
 #include "tile/panel.cuh"
@@ -38,9 +44,11 @@ struct Config {
     static constexpr int kStages = NUM_STAGES;
     static constexpr bool kScoreMods = SCORE_MODS;  // softcap, mask, score_mod: scores are formed one by one
     static constexpr int kThreads = kWarps * 32;
-    static constexpr int kNTiles = kBlockN / 8;
-    static constexpr int kDTiles = kHeadDim / 8;
-    static_assert(kBlockM == kWarps * 16 && kBlockN % 16 == 0 && kHeadDim % 32 == 0, "whole MMA tiles");
+    static constexpr int kChannelWarps = channel_warps(kHeadDim);
+    static constexpr bool kIsWide = kChannelWarps > 1;
+    static constexpr int kNTiles = kBlockN / kChannelWarps / 8;  // of the scores of one warp
+    static constexpr int kDTiles = kHeadDim / kChannelWarps / 8;  // of one warp
+    static_assert(kBlockM * kChannelWarps == kWarps * 16 && kBlockN % 16 == 0 && kHeadDim % 32 == 0, "whole MMA tiles");
     static_assert(kStages == 1 || kStages == 2, "single or double buffer");
 };
 
@@ -54,12 +62,18 @@ using Keys = KeyTiles<Config::kBlockM, Config::kBlockN>;
 using Scores = float[Config::kNTiles * 4];
 using Output = float[Config::kDTiles * 4];
 
-struct SharedStorage {
+struct ExchangedDs {
+    alignas(1024) uint8 ds[Config::kBlockM * Config::kBlockN * 2];
+};
+struct NothingElse {};
+struct SharedStorage : Select<Config::kIsWide, ExchangedDs, NothingElse>::Type {
     alignas(1024) uint8 q[QTile::kBytes];  // dQ on the way out
     alignas(1024) uint8 d_o[QTile::kBytes];
     alignas(1024) uint8 k[Config::kStages][KvTile::kBytes];
     alignas(1024) uint8 v[Config::kStages][KvTile::kBytes];
 };
+OA_DEVICE uint32 ds_of(ExchangedDs& smem) { return smem_addr_of(smem.ds); }
+OA_DEVICE uint32 ds_of(NothingElse&) { return 0; }
 static_assert(sizeof(SharedStorage) == SMEM_BYTES, "the registry's smem_bytes must be this struct's size");
 
 // D = A B^T of a warp's rows: A Q or dO, B K or V.
@@ -95,6 +109,35 @@ OA_DEVICE void mma_dq(Output& dq, const Scores& ds, uint32 smem_k, const KvLane&
             mma_m16n8k16(Config::Io{}, dq + 4 * (d + 1), a, b[2], b[3]);
         }
     }
+}
+
+// The same of two warps with the same rows. smem_ds: of these rows.
+using HalfScores = WideScores<Config::Io, Config::kBlockM, Config::kBlockN, Config::kHeadDim, Config::kNTiles * 8>;
+OA_DEVICE void exchange_ds(const Scores& ds, uint32 smem_ds, int row_warp, int channel_warp, int lane) {
+    using DsTile = PanelTile<Config::kBlockM, Config::kBlockN>;
+#pragma unroll
+    for (int n = 0; n < Config::kNTiles; ++n)
+#pragma unroll
+        for (int r = 0; r < 2; ++r)
+            store_shared(smem_ds + DsTile::offset(row_warp * 16 + (lane >> 2) + 8 * r,
+                                                  channel_warp * Config::kNTiles + n) + (lane & 3) * 4,
+                         pack2(Config::Io{}, ds[4 * n + 2 * r], ds[4 * n + 2 * r + 1]));
+    named_barrier_sync(1 + row_warp, 32 * Config::kChannelWarps);
+}
+// smem_k: from the warp's first panel on, as channels.
+OA_DEVICE void add_half_dq(Output& dq, uint32 smem_ds, uint32 smem_k, const KvLane& lane_k, int32 channels,
+                           int row_warp, int lane) {
+    PanelLane<Config::kBlockM, Config::kBlockN> lane_a(row_warp * 16 + (lane & 15), lane >> 4);
+#pragma unroll
+    for (int step = 0; step < Config::kBlockN / 16; ++step) {
+        uint32 a[4];
+        ldmatrix_x4(a, smem_ds + lane_a.at(0, step));
+        add_wide_output<Config::Io, Config::kChannelWarps>(dq, a, smem_k, lane_k, step * 16, channels);
+    }
+}
+// Which chunk of 8 channels of a row the warp's number `own` is.
+OA_DEVICE int chunk_of(int own, int channel_warp) {
+    return Config::kIsWide ? (own >> 3) * (8 * Config::kChannelWarps) + channel_warp * 8 + (own & 7) : own;
 }
 
 // Scores to dS, of rows row and row + 8. hides: some of the keys are hidden.
@@ -137,6 +180,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, MIN_CTAS) attn_bw
     extern __shared__ __align__(1024) uint8 smem_raw[];
     SharedStorage& smem = *reinterpret_cast<SharedStorage*>(smem_raw);
     int tid = threadIdx.x, lane = tid & 31, warp_idx = __shfl_sync(0xffffffffu, tid >> 5, 0);
+    const int row_warp = warp_idx / Config::kChannelWarps, channel_warp = warp_idx % Config::kChannelWarps;
 
     FwdTile t = fwd_tile<Config::kBlockM>(f);
     // Rows that belong to no sequence are attn_bwd_prepare's.
@@ -169,11 +213,11 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, MIN_CTAS) attn_bw
         copy(keys.first, 0);
         cp_async_commit();
 
-        int32 row = t.m0 + warp_idx * 16 + (lane >> 2);
+        int32 row = t.m0 + row_warp * 16 + (lane >> 2);
         int64 padded = t.head_idx * p.rows_stride_h + padded_begin(f, t.sequence, t.q_begin) + row;
         float lse2[2] = {p.lse2[padded], p.lse2[padded + 8]}, delta[2] = {p.delta[padded], p.delta[padded + 8]};
         BwdScores<Config::Io> scores(f, arrays_of(params), t.sequence, t.head_idx, t.seqlen_q, t.seqlen_k);
-        QLane a_lane(warp_idx * 16 + (lane & 15), lane >> 4);
+        QLane a_lane(row_warp * 16 + (lane & 15), lane >> 4);
         KvLane b_lane((lane & 7) + ((lane >> 4) << 3), (lane >> 3) & 1), k_lane(lane & 15, lane >> 4);
         int stage = 0;
         for (int32 n = keys.first; n < keys.end; ++n) {
@@ -183,11 +227,24 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, MIN_CTAS) attn_bw
             cp_async_commit();
             uint32 tile = stage * KvTile::kBytes;
             Scores s, dp;
-            mma_scores(s, smem_q, a_lane, smem_k + tile, b_lane);
-            mma_scores(dp, smem_do, a_lane, smem_v + tile, b_lane);
-            make_ds(s, dp, f, scores, t, lse2, delta, row, n * Config::kBlockN + 2 * (lane & 3),
+            const int own = channel_warp * (Config::kNTiles * 8);  // first key
+            if constexpr (Config::kIsWide) {
+                const auto lane_b = HalfScores::lane_b(lane);
+                HalfScores::multiply(s, smem_q, a_lane, smem_k + tile + own * 128, lane_b, f.head_dim);
+                HalfScores::multiply(dp, smem_do, a_lane, smem_v + tile + own * 128, lane_b, f.head_dim);
+            } else {
+                mma_scores(s, smem_q, a_lane, smem_k + tile, b_lane);
+                mma_scores(dp, smem_do, a_lane, smem_v + tile, b_lane);
+            }
+            make_ds(s, dp, f, scores, t, lse2, delta, row, n * Config::kBlockN + own + 2 * (lane & 3),
                     n < keys.full_first || n >= keys.full_end);
-            mma_dq(dq, s, smem_k + tile, k_lane);
+            if constexpr (Config::kIsWide) {
+                exchange_ds(s, ds_of(smem), row_warp, channel_warp, lane);
+                add_half_dq(dq, ds_of(smem), smem_k + tile + channel_warp * KvTile::kPanelBytes, k_lane,
+                            f.head_dim - channel_warp * 64, row_warp, lane);
+            } else {
+                mma_dq(dq, s, smem_k + tile, k_lane);
+            }
             if (Config::kStages == 2) {
                 stage ^= 1;
             } else {
@@ -197,21 +254,22 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, MIN_CTAS) attn_bw
             }
         }
     }
-    // Through the rows of Q that only this warp has read to 16-byte stores.
+    // Through the rows of Q that only this warp has read (or both, before they exchanged dS) to 16-byte stores.
     __syncwarp();
 #pragma unroll
     for (int r = 0; r < 2; ++r)
 #pragma unroll
         for (int d = 0; d < Config::kDTiles; ++d)
-            *reinterpret_cast<uint32*>(smem.q + QTile::offset(warp_idx * 16 + (lane >> 2) + r * 8, d) +
-                                       (lane & 3) * 4) =
+            *reinterpret_cast<uint32*>(
+                smem.q + QTile::offset(row_warp * 16 + (lane >> 2) + r * 8, chunk_of(d, channel_warp)) +
+                (lane & 3) * 4) =
                 pack2(Config::Io{}, dq[4 * d + 2 * r] * f.softmax_scale, dq[4 * d + 2 * r + 1] * f.softmax_scale);
     __syncwarp();
     uint16* to = p.dq + t.batch_idx * p.dq_stride_b + t.head_idx * p.dq_stride_h + first_row * p.dq_stride_s;
-    constexpr int kChunks = Config::kHeadDim / 8;
+    constexpr int kChunks = Config::kDTiles;
 #pragma unroll
     for (int at = 0; at < 16 * kChunks; at += 32) {
-        int row = warp_idx * 16 + (at + lane) / kChunks, chunk = (at + lane) % kChunks;
+        int row = row_warp * 16 + (at + lane) / kChunks, chunk = chunk_of((at + lane) % kChunks, channel_warp);
         if (t.m0 + row < t.seqlen_q && chunk * 8 < f.head_dim)
             *reinterpret_cast<uint4*>(to + row * p.dq_stride_s + chunk * 8) =
                 *reinterpret_cast<const uint4*>(smem.q + QTile::offset(row, chunk));

@@ -32,10 +32,15 @@ class _BwdTile:
     joint: bool = False
     without_dmask: bool = False
 
+    @property
+    def wide(self) -> bool:
+        """dV and dK of 16 keys are those of two warps (``attn_bwd_wide_sm80``)."""
+        return self.head_dim > 256
+
     def smem_bytes(self, dmask: bool) -> int:
         """Shared memory of a CTA."""
         tiles = 2 * self.head_dim * 2 * (self.block_n + self.num_stages * self.block_m)
-        tiles += (3 if dmask and not self.joint else 2) * 2 * self.block_n * self.block_m
+        tiles += (3 if dmask and not (self.joint or self.wide) else 2) * 2 * self.block_n * self.block_m
         return -(-(tiles + 8 * self.num_stages * self.block_m) // 1024) * 1024
 
 
@@ -52,13 +57,16 @@ _BWD_SM80_TILES: tuple[_BwdTile, ...] = (
     _BwdTile(256, 64, 64, 2, 2),
     _BwdTile(256, 32, 64, 2, 2, "_m32"),
     _BwdTile(256, 16, 64, 1, 1, "_m16"),
+    _BwdTile(512, 32, 32, 2, 1),
+    _BwdTile(512, 16, 32, 2, 1, "_m16"),
+    _BwdTile(512, 16, 32, 1, 1, "_m16s1"),
 )
 
 
 def _attn_bwd_sm80(tile: _BwdTile, dtype: str, score_mods: bool, dmask: bool) -> KernelSpec:
     short, tag = IO_TYPES[dtype]
     smem_bytes = tile.smem_bytes(dmask)
-    family = "attn_bwd_joint_sm80" if tile.joint else "attn_bwd_sm80"
+    family = "attn_bwd_joint_sm80" if tile.joint else "attn_bwd_wide_sm80" if tile.wide else "attn_bwd_sm80"
     return KernelSpec(
         name=f"{family}_{short}_d{tile.head_dim}{tile.suffix}" + ("_dmask" if dmask else "_mods" if score_mods else ""),
         family=family,
@@ -108,7 +116,8 @@ class _DqTile:
     @property
     def smem_bytes(self) -> int:
         """Shared memory of a CTA."""
-        return 4 * self.head_dim * (self.block_m + self.num_stages * self.block_n)
+        of_ds = 2 * self.block_m * self.block_n if self.head_dim > 256 else 0  # two warps have the same rows
+        return 4 * self.head_dim * (self.block_m + self.num_stages * self.block_n) + of_ds
 
 
 _DQ_SM80_TILES: tuple[_DqTile, ...] = (
@@ -117,6 +126,9 @@ _DQ_SM80_TILES: tuple[_DqTile, ...] = (
     _DqTile(128, 64, 32, 2, 4, 2),
     _DqTile(192, 64, 32, 2, 4, 1),
     _DqTile(256, 64, 32, 1, 4, 1),
+    _DqTile(512, 64, 32, 1, 8, 1),
+    _DqTile(512, 64, 16, 1, 8, 1, "_n16"),
+    _DqTile(512, 32, 16, 1, 4, 1, "_m32"),
 )
 
 
