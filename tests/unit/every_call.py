@@ -39,8 +39,8 @@ from omniattn.problems.score_mod import BlockMaskProblem
 
 DTYPE = "bfloat16"
 #: head_dim, and that of v where it is another one.
-WIDTHS = ((32, 0), (64, 0), (96, 0), (128, 0), (192, 0), (256, 0))
-PAIRS = ((32, 16), (64, 32), (96, 64), (64, 128), (128, 64), (192, 128), (256, 192))
+WIDTHS = ((32, 0), (64, 0), (96, 0), (128, 0), (192, 0), (256, 0), (512, 0))
+PAIRS = ((32, 16), (64, 32), (96, 64), (64, 128), (128, 64), (192, 128), (256, 192), (512, 256))
 #: Batch, queries, keys, query heads, kv heads.
 LONG, MIDDLE = (2, 8192, 8192, 8, 8), (4, 1000, 1000, 8, 4)
 FEW, ONE, SOME = (1, 16, 16384, 8, 2), (1, 1, 65536, 8, 8), (2, 256, 16384, 4, 4)
@@ -186,9 +186,11 @@ def quantizer_calls() -> Iterator[QuantizeCall]:
 def caches() -> Iterator[KVCache]:
     """Of every format of which K and V are the same."""
     like = np.zeros(1, np.float16)
-    for head_dim in (64, 128, 256):
+    for head_dim in (64, 128, 256, 512):
         shape = (1, 16, 1, head_dim)
         yield KVCache(*shape, like=like, k_dtype="bf16", v_dtype="bf16")
+        if head_dim > 256:  # in 16 bits alone
+            continue
         for dtype in (ml_dtypes.float8_e4m3fn, np.int8):
             yield KVCache.from_arrays(*(np.zeros((1, 16, 1, head_dim), dtype) for _ in "kv"))
         for groups in (1, 2, 4, 8):
@@ -229,9 +231,9 @@ def latent_call() -> DecodeProblem:
 
 
 def prompt_calls() -> Iterator[WithCacheProblem]:
-    """``attention_with_kvcache`` of prompts over quantized caches."""
+    """``attention_with_kvcache`` of prompts over quantized caches, and over padding in front of 512 channels."""
     for cache in caches():
-        if cache.facts.k_format.quantized:
+        if cache.facts.k_format.quantized or cache.facts.head_dim > 256:
             dim = cache.facts.head_dim
             keys = DequantizeProblem(DTYPE, cache.facts, 32, 32 * 40, 40, 8192, 0, 8192, 32, -1)
             heads = (0, dim, dim)

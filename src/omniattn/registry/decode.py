@@ -394,7 +394,8 @@ def unlisted_rows() -> Iterator[KernelSpec]:
     They may differ in their types, not in the number of groups that a row's parameters have, and not in FBGEMM's
     layout.
     """
-    for dtype, head_dim in itertools.product(("float16", "bfloat16"), ROW_DIMS):
+    widths = [head_dim for head_dim in ROW_DIMS if head_dim <= MAX_QUANTIZED_DIM]
+    for dtype, head_dim in itertools.product(("float16", "bfloat16"), widths):
         for groups in _group_counts(head_dim):
             kinds = [(KV_KINDS["bf16"], 1), *((KV_KINDS[name], groups) for name in ("fp8", "int8", "int4"))]
             for k, v in itertools.permutations(kinds, 2):
