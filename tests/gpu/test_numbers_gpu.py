@@ -115,7 +115,7 @@ def test_lengths_beyond_a_block_table() -> None:
         fa3.flash_attn_with_kvcache(q, *caches, k_new, v_new, cache_seqlens=lengths, page_table=table, num_splits=3)
 
 
-@pytest.mark.parametrize("dim", [59, 512])
+@pytest.mark.parametrize("dim", [59, 512, 1024])
 def test_combine_of_any_head_dim(dim: int) -> None:
     out = random(5, 2, 70, 4, dim, dtype=torch.float32)
     lse = random(5, 2, 70, 4, seed=1, dtype=torch.float32)

@@ -233,8 +233,8 @@ def test_text_that_does_not_compile(mods: Path, capsys: pytest.CaptureFixture[st
         ("user_score_mods", (), "MODULE:NAME or FILE.py:NAME"),
         (":near", (), "MODULE:NAME or FILE.py:NAME"),
         ("user_score_mods:near", ("--direction", "backward"), "'--direction': expected no backward without grad="),
-        ("user_score_mods:near", ("--head-dim", "12"), "'--head-dim': expected multiples of 8 up to 256, received 12"),
-        ("user_score_mods:near", ("--head-dim-v", "264"), "'--head-dim-v': expected multiples of 8 up to 256"),
+        ("user_score_mods:near", ("--head-dim", "12"), "'--head-dim': expected multiples of 8 up to 512, received 12"),
+        ("user_score_mods:near", ("--head-dim-v", "520"), "'--head-dim-v': expected multiples of 8 up to 512"),
         ("user_score_mods:near", ("--kernel", "attn_fwd_sm80_fp16_d96_mods"), "'--kernel': expected a row that these"),
     ],
 )  # fmt: skip

@@ -258,7 +258,7 @@ def test_combine() -> None:
         fa3.flash_attn_combine(out, lse, into, torch.float16)
 
 
-@pytest.mark.parametrize("dim", [1, 59, 111, 264, 512, 513])
+@pytest.mark.parametrize("dim", [1, 59, 111, 264, 512, 513, 1030])
 @pytest.mark.parametrize("splits", [1, 3])
 def test_combine_of_any_head_dim(dim: int, splits: int) -> None:
     """Tensors as FlashAttention-3's own tests have them: not contiguous, some splits without a key."""

@@ -100,7 +100,7 @@ OF_PLANS: list[tuple[str, Any]] = [
 OF_ROWS: list[tuple[str, Any]] = [
     *((name, X) for name in MASKS), ("token_pos_in_items_len", 3), ("use_fp16_qk_reduction", True), ("seq_lens_q", X),
     ("qo_indptr", starts([3, 5]).long()), ("qo_indptr", int32(1, 3, 8)), ("qo_indptr", int32(0, 5, 3)),
-    ("head_dim_qk", 60), ("head_dim_qk", 264),
+    ("head_dim_qk", 60), ("head_dim_qk", 520),
     ("max_token_per_sequence", 4), ("uniform_q_len", 4), ("causal", 2),
 ]  # fmt: skip
 REFUSED: list[tuple[Any, str, Any]] = [

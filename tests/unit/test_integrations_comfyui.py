@@ -96,7 +96,7 @@ OTHERS: dict[str, tuple[list[Any], dict[str, Any]]] = {
     "dtypes differ": (_change(_qkv(), 2, lambda v: v.double()), {}),
     "integers": ([x.int() for x in _qkv()], {}),
     "head_dim 12": (_qkv(head_dim=12), {}),
-    "head_dim 264": (_qkv(head_dim=264), {}),
+    "head_dim 520": (_qkv(head_dim=520), {}),
     "v's own head_dim": (_change(_qkv(skip_reshape=True), 2, lambda v: v.repeat(1, 1, 1, 2)), {"skip_reshape": True}),
     "one batch of keys": ([_qkv()[0], *(x[:1] for x in _qkv()[1:])], {}),
     "fewer heads": (_qkv(heads_kv=1), {}),

@@ -102,7 +102,7 @@ def test_gpus_that_are_refused(capability: Any, of_model: Any, says: str, monkey
         attention_registry.ATTENTION_BACKENDS["omniattn"](found)
 
 
-@pytest.mark.parametrize("head_dim", [20, 512])
+@pytest.mark.parametrize("head_dim", [20, 520])
 def test_heads_that_are_refused(head_dim: int) -> None:
     server = Server()
     server.layers.append(RadixAttention(HEADS, head_dim, SCALE, KV_HEADS, layer_id=2))

@@ -181,7 +181,7 @@ CACHE = {"batch": 2, "max_seqlen": 8, "num_kv_heads": 2, "head_dim": 40, "like":
         ({"max_seqlen": -1}, "max_seqlen", ArgumentError),
         ({"num_kv_heads": 1.5}, "num_kv_heads", ArgumentError),
         ({"head_dim": 20}, "head_dim", ArgumentError),
-        ({"head_dim": 264}, "head_dim", ArgumentError),
+        ({"head_dim": 520}, "head_dim", ArgumentError),
         ({"max_seqlen": 2**31}, "max_seqlen", ArgumentError),
         ({"k_dtype": "float16"}, "k_dtype", ArgumentError),
         ({"v_dtype": 4}, "v_dtype", ArgumentError),

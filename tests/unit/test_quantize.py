@@ -340,7 +340,7 @@ def test_packed_arguments(change: dict[str, Any], error: type[ArgumentError], ar
         (np.ones((1, 4, 2, 8), np.float32), {"smooth_v": 0}, ArgumentError, "smooth_v"),
         (np.ones((4, 2, 8), np.float32), {}, ShapeError, "v"),
         (np.ones((1, 4, 2, 12), np.float32), {}, ShapeError, "v"),
-        (np.ones((1, 4, 2, 264), np.float32), {}, ShapeError, "v"),
+        (np.ones((1, 4, 2, 520), np.float32), {}, ShapeError, "v"),
         (np.ones((1, 4, 2, 8), np.int8), {}, DtypeError, "v"),
         (np.ones((1, 4, 2, 8), np.float32), {"stream": 0}, ArgumentError, "stream"),
     ],

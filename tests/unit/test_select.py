@@ -183,7 +183,8 @@ def test_force_on_an_older_gpu() -> None:
     [
         ({}, Target((7, 5), 64 * 1024), r"this GPU has 7\.5"),
         ({"dtype": "float32"}, Target((9, 0), 2**20), "float32"),
-        ({"head_dim": 264}, Target((9, 0), 2**20), "264"),
+        ({"head_dim": 520}, Target((9, 0), 2**20), "520"),
+        ({"head_dim": 512}, Target((8, 0), 64 * 1024), "bytes of shared memory"),
         ({"head_dim": 256}, Target((8, 0), 48 * 1024), "bytes of shared memory"),
     ],
 )

@@ -270,7 +270,7 @@ def test_calls_that_nobody_takes_raise(active: Any) -> None:
         ({"dtype": torch.int32}, "dtypes"),
         ({"shape": (2, 3, 4)}, "3 dimensions"),
         ({"shape": (1, 2, 3, 12)}, "head_dim 12"),
-        ({"shape": (1, 2, 3, 264)}, "head_dim 264"),
+        ({"shape": (1, 2, 3, 520)}, "head_dim 520"),
         ({"value": torch.zeros(1, 2, 3, 16)}, "shape"),
         ({"alibi_slopes": torch.ones(2)}, "alibi_slopes is given"),
         ({"return_debug_mask": True}, "return_debug_mask is given"),
