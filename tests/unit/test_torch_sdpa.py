@@ -208,7 +208,7 @@ def _odd(kind: str) -> list[Any]:
     made = [torch.randn(1, 2, 5, 8) for _ in range(3)]
     return [
         {
-            "head_dim 257": lambda x: torch.randn(1, 2, 5, 257),
+            "head_dim 513": lambda x: torch.randn(1, 2, 5, 513),
             "meta": lambda x: x.to("meta"),
             "subclass": lambda x: x.as_subclass(_Subclass),
             "complex64": lambda x: x.to(torch.complex64),
@@ -217,7 +217,7 @@ def _odd(kind: str) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize("kind", ["head_dim 257", "meta", "subclass", "nested", "complex64"])
+@pytest.mark.parametrize("kind", ["head_dim 513", "meta", "subclass", "nested", "complex64"])
 def test_what_goes_to_the_function_of_before(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With every argument, and whatever it returns; also from `sdpa` itself."""
     calls = []
@@ -242,6 +242,18 @@ def test_what_goes_to_the_function_of_before(kind: str, monkeypatch: pytest.Monk
     assert len(calls) == 2
     with pytest.raises(ArgumentError):
         oat.sdpa(*inputs, precision="int9")
+
+
+def test_wide_heads_of_a_low_precision_go_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    q = torch.randn(1, 2, 5, 264)
+    assert oat.fallback_reason(q, q, q) is None
+    assert "(264, 264) are not from 1 to 256, the most of a low precision" in str(
+        oat.fallback_reason(q, q, q, precision="int8")
+    )
+    wanted = F.scaled_dot_product_attention(q, q, q)
+    monkeypatch.setattr(functional, "_BEFORE", lambda *_, **__: "result")
+    assert oat.sdpa(q, q, q, precision="int8") == "result"
+    torch.testing.assert_close(oat.sdpa(q, q, q), wanted)
 
 
 def test_plain_calls_do_not_go_there() -> None:
@@ -396,7 +408,7 @@ def test_autocast_makes_it_16_bit() -> None:
         ((2, 4, 5, 8), (1, 2, 5, 8), False, True, False),
         ((2, 4, 5, 8), (2, 0, 5, 8), False, True, False),
         ((2, 4, 5, 12), (2, 4, 5, 12), False, False, False),
-        ((2, 4, 5, 264), (2, 4, 5, 264), False, False, False),
+        ((2, 4, 5, 520), (2, 4, 5, 520), False, False, False),
         ((4, 5, 8), (4, 5, 8), False, False, False),
         ((2, 4, 5, 8), (4, 5, 8), False, False, False),
     ],
