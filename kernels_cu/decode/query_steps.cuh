@@ -1,5 +1,5 @@
-// B fragments of S^T = K Q^T by steps of 16 channels: in registers, or where O leaves no room for them in shared memory,
-// in which a lane reads what it has written itself.
+// B fragments of S^T = K Q^T by steps of 16 channels: in registers, or where O leaves no room for them there in shared
+// memory, in which a lane reads what it has written itself.
 #pragma once
 #include "ptx/shared.cuh"
 #include "ptx/types.cuh"

@@ -105,8 +105,8 @@ struct DecodeTile {
 
     // mma_qk where ldmatrix gives K's fragments, without packing registers.
     template <typename Queries>
-    static OA_DEVICE void mma_qk_by_matrix(Scores& x, const Queries& b, const Rows& rows,
-                                           const KvStage<Config>& stage, int first, int lane) {
+    static OA_DEVICE void mma_qk_by_matrix(Scores& x, const Queries& b, const Rows& rows, const KvStage<Config>& stage,
+                                           int first, int lane) {
         // Matrices of a fragment: keys 0 .. 7 | 8 .. 15 of a chunk, then of the next one.
         uint32 at = smem_addr_of(stage.k) + first * KRow::kBytes;
 #pragma unroll

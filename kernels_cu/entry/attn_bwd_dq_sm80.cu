@@ -119,8 +119,9 @@ OA_DEVICE void exchange_ds(const Scores& ds, uint32 smem_ds, int row_warp, int c
     for (int n = 0; n < Config::kNTiles; ++n)
 #pragma unroll
         for (int r = 0; r < 2; ++r)
-            store_shared(smem_ds + DsTile::offset(row_warp * 16 + (lane >> 2) + 8 * r,
-                                                  channel_warp * Config::kNTiles + n) + (lane & 3) * 4,
+            store_shared(smem_ds +
+                             DsTile::offset(row_warp * 16 + (lane >> 2) + 8 * r, channel_warp * Config::kNTiles + n) +
+                             (lane & 3) * 4,
                          pack2(Config::Io{}, ds[4 * n + 2 * r], ds[4 * n + 2 * r + 1]));
     named_barrier_sync(1 + row_warp, 32 * Config::kChannelWarps);
 }
@@ -260,9 +261,9 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, MIN_CTAS) attn_bw
     for (int r = 0; r < 2; ++r)
 #pragma unroll
         for (int d = 0; d < Config::kDTiles; ++d)
-            *reinterpret_cast<uint32*>(
-                smem.q + QTile::offset(row_warp * 16 + (lane >> 2) + r * 8, chunk_of(d, channel_warp)) +
-                (lane & 3) * 4) =
+            *reinterpret_cast<uint32*>(smem.q +
+                                       QTile::offset(row_warp * 16 + (lane >> 2) + r * 8, chunk_of(d, channel_warp)) +
+                                       (lane & 3) * 4) =
                 pack2(Config::Io{}, dq[4 * d + 2 * r] * f.softmax_scale, dq[4 * d + 2 * r + 1] * f.softmax_scale);
     __syncwarp();
     uint16* to = p.dq + t.batch_idx * p.dq_stride_b + t.head_idx * p.dq_stride_h + first_row * p.dq_stride_s;

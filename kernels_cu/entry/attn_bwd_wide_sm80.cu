@@ -4,12 +4,12 @@
 //
 //   S = Q K^T;  P = exp2(c S - lse2);  dP = dO V^T;  dS = P (dP - delta);  dV = P^T dO;  dK = scale dS^T Q;  dQ = dS K
 //
-// One CTA takes BLOCK_N keys of one kv head and walks the tiles of BLOCK_M queries that see them, of every query head of
-// the group. dV and dK of 16 keys fill the registers of two warps each, which have half of the channels. The warps of
-// the first half (role 0) make P and dV, those of the second half (role 1) dS and dK. Warp g of a role makes scores of
-// 16 keys, those of group g / 2, and half g % 2 of the queries of a tile; and of these keys and all queries the channels
-// of half g % 2 of dV or dK. So P and dS cross through shared memory, in 16 bits: P as it is, for dV, and times the
-// derivative of the scores, from thread to same thread of role 1, which puts dS in its place.
+// One CTA takes BLOCK_N keys of one kv head and walks the tiles of BLOCK_M queries that see them, of every query head
+// of the group. dV and dK of 16 keys fill the registers of two warps each, which have half of the channels. The warps
+// of the first half (role 0) make P and dV, those of the second half (role 1) dS and dK. Warp g of a role makes scores
+// of 16 keys, those of group g / 2, and half g % 2 of the queries of a tile; and of these keys and all queries the
+// channels of half g % 2 of dV or dK. So P and dS cross through shared memory, in 16 bits: P as it is, for dV, and
+// times the derivative of the scores, from thread to same thread of role 1, which puts dS in its place.
 //
 // step i, role 0:  bar | copy Q,dO(i+1) | S(i)  P(i)  arrive(pair)        | bar | dV += P dO | dQ += dS K
 // step i, role 1:  bar | copy Q,dO(i+1) | dP(i)       sync(pair)   dS(i) | bar | dK += dS Q | dQ += dS K
@@ -75,8 +75,8 @@ OA_DEVICE int32 query_of(const Work& w, int32 lane) { return half_of(w) * (Confi
 OA_DEVICE void make_scores(const Work& w, Scores& s, uint32 smem_a, uint32 smem_b) {
     int lane = in_register(w.lane);
     Keys::KvLane a_lane(key_group(w) * 16 + (lane & 15), lane >> 4);
-    HalfScores::multiply(s, smem_a, a_lane, smem_b + half_of(w) * (Config::kQTiles * 8 * 128),
-                         HalfScores::lane_b(lane), w.p.fwd.head_dim);
+    HalfScores::multiply(s, smem_a, a_lane, smem_b + half_of(w) * (Config::kQTiles * 8 * 128), HalfScores::lane_b(lane),
+                         w.p.fwd.head_dim);
 }
 
 // P^T of a step, of which kHides hides a part, to shared memory.

@@ -53,8 +53,10 @@ OA_DEVICE void load_channels(float (&x)[kWidth], const float* from) {
         }
     }
 }
+// to: of the first one; count: that there are from it on, a multiple of 8.
 template <int kWidth>
-OA_DEVICE void store_channels(uint16* to, const float (&x)[kWidth], float scale) {
+OA_DEVICE void store_channels(uint16* to, const float (&x)[kWidth], float scale, int32 count) {
+    if (count <= 0) return;
     uint32 w[kWidth / 2];
 #pragma unroll
     for (int i = 0; i < kWidth / 2; ++i) w[i] = pack2(Config::Io{}, x[2 * i] * scale, x[2 * i + 1] * scale);
@@ -65,7 +67,7 @@ OA_DEVICE void store_channels(uint16* to, const float (&x)[kWidth], float scale)
     } else {
 #pragma unroll
         for (int i = 0; i < kWidth / 2; i += 4)
-            *reinterpret_cast<uint4*>(to + 2 * i) = make_uint4(w[i], w[i + 1], w[i + 2], w[i + 3]);
+            if (2 * i < count) *reinterpret_cast<uint4*>(to + 2 * i) = make_uint4(w[i], w[i + 1], w[i + 2], w[i + 3]);
     }
 }
 
@@ -79,7 +81,7 @@ OA_DEVICE void fill_rows(const DecodeParams& p, int32 first, int32 count, float 
 #pragma unroll
         for (int e = 0; e < Config::kWidth; ++e) values[e] = o;
         uint16* to = p.o + row * p.o_stride_s + head * p.o_stride_h;
-        if (lane * Config::kWidth < p.head_dim) store_channels(to + lane * Config::kWidth, values, 1.0f);
+        store_channels(to + lane * Config::kWidth, values, 1.0f, p.head_dim - lane * Config::kWidth);
         if (p.lse != nullptr && lane == 0) p.lse[int64(head) * p.total_queries + row] = lse;
     }
 }
@@ -183,6 +185,6 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads) decode_combine_sm
     if (!active) return;
     RowResult result = finish_row(m, l, sink_log2<Config::Io>(p.sinks, p.sinks_kind, head));
     uint16* to = p.o + sequence * p.o_stride_b + (span.queries.first + token) * p.o_stride_s + head * p.o_stride_h;
-    if (lane * Config::kWidth < p.head_dim) store_channels(to + lane * Config::kWidth, sum, result.o_scale);
+    store_channels(to + lane * Config::kWidth, sum, result.o_scale, p.head_dim - lane * Config::kWidth);
     if (p.lse != nullptr && lane == 0) p.lse[lse_place(p, sequence, head, span.queries.first, token)] = result.lse;
 }

@@ -73,7 +73,8 @@ using Tile = DecodeTile<Config>;
 using Rows = Tile::Rows;
 using Query = QueryRow<Config::kKKind, Config::kHeadDim, Config::kKGroups, Config::kByMatrix>;
 using QuerySteps = SharedQuery<Config::kNTiles, Config::kHeadDim / 16>;
-using QueryFragments = Select<Config::kSharedQuery, QuerySteps, RegisterQuery<Config::kNTiles, Config::kHeadDim / 16>>::Type;
+using QueryRegisters = RegisterQuery<Config::kNTiles, Config::kHeadDim / 16>;
+using QueryFragments = Select<Config::kSharedQuery, QuerySteps, QueryRegisters>::Type;
 
 // The warps' results, to be merged.
 struct Merge {
@@ -84,7 +85,7 @@ struct QueryStorage {
     alignas(128) uint8 queries[Config::kWarps][QuerySteps::kWarpBytes];
 };
 struct NoQueryStorage {};
-OA_DEVICE void place_queries(RegisterQuery<Config::kNTiles, Config::kHeadDim / 16>&, NoQueryStorage&, int, int) {}
+OA_DEVICE void place_queries(QueryRegisters&, NoQueryStorage&, int, int) {}
 OA_DEVICE void place_queries(QuerySteps& b, QueryStorage& smem, int warp_idx, int lane) {
     b.at = smem_addr_of(smem.queries[warp_idx]) + lane * 8;
 }

@@ -21,7 +21,7 @@ DTYPES = ["float16", "bfloat16"]
 ERROR = {"float16": 4e-3, "bfloat16": 2e-2}
 #: Endings of the names of tiles.
 FORWARD = ["", "_m32"]
-BACKWARD = ["", "_m16", "_m16s1"]
+BACKWARD = ["", "_s1", "_m16"]
 DQ = ["", "_n16", "_m32"]
 
 
@@ -76,7 +76,9 @@ def check(got: Any, wanted: Any, most: float, what: str = "") -> None:
     assert got.shape == wanted.shape, what
     assert got.isfinite().all(), what
     error = (got.double() - wanted).abs().max().item()
-    assert error <= most * max(1.0, wanted.abs().max().item()), f"{what}: {error:.3g} of {wanted.abs().max().item():.3g}"
+    assert error <= most * max(1.0, wanted.abs().max().item()), (
+        f"{what}: {error:.3g} of {wanted.abs().max().item():.3g}"
+    )
 
 
 def check_lse(got: Any, wanted: Any, what: str = "") -> None:
@@ -249,9 +251,7 @@ def test_packed_gradients(dims: tuple[int, int], deterministic: bool) -> None:
     operands, starts = packed(dims)
     o, lse = oa.attention_varlen(*operands, return_lse=True, causal=True, **starts)
     do = torch.randn_like(o)
-    got = oa.attention_varlen_backward(
-        do, *operands, o, lse, causal=True, deterministic=deterministic, **starts
-    )
+    got = oa.attention_varlen_backward(do, *operands, o, lse, causal=True, deterministic=deterministic, **starts)
     for begin, end in ((0, 70), (70, 200), (200, 233)):
         parts = [x[None, begin:end] for x in operands]
         for x, y in zip(got, gradients(do[None, begin:end], parts, causal=True), strict=True):

@@ -76,7 +76,7 @@ FEATURES: dict[str, Callable[[KernelSpec], bool]] = {
     "with smooth_q": lambda spec: spec.smooth_q == "always",
     "with softcap or mask": lambda spec: spec.score_mods,
     "deterministic": lambda spec: spec.ordered_dq,
-    "v of another head_dim": lambda spec: spec.other_head_dim_v or spec.own_head_dim_v > 0,
+    "v of another head_dim": lambda spec: spec.own_head_dim_v > 0 or spec.other_head_dim_v > spec.any_head_dim_v,
     "with a rotation": lambda spec: spec.rotated,
     "behind the kernel of Hopper": lambda spec: spec.fragments,
     "to e4m3": lambda spec: spec.rotated,

@@ -33,8 +33,8 @@ class KVCache(OnArrays, WithLeaves):
     Parameters
     ----------
     batch, max_seqlen, num_kv_heads, head_dim : int
-        Extents; head_dim is a multiple of 8 from 8 to 512, of quantized formats to 256. Rows are padded to 64, 128, 256 or 512
-        channels.
+        Extents; head_dim is a multiple of 8 from 8 to 512, of quantized formats to 256. Rows are padded to 64, 128,
+        256 or 512 channels.
     like : array
         Any array of the framework and on the device that the cache's memory shall come from: torch, CuPy, JAX, NumPy.
     k_dtype, v_dtype : "bf16", "fp16", "fp8" (e4m3), "int8" or "int4"

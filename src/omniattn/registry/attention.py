@@ -71,7 +71,7 @@ _FWD_SM80_SMALL_MODS_TILES: tuple[_FwdTile, ...] = tuple(
 # Without scores: one warp. 64 rows are Hopper's own kernel's.
 _FWD_SM80_SMALL_TILES: tuple[_FwdTile, ...] = tuple(tile for tile in _FWD_SM80_SMALL_MODS_TILES if tile.num_warps == 1)
 
-# More than 256 channels, v of any number of them: one tile for the 99 KB of sm_86, sm_89 and sm_120, and one for 163 KB.
+# More than 256 channels, v of any number of them: a tile for 163 KB, and one for the 99 KB of sm_86, sm_89 and sm_120.
 _FWD_SM80_WIDE_TILES: tuple[_FwdTile, ...] = (
     _FwdTile(512, 64, 32, 8, 1, False, 1),
     _FwdTile(512, 32, 16, 4, 1, False, 1, suffix="_m32"),
