@@ -28,7 +28,8 @@ def qkv(*dims: int, dtype: Any = np.float16) -> list[Any]:
 
 
 def test_limits_are_the_same_everywhere() -> None:
-    assert formats.ROW_DIMS == decode.ROW_DIMS and max(formats.ROW_DIMS) == arguments.MAX_HEAD_DIM
+    assert formats.ROW_DIMS == decode.ROW_DIMS
+    assert max(formats.ROW_DIMS) == arguments.MAX_HEAD_DIM
     assert arguments.MAX_QUANTIZED_HEAD_DIM == formats.MAX_QUANTIZED_DIM == decode.MAX_QUANTIZED_DIM
     assert max(row.head_dim for row in REGISTRY if row.op == "attention") == arguments.MAX_HEAD_DIM
     assert max(row.head_dim for row in REGISTRY if row.quantized) == arguments.MAX_QUANTIZED_HEAD_DIM
