@@ -52,8 +52,8 @@ class OnArrays:
             its block_size; of a `KVCache` they are the sequences. dim is contiguous, and from 8 to 512 a multiple of
             16 bytes, in 8 bits up to 256. All other strides are free, the same for k and v: positive multiples of 16
             bytes, and no two elements in one place. Addresses are multiples of 16 bytes. So a tensor (2, blocks, ...)
-            or (blocks, 2, ...) is given as ``*pool.unbind(0)`` or ``*pool.unbind(1)``. Padding between rows, and tails of blocks that no
-            token owns, may hold anything, NaN included.
+            or (blocks, 2, ...) is given as ``*pool.unbind(0)`` or ``*pool.unbind(1)``. Padding between rows, and tails
+            of blocks that no token owns, may hold anything, NaN included.
             v None: k has K and V side by side in its rows, 2 * dim elements (torch, CuPy, NumPy).
         layout : "NHD" or "HND"
             Order of the dimensions. It is not the byte order that the constructors' ``layout=`` names.

@@ -66,10 +66,12 @@ def draw_packed(d: Draw, facts: dict[str, Any], arrays: dict[str, Any], options:
     return total[0], total[1]
 
 
-def draw_qkv(d: Draw, *, packed: bool, loud: bool = True, one_dim: bool = False) -> dict[str, Any]:
-    """Facts of a call: operands, layout, options of scores."""
+def draw_qkv(
+    d: Draw, *, packed: bool, loud: bool = True, one_dim: bool = False, exact: bool = False
+) -> dict[str, Any]:
+    """Facts of a call: operands, layout, options of scores. exact: heads may have more than 256 channels."""
     dtype, layout = d.dtype(), d.pick(("NHD", "HND"))
-    heads, dim = d.heads(), d.head_dim()
+    heads, dim = d.heads(), d.wide_head_dim() if exact and d.chance(0.15) else d.head_dim()
     dim_v = d.head_dim() if d.chance(0.15) and not one_dim else dim
     arrays: dict[str, Any] = {}
     options: dict[str, Any] = {"layout": layout} if layout == "HND" or d.chance(0.3) else {}
@@ -136,7 +138,7 @@ def draw_pages(d: Draw, facts: dict[str, Any]) -> None:
 
 def draw(d: Draw, *, packed: bool) -> dict[str, Any]:
     """Facts of a problem."""
-    facts = draw_qkv(d, packed=packed)
+    facts = draw_qkv(d, packed=packed, exact=True)
     draw_extras(d, facts)
     arrays, options, dims = facts["arrays"], facts["options"], facts["head_dims"]
     if d.chance(0.8):

@@ -54,7 +54,7 @@ class Format:
 
 def row_width(dim: int) -> int:
     """Channels of a stored row."""
-    return 64 if dim <= 64 else 128 if dim <= 128 else 256
+    return next(width for width in (64, 128, 256, 512) if dim <= width)
 
 
 @functools.lru_cache(maxsize=64)

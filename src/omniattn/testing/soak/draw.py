@@ -82,6 +82,10 @@ class Draw:
         """A multiple of 8 from 8 to 256."""
         return self.pick((64, 128, 96, 256, 192)) if self.chance(0.5) else 8 * self.integer(1, 32)
 
+    def wide_head_dim(self) -> int:
+        """A multiple of 8 from 264 to 512: what quantized operands and caches do not have."""
+        return self.pick((512, 384, 320)) if self.chance(0.5) else 8 * self.integer(33, 64)
+
     def fit(self, batch: int, heads: tuple[int, int], queries: int, keys: int, dim: int) -> tuple[int, tuple[int, int]]:
         """Batch and heads that leave the problem small enough."""
         scores, elements = (1 << 18, 1 << 17) if self.cpu else (1 << 27, 1 << 24)

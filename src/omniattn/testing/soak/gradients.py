@@ -23,7 +23,7 @@ _OF = {"dq": "q", "dk": "k", "dv": "v"}
 
 def draw(d: Draw, *, packed: bool) -> dict[str, Any]:
     """Facts of a problem."""
-    facts = attention.draw_qkv(d, packed=packed, loud=False, one_dim=not d.cpu)
+    facts = attention.draw_qkv(d, packed=packed, loud=False, one_dim=not d.cpu, exact=True)
     attention.draw_extras(d, facts)
     arrays, options, dims = facts["arrays"], facts["options"], facts["head_dims"]
     for name in "qkv":
