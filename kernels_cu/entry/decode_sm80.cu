@@ -58,7 +58,8 @@ struct Config {
     static constexpr int kRowWarps = ROW_WARPS;
     static constexpr bool kSharedKeys = kRowWarps > 1;
     static constexpr int kKeyWarps = kWarps / kRowWarps;  // warps with keys of their own
-    static constexpr bool kByMatrix = kSharedKeys && !kQuantK && !kQuantV;  // K and V are read by ldmatrix
+    // K and V are read by ldmatrix; with 512 channels its addresses would take registers that O needs.
+    static constexpr bool kByMatrix = kSharedKeys && !kQuantK && !kQuantV && kHeadDim <= 256;
     static constexpr int kWarpRows = 8 * kNTiles;
     static constexpr int kRows = kWarpRows * kRowWarps;
     static constexpr int kMTiles = M_TILES;  // tiles of 16 keys that are computed together

@@ -97,6 +97,7 @@ def test_every_width_can_be_forced() -> None:
 
 
 def test_every_row_fits_into_every_gpu() -> None:
-    """Also those of formats that the registry does not list."""
+    """Also those of formats that the registry does not list; but for warps that share rows of 512 channels."""
     for row in (*REGISTRY, *unlisted_rows()):
-        assert row.op != "decode" or row.beside or row.smem_bytes <= 99 << 10, row.name
+        small = row.op != "decode" or row.beside or row.smem_bytes <= 99 << 10
+        assert small or (row.block_m == 16 and row.head_dim == 512 and row.prebuild == ("90a",)), row.name

@@ -34,6 +34,7 @@ QUERY_TILES: dict[int, tuple[int, ...]] = {64: (1, 2), 128: (1, 2), 256: (1, 2),
 SHARED_TILES: dict[int, tuple[tuple[int, int], ...]] = {
     64: ((2, 2), (2, 4), (3, 3)),
     128: ((2, 2), (2, 4), (3, 3)),
+    512: ((1, 2),),
 }
 #: Warps of a row of the second kernel, and partial results that one of them asks for at once.
 COMBINE_WARPS, RESULTS_OF_WARP = (1, 2, 4, 8), 8
@@ -55,6 +56,8 @@ def row_format(kind: int, groups: int, head_dim: int) -> str:
 
 def _shared_shape(head_dim: int, n_tiles: int, row_warps: int) -> dict[str, int]:
     """`_decode_shape` of CTAs whose warps share keys: registers leave room for 8 warps an SM at d128, for 12 at d64."""
+    if head_dim > 256:  # two stages are 128 KB
+        return {"tile": 16, "m_tiles": 1, "ctas": 1, "stages": 2}
     if n_tiles == 2:
         warps = 8 if head_dim > 64 else 12
         stages = 2 if (head_dim, row_warps) == (128, 2) else 3
@@ -173,7 +176,7 @@ def decode_row(
 
 def _rows_suffix(n_tiles: int, row_warps: int) -> str:
     """What a row's name says of its query rows; nothing of eight."""
-    return (f"_n{n_tiles}" if n_tiles > 1 else "") + (f"w{row_warps}" if row_warps > 1 else "")
+    return (f"_n{n_tiles}" if n_tiles * row_warps > 1 else "") + (f"w{row_warps}" if row_warps > 1 else "")
 
 
 def combine_row(dtype: str, head_dim: int, n_tiles: int, row_warps: int = 1) -> KernelSpec:

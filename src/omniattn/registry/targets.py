@@ -31,7 +31,7 @@ def _only_on(spec: KernelSpec) -> tuple[tuple[int, int], ...]:
     Hopper's own kernels: they write what those read, read what those write, or run beside them. And nobody can ask for
     fp16 sums of e4m3 with scores of e4m3: they are where they come first (`problems.products`).
     """
-    shares_keys = spec.op in ("decode", "decode_combine") and spec.block_m > 16
+    shares_keys = spec.op in ("decode", "decode_combine") and spec.block_m > (16 if spec.head_dim <= 256 else 8)
     helps = spec.op in ("mask_align", "quantize_fp8_sums", "quantize_values") or spec.fragments or spec.beside
     of_grouping = spec.specialization is not None and spec.specialization[0] == "sm90"
     # Tiles up to head_dim 128 have 128 rows otherwise.

@@ -16,7 +16,7 @@ from ..problems.target import Coefficients
 from ..registry import KernelSpec
 from ..registry.decode import BESIDE_TILES, COMBINE_WARPS, LATENT_DIMS, QUERY_TILES, RESULTS_OF_WARP, SHARED_TILES
 from ..registry.targets import is_carried
-from .cache import select_decode, select_latent
+from .cache import decode_spec, select_decode, select_latent
 from .choice import Selection
 from .cost import longest
 from .model import rules
@@ -85,12 +85,14 @@ def query_tiles(one: KeyPass, target: Target) -> tuple[tuple[int, int], ...]:
     few for the GPU come from L2 after the first block of rows, and smaller tiles leave smaller partial results.
     """
     p = one.problem
-    if one.rows <= 8 or len(QUERY_TILES[one.k.row_dim]) == 1:
+    if one.rows <= 8:
         return ((1, 1),)
-    if one.rows <= 16:
-        return ((2, 1), (1, 1))
-    apart = (2, 1)
+    apart = (QUERY_TILES[one.k.row_dim][-1], 1)
+    if one.rows <= 16 and apart == (2, 1):
+        return (apart, (1, 1))
     shared = SHARED_TILES.get(one.k.row_dim, ()) if one.k.bits == one.v.bits == 16 else ()
+    # Those of 512 channels need what Hopper has of shared memory.
+    shared = tuple(x for x in shared if decode_spec(p.dtype, one.k, one.v, *x).smem_bytes <= target.max_smem)
     few = p.batch * p.num_kv_heads * p.capacity < rules().shared_keys * target.sm_count
     # Measured on Hopper alone. With `deterministic` the batch must not decide.
     if not shared or target.cc[0] != 9 or (few and not p.deterministic):
