@@ -72,9 +72,14 @@ _FWD_SM80_SMALL_MODS_TILES: tuple[_FwdTile, ...] = tuple(
 _FWD_SM80_SMALL_TILES: tuple[_FwdTile, ...] = tuple(tile for tile in _FWD_SM80_SMALL_MODS_TILES if tile.num_warps == 1)
 
 # More than 256 channels, v of any number of them: a tile for 163 KB, and one for the 99 KB of sm_86, sm_89 and sm_120.
-_FWD_SM80_WIDE_TILES: tuple[_FwdTile, ...] = (
+_FWD_SM80_WIDE_MODS_TILES: tuple[_FwdTile, ...] = (
     _FwdTile(512, 64, 32, 8, 1, False, 1),
     _FwdTile(512, 32, 16, 4, 1, False, 1, suffix="_m32"),
+)
+# And for 227 KB, where score modifiers would take 32 KB more than there are.
+_FWD_SM80_WIDE_TILES: tuple[_FwdTile, ...] = (
+    *_FWD_SM80_WIDE_MODS_TILES,
+    _FwdTile(512, 64, 64, 8, 1, False, 1, suffix="_n64", min_arch=(9, 0)),
 )
 
 # Keys split over CTAs (docs/performance/few_queries.md). Few queries: 64 rows a CTA, and as many keys under way as fit.
@@ -390,8 +395,8 @@ def attention_rows() -> Iterator[KernelSpec]:
     )
     yield from (
         _attn_fwd_sm80(tile, dtype, score_mods)
-        for score_mods in (False, True)
-        for tile in _FWD_SM80_WIDE_TILES
+        for score_mods, tiles in ((False, _FWD_SM80_WIDE_TILES), (True, _FWD_SM80_WIDE_MODS_TILES))
+        for tile in tiles
         for dtype in ("float16", "bfloat16")
     )
     yield from (
@@ -422,8 +427,11 @@ def paged_rows() -> Iterator[KernelSpec]:
     """Rows of exact attention over K and V in pages."""
     yield from (
         _attn_fwd_sm80(tile, dtype, score_mods, paged=True)
-        for score_mods, tiles in ((False, _FWD_SM80_PAGED_TILES), (True, _FWD_SM80_PAGED_MODS_TILES))
-        for tile in (*tiles, *_FWD_SM80_WIDE_TILES)
+        for score_mods, tiles in (
+            (False, (*_FWD_SM80_PAGED_TILES, *_FWD_SM80_WIDE_TILES)),
+            (True, (*_FWD_SM80_PAGED_MODS_TILES, *_FWD_SM80_WIDE_MODS_TILES)),
+        )
+        for tile in tiles
         for dtype in ("float16", "bfloat16")
     )
     yield from (
