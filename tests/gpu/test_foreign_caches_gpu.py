@@ -97,7 +97,7 @@ class Twins:
 
 
 @pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("dim", [64, 96, 128, 192, 256])
+@pytest.mark.parametrize("dim", [64, 96, 128, 192, 256, 328, 512])
 def test_the_bits_of_own_caches(order: str, dim: int) -> None:
     """Pages of 1 to 256 tokens; rows of few queries, of more, and of warps that share keys."""
     for size in (1, 3, 16, 256):
@@ -110,7 +110,7 @@ def test_the_bits_of_own_caches(order: str, dim: int) -> None:
             x.check_decode(q, window=(70, 0), deterministic=q_len == 3, softcap=5.0)
 
 
-@pytest.mark.parametrize("dim", [72, 128])
+@pytest.mark.parametrize("dim", [72, 128, 264])
 def test_values_against_numpy(dim: int) -> None:
     """Not only the same as own caches: O and LSE of NumPy's reference."""
     x = Twins("BNHC", 16, 2, dim)
@@ -125,7 +125,7 @@ def test_values_against_numpy(dim: int) -> None:
     compare(got, tuple(t.numpy() for t in expected), Case(head_dim=dim), f"d{dim}")
 
 
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim", [64, 128, 512])
 def test_a_shared_prefix(dim: int) -> None:
     x = Twins("BHLNC", 16, 2, dim)
     x.numbers[1:, :1] = x.numbers[0, :1]

@@ -12,7 +12,7 @@ import pytest
 import omniattn
 from omniattn.kv.formats import IN_ORDER
 from omniattn.registry import REGISTRY, KernelSpec, by_name
-from omniattn.registry.decode import SHARED_TILES
+from omniattn.registry.decode import QUERY_TILES, SHARED_TILES
 from omniattn.select.cache import append_spec, combine_spec, decode_spec
 from omniattn.testing.cache_cases import CACHE_OPS, Formats, cache_cases, decode_errors, formats_of
 from omniattn.testing.frameworks import E4m3Array, NumpyFramework
@@ -50,11 +50,11 @@ def test_each_row_of_caches_is_what_its_cases_choose(spec: KernelSpec) -> None:
         dim = case._dim
         cache = _cache(formats, dim)
         k, v, tiles = cache.k_format, cache.v_format, (1, 1)
-        if spec.op in ("decode", "decode_combine") and spec.block_m > 16:
+        if spec.op in ("decode", "decode_combine") and spec.block_m > 8 * QUERY_TILES[spec.head_dim][-1]:
             assert k.bits == v.bits == 16  # others have no such rows (select.decode_ways.query_tiles)
         rows = case.q_len * (8 if case.q_len > 1 else 4)
         if spec.op in ("decode", "decode_combine"):
-            able = ((1, 1), (2, 1), *SHARED_TILES.get(spec.head_dim, ()))
+            able = (*((n, 1) for n in QUERY_TILES[spec.head_dim]), *SHARED_TILES.get(spec.head_dim, ()))
             tiles = next(tiles for tiles in able if rows <= 8 * tiles[0] * tiles[1])
         chosen = {
             "decode": lambda k=k, v=v, tiles=tiles: decode_spec(dtype, k, v, *tiles, beside=spec.beside),

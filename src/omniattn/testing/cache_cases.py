@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import omniattn
-from omniattn.kv.formats import IN_ORDER, KVFormat, check_format, row_dim
+from omniattn.kv.formats import IN_ORDER, MAX_QUANTIZED_DIM, KVFormat, check_format, row_dim
 from omniattn.reference import decode as reference
 from omniattn.registry import KernelSpec
 from omniattn.testing.expected import Values
@@ -75,7 +75,8 @@ def formats_of(spec: KernelSpec) -> Formats:
     # Warps share keys of 16 bits alone, and leave more than 16 rows to combine.
     words = tuple({"e4m3": "fp8", "s8": "int8"}.get(word, word) for word in spec.cache)
     in_order = words != spec.cache
-    words = words or (("16" if spec.op == "decode_combine" and spec.block_m > 16 else _ANY_FORMAT),) * 2
+    exact = spec.head_dim > MAX_QUANTIZED_DIM or (spec.op == "decode_combine" and spec.block_m > 16)
+    words = words or (("16" if exact else _ANY_FORMAT),) * 2
     own = "fp16" if spec.dtype == "float16" else "bf16"
     layout = "fbgemm" if words[0].startswith("fbgemm") else IN_ORDER if in_order else "fragment"
     named = [word.replace("fbgemm", "int4").partition("g") for word in words]
@@ -251,6 +252,9 @@ class CacheCase:
             note = self._different_rows(framework, cache, prepared)
             return (float("inf") if note else 0.0), note
         function = omniattn.attention_with_kvcache if self.q_len == _PROMPT else omniattn.decode
+        if self.q_len == _PROMPT and not prepared.host.k_format.quantized:
+            # Keys in 16 bits are made anew where there may be padding in front of them; here there is none.
+            call["leftpad_k"] = framework.array(np.zeros(len(shape.lengths)), "int32")
         got = function(framework.array(prepared.q, self.dtype), cache, return_lse=True, **call)
         framework.synchronize()
         o, lse = (framework.to_numpy(x) for x in got)
@@ -336,6 +340,9 @@ def _io_dtype(spec: KernelSpec) -> str:
 
 def cache_cases(spec: KernelSpec) -> tuple[CacheCase, ...]:
     """The cases of a row of `CACHE_OPS`; a contiguous cache has no blocks to copy."""
+    if spec.op in _WIDENS and spec.head_dim > MAX_QUANTIZED_DIM:
+        own = Formats(*(("fp16" if spec.dtype == "float16" else "bf16",) * 2), None, "fragment")
+        return tuple(CacheCase(_io_dtype(spec), spec.head_dim, own, _PROMPT, i, False, True) for i in range(3))
     if spec.op in _WIDENS:
         kept = [
             Formats(*of)
