@@ -41,7 +41,7 @@ ONE_SPLIT = SplitKV(1), 3
 #: Whose registry attention chooses from; the package has a function of its name.
 select: Any = importlib.import_module("omniattn.select.candidates")
 
-HEAD_DIMS = (32, 64, 96, 128, 192, 256)
+HEAD_DIMS = (32, 64, 96, 128, 192, 256, 512)
 #: Below the tile: the last 8 channels of every row are outside.
 BELOW = 8
 HEADS, HEADS_KV = 2, 1
@@ -475,7 +475,7 @@ if __name__ == "__main__":
         # racecheck sees of what a warp has read or written only the lane that says so on an mbarrier.
         for rows in (generic(everything, few),) if few else (everything, generic(everything, few)):
             choose_from(rows)
-            for width in (64, 128, 256):
+            for width in (64, 128, 256, 512):
                 backward(width, np.random.default_rng(width))
         choose_from(everything)
     elif which not in ("", "few_masks"):

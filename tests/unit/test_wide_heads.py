@@ -46,6 +46,23 @@ def test_the_reference_takes_them(dims: tuple[int, int, int]) -> None:
     np.testing.assert_allclose(o, wanted, atol=1e-12)
 
 
+@pytest.mark.parametrize("dims", [(264, 264, 264), (320, 320, 512)], ids=str)
+def test_the_reference_has_their_gradients(dims: tuple[int, int, int]) -> None:
+    """Along one direction, by a difference."""
+    operands = qkv(*dims, dtype=np.float64)
+    o, lse = oa.attention(*operands, causal=True, return_lse=True)
+    rng = np.random.default_rng(1)
+    do = rng.standard_normal(o.shape)
+    gradients = oa.attention_backward(do, *operands, o, lse, causal=True)
+    steps = [1e-6 * rng.standard_normal(x.shape) for x in operands]
+    up, down = (
+        (oa.attention(*(x + sign * step for x, step in zip(operands, steps, strict=True)), causal=True) * do).sum()
+        for sign in (1.0, -1.0)
+    )
+    slope = sum((gradient * step).sum() for gradient, step in zip(gradients, steps, strict=True))
+    assert abs(up - down - 2 * slope) <= 1e-6 * abs(slope)
+
+
 @pytest.mark.parametrize("precision", ["int8", "int4", "fp8", oa.Int8(smooth_q=True)], ids=str)
 @pytest.mark.parametrize("dims", [(264, 264, 264), (64, 64, 264), (512, 512, 64)], ids=str)
 def test_low_precision_says_what_it_takes(dims: tuple[int, int, int], precision: Any) -> None:

@@ -66,9 +66,7 @@ def draw_packed(d: Draw, facts: dict[str, Any], arrays: dict[str, Any], options:
     return total[0], total[1]
 
 
-def draw_qkv(
-    d: Draw, *, packed: bool, loud: bool = True, one_dim: bool = False, exact: bool = False
-) -> dict[str, Any]:
+def draw_qkv(d: Draw, *, packed: bool, loud: bool = True, one_dim: bool = False, exact: bool = False) -> dict[str, Any]:
     """Facts of a call: operands, layout, options of scores. exact: heads may have more than 256 channels."""
     dtype, layout = d.dtype(), d.pick(("NHD", "HND"))
     heads, dim = d.heads(), d.wide_head_dim() if exact and d.chance(0.15) else d.head_dim()
