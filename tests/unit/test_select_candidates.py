@@ -130,7 +130,8 @@ def test_no_row_is_far_too_wide_or_has_scores_for_nothing(width: tuple[int, int]
     of_hopper = [way.row for way in found if way.row.arch_specific]
     for op in ("attention", "attention_split"):
         columns = [row.head_dim + row.head_dim_v for row in of_hopper if row.op == op]
-        assert max(columns) <= max(128, 1.5 * min(columns))
+        if columns:  # of more than 256 channels others have rows
+            assert max(columns) <= max(128, 1.5 * min(columns))
     assert not any(row.score_mods for row in of_hopper)
 
 

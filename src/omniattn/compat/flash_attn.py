@@ -306,7 +306,7 @@ def flash_attn_with_kvcache(
 
     Notes
     -----
-    Up to 16 queries of 64, 128 or 256 16-bit channels read contiguous caches where they lie, blocks or not
+    Up to 16 queries of 64, 128, 256 or 512 16-bit channels read contiguous caches where they lie, blocks or not
     (`omniattn.decode`, split-KV), longer prompts and ALiBi pages of them (`omniattn.attention_varlen`), and
     ``cache_leftpad`` a copy of the keys in scratch memory (`omniattn.attention_with_kvcache`). Other head dims and
     strides gather the keys of the cache into packed sequences first: a copy of as many rows as the cache can hold for

@@ -19,16 +19,6 @@ from omniattn.testing.soak.problem import Problem
 _DTYPES = ("bf16", "fp16", "fp8", "int8", "int4")
 
 
-def draw_wide(d: Draw, facts: dict[str, Any]) -> bool:
-    """Rarely more than 256 channels, which caches have in 16 bits alone."""
-    if not d.chance(0.1):
-        return False
-    dim = d.wide_head_dim()
-    own = {"float16": "fp16", "bfloat16": "bf16"}.get(facts["dtype"], d.pick(("bf16", "fp16")))
-    facts["cache"], facts["counted"], facts["head_dims"] = {"k_dtype": own}, own, (dim, dim)
-    return True
-
-
 def draw_format(d: Draw, facts: dict[str, Any]) -> None:
     """Arguments of the cache."""
     cache: dict[str, Any] = {}
@@ -65,6 +55,8 @@ def draw_format(d: Draw, facts: dict[str, Any]) -> None:
     if any(quantized) and d.chance(0.25):
         cache["recent_window"] = d.pick((1, 7, 16, 33, 64))
         cache["recent_dtype"] = own
+    if not any(quantized) and (dim == 256 or dim % 16):
+        facts["head_dims"] = (dim + 256, dim + 256)  # which 16-bit caches alone have
     facts["cache"] = cache
     facts["counted"] = f"{names[0]}" if names[0] == names[1] else "K, V differ"
 
@@ -100,8 +92,7 @@ def draw(d: Draw) -> dict[str, Any]:
     heads, dim = d.heads(), d.head_dim()
     batch = d.weighted({1: 2.0, 2: 2.0, 3: 1.0, 5: 1.0, 17: 0.0 if d.cpu else 1.0})
     facts: dict[str, Any] = {"dtype": d.dtype(), "heads": heads, "head_dims": (dim, dim), "packed": False}
-    if not draw_wide(d, facts):
-        draw_format(d, facts)
+    draw_format(d, facts)
     dim = facts["head_dims"][0]
     most = 150 if d.cpu else d.pick((600, 3000, 9000 if batch < 6 and "pool" not in facts else 3000))
     q_len = d.weighted({1: 4.0, 2: 1.0, 4: 1.0, 8: 1.0, 16: 0.5, 5: 0.5})

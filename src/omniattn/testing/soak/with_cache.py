@@ -15,7 +15,7 @@ from omniattn.kv.runs import runs_of
 from omniattn.testing.expected import Grade
 from omniattn.testing.soak import formulas, limits, mods
 from omniattn.testing.soak.cache_runs import Run
-from omniattn.testing.soak.caches import draw_format, draw_steps, draw_wide, own_scales
+from omniattn.testing.soak.caches import draw_format, draw_steps, own_scales
 from omniattn.testing.soak.draw import Draw
 from omniattn.testing.soak.formulas import Keys, Rules
 from omniattn.testing.soak.judge import grade, repeated, truth, unchanged
@@ -30,9 +30,7 @@ def draw(d: Draw) -> dict[str, Any]:
     facts: dict[str, Any] = {"dtype": d.dtype(), "heads": heads, "head_dims": (dim, dim), "packed": d.chance(0.7)}
     own = {"float16": "fp16", "bfloat16": "bf16"}.get(facts["dtype"], d.pick(("bf16", "fp16")))
     facts["cache"], facts["counted"] = {"k_dtype": own}, own
-    if draw_wide(d, facts):
-        pass
-    elif d.chance(0.4):
+    if d.chance(0.4):
         draw_pool(d, facts, own)
     elif d.chance(0.6):
         draw_format(d, facts)
