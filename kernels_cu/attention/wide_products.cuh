@@ -16,7 +16,8 @@ struct WideScores {
     using LaneA = PanelLane<kRowsA, kHeadDim>;
     using LaneB = PanelLane<kRowsB, kHeadDim>;
     using Scores = float[kColumns / 2];
-    static_assert(kHeadDim % 64 == 0 && (kColumns == 8 || kColumns % 16 == 0), "whole panels and MMA tiles");
+    // Whole panels and MMA tiles. Kernels of narrower heads name this and do not call it: those that do assert it.
+    static constexpr bool kIsWhole = kHeadDim % 64 == 0 && (kColumns == 8 || kColumns % 16 == 0);
 
     // ldmatrix lanes of B: 8 rows by 4 chunks where there are no more rows, else 2 x 8 rows by 2 chunks.
     OA_DEVICE static LaneB lane_b(int lane) {
@@ -57,11 +58,10 @@ struct WideScores {
 };
 
 // O += A B of 16 rows and 16 rows of B, row_b and on, of every kPanelStep-th panel. smem_b: of the first one; lane_b:
-// (lane & 15, lane >> 4); channels: from there on.
+// (lane & 15, lane >> 4); channels: from there on. O has whole panels.
 template <typename Io, int kPanelStep, int kRowsB, int kHeadDim, int kOutputs>
 OA_DEVICE void add_wide_output(float (&o)[kOutputs], const uint32 (&a)[4], uint32 smem_b,
                                const PanelLane<kRowsB, kHeadDim>& lane_b, int row_b, int32 channels) {
-    static_assert(kOutputs % 32 == 0, "whole panels");
 #pragma unroll
     for (int panel = 0; panel < kOutputs / 32; ++panel) {
         if (panel * kPanelStep * 64 >= channels) break;

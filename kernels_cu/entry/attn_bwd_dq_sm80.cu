@@ -113,6 +113,7 @@ OA_DEVICE void mma_dq(Output& dq, const Scores& ds, uint32 smem_k, const KvLane&
 
 // The same of two warps with the same rows. smem_ds: of these rows.
 using HalfScores = WideScores<Config::Io, Config::kBlockM, Config::kBlockN, Config::kHeadDim, Config::kNTiles * 8>;
+static_assert(!Config::kIsWide || (HalfScores::kIsWhole && Config::kDTiles % 8 == 0), "whole panels and MMA tiles");
 OA_DEVICE void exchange_ds(const Scores& ds, uint32 smem_ds, int row_warp, int channel_warp, int lane) {
     using DsTile = PanelTile<Config::kBlockM, Config::kBlockN>;
 #pragma unroll

@@ -61,6 +61,7 @@ using DsTile = Keys::DsTile;
 using Output = Keys::Output;
 using HalfScores = WideScores<Config::Io, Config::kBlockN, Config::kBlockM, Config::kHeadDim, Config::kBlockM / 2>;
 using Scores = HalfScores::Scores;
+static_assert(HalfScores::kIsWhole && Config::kOutDTiles % 8 == 0, "whole panels and MMA tiles");
 static_assert(sizeof(SharedStorage) == SMEM_BYTES, "the registry's smem_bytes must be this struct's size");
 
 OA_DEVICE int32 key_group(const Work& w) { return w.group / 2; }

@@ -159,6 +159,7 @@ OA_DEVICE void mma_qk(Scores& s, const QFragments& rq, uint32 smem_q, const QLan
 
 // The same of two warps with the same rows: each multiplies half of the keys, and leaves them to both.
 using HalfScores = WideScores<Config::Io, Config::kBlockM, Config::kBlockN, Config::kHeadDim, Config::kBlockN / 2>;
+static_assert(!Config::kIsWide || (HalfScores::kIsWhole && Config::kDTiles % 8 == 0), "whole panels and MMA tiles");
 OA_DEVICE void give_scores(uint32 smem_scores, uint32 smem_q, const QLane& q_lane, uint32 smem_k, int32 channels,
                            int channel_warp, int lane) {
     constexpr int kTiles = Config::kNTiles / 2;
