@@ -82,6 +82,8 @@ def _writers() -> dict[str, tuple[Callable[[], Any], Sequence[torch.Tensor], Seq
     oa.append(cache, k, v, seq_lens=lens)
     oa.append(plain, half[1], half[2], seq_lens=lens)
     table = int32(0, 1).view(1, 2)
+    latent, queries = torch.zeros(9, 24, dtype=torch.float16), torch.zeros(3, 2, 24)
+    indices, sparse_out = torch.zeros(3, 4, dtype=torch.int32), torch.ones(3, 2, 16)
     theirs = [torch.zeros(1, 8, 2, 64) for _ in range(2)]
     states = torch.stack([o, o]), torch.stack([lse, lse]).transpose(-1, -2)
     return {
@@ -98,6 +100,10 @@ def _writers() -> dict[str, tuple[Callable[[], Any], Sequence[torch.Tensor], Seq
             [rows[4]], [rows[3], rows_o, rows_lse],
         ),
         "decode": (lambda: oa.decode(q[:, :1], cache, seq_lens=lens, out=out[:, :1]), [out], [q, *of_cache, lens]),
+        "attention_sparse": (
+            lambda: oa.attention_sparse(queries, latent, indices=indices, head_dim_v=16, out=sparse_out),
+            [sparse_out], [queries, latent, indices],
+        ),
         "merge_states": (lambda: oa.merge_states(q, lse, k, lse, out=out), [out], [q, k, lse]),
         "append": (lambda: oa.append(cache, k, v, seq_lens=lens), of_cache, [k, v, lens]),
         "copy_blocks": (lambda: oa.copy_blocks(paged, [(0, 2)]), of_paged[:4], []),
