@@ -156,6 +156,12 @@ def _caches(of: _Arrays, stream: Any) -> dict[str, Callable[[], Any]]:
     for x, places in ((cache, {}), (plain, {}), (recent, {}), *((x, {"block_table": table}) for x in (paged, exact))):
         oa.append(x, k, v, seq_lens=lens, **places)
 
+    latent, rows_q = of.random(4, 16, 1, 576), of.random(3, 8, 576)
+    latent_cache = oa.PagedKVCache.from_arrays(latent, head_dim_v=512)
+    indices = of.int32(*range(63, -1, -1), *[-1, 5] * 32, *[70, 3] * 32).view(3, 64)
+    of_lists = of.int32(64, 0, 33)
+    sparse_out = torch.empty_like(rows_q[..., :512])
+
     def appended(x: Any, **more: Any) -> tuple[Any, ...]:
         for plane in (x.k, x.v, x.k_params, x.v_params):
             if plane is not None:
@@ -176,6 +182,13 @@ def _caches(of: _Arrays, stream: Any) -> dict[str, Callable[[], Any]]:
         "decode, prefix": lambda: oa.decode(
             one, paged, seq_lens=lens, block_table=shared, shared_prefix=32, return_lse=True
         ),
+        "attention_sparse": lambda: oa.attention_sparse(
+            rows_q, latent.view(64, 1, 576), indices=indices, topk_length=of_lists, return_lse=True, return_max=True
+        ),
+        "attention_sparse into out": lambda: oa.attention_sparse(
+            rows_q, latent_cache, indices=indices, out=sparse_out.fill_(float("nan")), stream=stream
+        ),
+        "decode, lists": lambda: oa.decode(rows_q[:, None], latent_cache, indices=indices[:, None], return_lse=True),
         "with cache, tokens": lambda: oa.attention_with_kvcache(
             one, cache, seq_lens=lens, out=one_out.fill_(float("nan")), stream=stream
         ),

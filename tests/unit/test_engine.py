@@ -73,6 +73,16 @@ CALLS: dict[str, Make] = {
         {"seq_lens": LENS},
     ),
     "with cache, tokens": lambda: (oa.attention_with_kvcache, (ones(2, 1, 4, 64), contiguous()), {"seq_lens": LENS}),
+    "sparse": lambda: (
+        oa.attention_sparse,
+        (ones(2, 4, 576), ones(32, 1, 576)),
+        {"indices": np.zeros((2, 8), np.int32), "return_lse": True},
+    ),
+    "decode, lists": lambda: (
+        oa.decode,
+        (ones(2, 1, 4, 576), oa.PagedKVCache.from_arrays(ones(4, 8, 1, 576), head_dim_v=512)),
+        {"indices": np.zeros((2, 1, 8), np.int32), "topk_length": LENS},
+    ),
     "append": lambda: (oa.append, (contiguous(), ones(2, 1, 2, 64), ones(2, 1, 2, 64)), {"seq_lens": LENS}),
     "copy_blocks": lambda: (oa.copy_blocks, (paged(), [(0, 1)]), {}),
     "copy_recent": lambda: (oa.copy_recent, (paged(), [(0, 1)]), {}),
@@ -158,6 +168,8 @@ def test_repeated_calls_have_one_plan(name: str, monkeypatch: pytest.MonkeyPatch
     [
         (oa.decode, lambda: (None, contiguous()), "q"),
         (oa.decode, lambda: (ones(2, 1, 4, 64), contiguous()), "seq_lens"),
+        (oa.attention_sparse, lambda: (None, ones(32, 576)), "q"),
+        (oa.attention_sparse, lambda: (ones(2, 4, 576), None), "kv"),
         (oa.append, lambda: (contiguous(), None, ones(2, 1, 2, 64)), "k"),
         (oa.append, lambda: (contiguous(), ones(2, 1, 2, 64), None), "v"),
         (oa.quantize_qk, lambda: (None, _QKV[1]), "q"),
@@ -170,6 +182,8 @@ def test_a_required_array_that_is_none(function: Any, arguments: Any, name: str)
     options = {"seq_lens": None} if function in (oa.decode, oa.append) else {}
     if options and name != "seq_lens":
         options = {"seq_lens": LENS}
+    if function is oa.attention_sparse:
+        options = {"indices": np.zeros((2, 8), np.int32)}
     for _ in range(2):
         with pytest.raises(ArgumentError, match=f"'{name}'.*an array.*NoneType"):
             function(*arguments(), **options)
@@ -231,6 +245,8 @@ FAMILIES: dict[str, list[str]] = {
     "decode": ["decode_sm80", "decode_combine_sm80"],
     "with cache": ["attn_fwd_sm90"],
     "with cache, tokens": ["decode_sm80", "decode_combine_sm80"],
+    "sparse": ["mla_decode_sm90", "mla_combine_sm80"],
+    "decode, lists": ["mla_decode_sm90", "mla_combine_sm80"],
     "append": ["kv_append_sm80"],
     "copy_blocks": ["kv_copy_sm80"],
     "copy_recent": ["kv_copy_sm80"],
@@ -286,7 +302,8 @@ def test_explain_on_a_gpu(
     assert said.grid >= 1
     assert said.threads >= 32
     assert all(launch.grid >= 1 and launch.threads >= 32 for launch in said.launches)
-    with_workspace = name in ("attention int8", "decode", "with cache, tokens") or name.startswith("quantize")
+    of_decode = ("decode", "decode, lists", "sparse", "with cache, tokens")
+    with_workspace = name in ("attention int8", *of_decode) or name.startswith("quantize")
     assert (said.workspace_bytes > 0) == with_workspace
     text = str(said)
     assert said.kernel in text

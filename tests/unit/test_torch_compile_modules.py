@@ -28,6 +28,9 @@ def _calls() -> dict[str, Callable[[], Any]]:
     one, lengths = torch.randn(1, 1, 2, 64, dtype=torch.bfloat16), torch.tensor([1], dtype=torch.int32)
     cache = oa.KVCache(1, 64, 2, 64, like=one)
     oa.append(cache, one, one, seq_lens=lengths)
+    rows, latent = torch.randn(3, 2, 24).bfloat16(), torch.randn(2, 8, 1, 24).bfloat16()
+    latent_cache = oa.PagedKVCache.from_arrays(latent, head_dim_v=16)
+    indices = torch.zeros(3, 4, dtype=torch.int32)
     packed = {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "max_seqlen_q": 16, "max_seqlen_k": 16}
     return {
         "attention": lambda: oa.attention(q, k, v),
@@ -35,6 +38,8 @@ def _calls() -> dict[str, Callable[[], Any]]:
         "attention_backward": lambda: oa.attention_backward(q, q, k, v, q, lse),
         "append": lambda: oa.append(cache, one, one, seq_lens=lengths),
         "decode": lambda: oa.decode(one, cache, seq_lens=lengths),
+        "attention_sparse": lambda: oa.attention_sparse(rows, latent_cache, indices=indices),
+        "decode, lists": lambda: oa.decode(rows[:, None], latent_cache, indices=indices[:, None]),
         "attention_with_kvcache": lambda: oa.attention_with_kvcache(
             one[0], cache, seq_lens=lengths, cu_seqlens_q=starts[:2] // 16, max_seqlen_q=2, return_lse=True
         ),

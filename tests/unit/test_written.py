@@ -19,10 +19,10 @@ from omniattn.checks.memory import check_memory
 from omniattn.errors import ArgumentError, StrideError
 
 # The package has the functions of these names.
-append, attention, attention_backward, decode, index_logits, merge, top_k, with_cache = (
+append, attention, attention_backward, decode, index_logits, merge, sparse, top_k, with_cache = (
     importlib.import_module(f"omniattn.ops.{name}")
     for name in (
-        "append", "attention", "attention_backward", "decode", "index_logits", "merge", "top_k", "with_cache",
+        "append", "attention", "attention_backward", "decode", "index_logits", "merge", "sparse", "top_k", "with_cache",
     )
 )  # fmt: skip
 
@@ -168,6 +168,7 @@ OPERATIONS: dict[str, tuple[Any, tuple[str, ...], tuple[str, ...]]] = {
         ("given.dq", "given.dk", "given.dv"),
     ),
     "decode": (decode._DECODE, ("q", "seq_lens", "block_table", "sinks"), ("out",)),
+    "attention_sparse": (sparse._SPARSE, ("q", "indices", "topk_length", "sinks"), ("out",)),
     "with cache": (with_cache._WITH_CACHE, ("q", "seq_lens", "block_table", "cu_seqlens_q", "sinks"), ("out",)),
     "merge": (merge._MERGE, ("o_a", "o_b", "lse_a", "lse_b"), ("out",)),
     "index_logits": (

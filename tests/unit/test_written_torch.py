@@ -85,6 +85,8 @@ def _writers() -> dict[str, tuple[Callable[[], Any], Sequence[torch.Tensor], Seq
     queries, keys = (torch.zeros(n, 128).to(torch.float8_e4m3fn) for n in (6, 9))
     queries, weights, scale = queries.view(3, 2, 128), torch.ones(3, 2), torch.ones(9)
     scores, chosen = torch.ones(3, 9), torch.zeros(3, 3, dtype=torch.int32)
+    latent, tokens = torch.zeros(9, 24, dtype=torch.float16), torch.zeros(3, 2, 24)
+    indices, sparse_out = torch.zeros(3, 4, dtype=torch.int32), torch.ones(3, 2, 16)
     theirs = [torch.zeros(1, 8, 2, 64) for _ in range(2)]
     states = torch.stack([o, o]), torch.stack([lse, lse]).transpose(-1, -2)
     return {
@@ -101,6 +103,10 @@ def _writers() -> dict[str, tuple[Callable[[], Any], Sequence[torch.Tensor], Seq
             [rows[4]], [rows[3], rows_o, rows_lse],
         ),
         "decode": (lambda: oa.decode(q[:, :1], cache, seq_lens=lens, out=out[:, :1]), [out], [q, *of_cache, lens]),
+        "attention_sparse": (
+            lambda: oa.attention_sparse(tokens, latent, indices=indices, head_dim_v=16, out=sparse_out),
+            [sparse_out], [tokens, latent, indices],
+        ),
         "merge_states": (lambda: oa.merge_states(q, lse, k, lse, out=out), [out], [q, k, lse]),
         "index_logits": (
             lambda: oa.index_logits(queries, keys, weights, k_scale=scale, out=scores), [scores], [weights, scale],

@@ -74,25 +74,25 @@ class Rows:
 
 def place_rows(m: Machine, problem: Problem, unseen: npt.NDArray[Any] | None = None) -> Rows:
     """Rows where a call is given them; ``unseen``: (rows,), those that shall be NaN in every channel and scale."""
-    recipe, form = problem.facts["arrays"]["k"], problem.facts["rows"]
+    recipe, of_rows = problem.facts["arrays"]["k"], problem.facts["rows"]
     values = np.array(problem.numbers("k", recipe))
     hidden = np.zeros(values.shape[:-1], bool) if unseen is None else unseen.reshape(values.shape[:-1])
-    if form["format"] == "16":
+    if of_rows["format"] == "16":
         values[hidden] = np.nan
         placed = m.place(values, problem.dtype, recipe["view"])
         return Rows({"k": placed}, m.f64(placed.array))
-    if form["format"] == "656":
+    if of_rows["format"] == "656":
         stored = _bytes_656(values)
         stored[hidden] = POISON
         placed = m.place(stored, "uint8", recipe["view"])
         meant = _meant_656(m, m.int64(placed.array))
-        return Rows({"k": placed if form["dtype"] == "uint8" else _as_e4m3(m, placed)}, meant)
-    stored = _codes(values / np.float32(form.get("scale", 1.0)))
+        return Rows({"k": placed if of_rows["dtype"] == "uint8" else _as_e4m3(m, placed)}, meant)
+    stored = _codes(values / np.float32(of_rows.get("scale", 1.0)))
     stored[hidden] = POISON
     placed = m.place(stored, "uint8", recipe["view"])
     found = {"k": _as_e4m3(m, placed)}
     meant = m.number(e4m3_table())[m.int64(placed.array)]
-    if "scale" in form:
+    if "scale" in of_rows:
         found["k_scale"] = problem.place(m, "k_scale")
         meant = meant * m.f64(found["k_scale"].array)
     return Rows(found, meant)
