@@ -27,7 +27,7 @@ def _qkv(dtype: str = "bfloat16", **options: Any) -> list[Any]:
     [
         "plain", "lse", "HND", "mask and sinks", "out and stream", "varlen", "int8", "int4 into out", "int8 varlen",
         "operands", "quantize_qk", "quantize_v", "append and decode", "append and decode, paged", "decode into out",
-        "decode, prefix", "attention_sparse", "attention_sparse into out", "decode, lists", "with cache, tokens",
+        "decode, prefix", "attention_sparse into out", "decode, lists", "with cache, tokens",
         "with cache, packed", "with cache, batch", "merge", "merge into out", "index_logits", "top_k",
     ],
 )  # fmt: skip
