@@ -167,7 +167,7 @@ def test_what_was_appended_is_decoded(k_dtype: str, dtype: str) -> None:
         assert near < 0.04, float(near)
         want = torch.softmax(0.02 * q[b, 0].double() @ keys.T, -1) @ keys[:, :DIM_V]
         error = (o[b, 0].double() - want).norm() / want.norm()
-        assert error < (4e-3 if dtype == "bfloat16" else 6e-4), float(error)
+        assert error < (6e-3 if dtype == "bfloat16" else 1e-3), float(error)
 
 
 def test_a_captured_graph_follows_the_numbers() -> None:
