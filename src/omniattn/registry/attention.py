@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from .attention_512 import rows_to_512
 from .spec import IO_TYPES, KernelSpec, Masks
 
 
@@ -366,63 +367,9 @@ def _attn_fwd_sm90(
     )
 
 
-#: Of ``attn_fwd_d512_sm90``: head_dim, head_dim_v, units of K and V under way (docs/performance/attn_fwd_d512_sm90.md).
-_FWD_D512_SM90_TILES: tuple[tuple[int, int, int], ...] = (
-    (512, 512, 5),
-    (384, 384, 7),
-    (512, 256, 5),
-    (256, 512, 9),
-)
-
-
-def _attn_fwd_d512_sm90(head_dim: int, head_dim_v: int, stages: int, dtype: str, varlen: bool) -> KernelSpec:
-    """A tile is that of a cluster, and so are the keys of a step."""
-    short, tag = IO_TYPES[dtype]
-    units = -(-head_dim // 128)
-    # P that the other CTA sends, with base and sum of each row; behind the barriers two tiles, and 32 packed sequences.
-    tiles_bytes = 256 * head_dim + 16384 * stages + 2 * (8192 + 512)
-    smem_bytes = -(-(tiles_bytes + 16 * (units + stages + 2) + 88 + (640 if varlen else 20)) // 1024) * 1024
-    return KernelSpec(
-        name=f"attn_fwd_d512_sm90_{short}_d{head_dim}"
-        + (f"v{head_dim_v}" if head_dim_v != head_dim else "")
-        + "_varlen" * varlen,
-        family="attn_fwd_d512_sm90",
-        op="attention",
-        source="entry/attn_fwd_d512_sm90.cu",
-        symbol="attn_fwd_d512_sm90",
-        defines=(
-            ("IO_TYPE", tag),
-            ("HEAD_DIM", str(head_dim)),
-            ("HEAD_DIM_V", str(head_dim_v)),
-            ("NUM_STAGES", str(stages)),
-            ("VARLEN", str(int(varlen))),
-            ("SMEM_BYTES", str(smem_bytes)),
-        ),
-        dtype=dtype,
-        head_dim=head_dim,
-        block_m=128,
-        block_n=128,
-        num_warps=12,
-        smem_bytes=smem_bytes,
-        cluster=2,
-        min_arch=(9, 0),
-        arch_specific=True,
-        sequences="packed" if varlen else "dense",
-        tensor_maps=True,
-        softcap="any",
-        own_head_dim_v=head_dim_v if head_dim_v != head_dim else 0,
-        above_head_dim=256,
-    )
-
-
 def attention_rows() -> Iterator[KernelSpec]:
     """Rows of exact attention."""
-    yield from (
-        _attn_fwd_d512_sm90(*tile, dtype, varlen)
-        for varlen in (False, True)
-        for tile in _FWD_D512_SM90_TILES
-        for dtype in ("float16", "bfloat16")
-    )
+    yield from rows_to_512()
     yield from (
         _attn_fwd_sm80(tile, dtype, score_mods)
         for score_mods, tiles in ((False, _FWD_SM80_TILES), (True, _FWD_SM80_MODS_TILES))
