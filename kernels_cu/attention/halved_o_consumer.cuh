@@ -69,8 +69,8 @@ class HalvedOConsumer {
     OA_DEVICE static int32 warp() { return int32(threadIdx.x >> 5) & 3; }
     OA_DEVICE static uint32 thread() { return threadIdx.x & 127; }
 
-    // Of what is the same in all lanes. A vote, because the compiler knows its outcome to be the warp's: what depends on
-    // it stays in uniform registers.
+    // Of what is the same in all lanes. A vote, because the compiler knows its outcome to be the warp's: what depends
+    // on it stays in uniform registers.
     OA_DEVICE static bool is_true(bool x) { return __any_sync(0xffffffffu, x); }
     // Behind a wait with a loop of its own the compiler takes the warp for divergent.
     OA_DEVICE static void wait_by_vote(uint32 bar, uint32 parity) {
@@ -186,8 +186,8 @@ class HalvedOConsumer {
         release<kUnitsV>();
     }
 
-    // S = Q K^T of this CTA's keys of a step; the products of the last unit are in flight at the end. between: called once
-    // all products that were in flight before are done.
+    // S = Q K^T of this CTA's keys of a step; the products of the last unit are in flight at the end. between: called
+    // once all products that were in flight before are done.
     template <bool kFirst, typename Between>
     OA_DEVICE void issue_scores(Scores& s, bool is_last, Between between) {
         wgmma_discard(s);

@@ -3,6 +3,7 @@
 // Config: Io, kHeadDim, kHeadDimV, kRows, kKeys, kPanels, kHalfPanels, kThreads, kProducers, kFormat.
 #pragma once
 #include "decode/latent.cuh"
+#include "decode/latent_rows8.cuh"
 #include "decode/latent_rows.cuh"
 #include "params/mla_decode.cuh"
 #include "ptx/cp_async.cuh"
@@ -42,8 +43,6 @@ struct Rounds {
     OA_DEVICE void advance(int buffer) { parities ^= 1u << buffer; }
 };
 
-struct LatentCodes;  // decode/latent_rows8.cuh
-
 // The producer warps: all of them bring each half of a block, in the order in which halves become free.
 template <typename Config>
 class LatentProducer {
@@ -57,7 +56,7 @@ class LatentProducer {
     OA_DEVICE void run(SplitCursor<Config> cursor, const Partition& partition) {
         LatentSplit split;
         for (uint32 number = 0; cursor.next(p_, partition, split); ++number) {
-            if (by_threads(params_)) ask_table(split, 0), look_up(split, 0);
+            if (by_threads(params_)) load_entries(split, 0), load_places(split, 0);
             mbarrier_wait(smem_addr_of(&smem_.q_empty), (number & 1) ^ 1);
             copy_queries(split);
             mbarrier_arrive_after_copies(smem_addr_of(&smem_.q_full));
@@ -96,11 +95,11 @@ class LatentProducer {
     OA_DEVICE int32 key(const LatentSplit& split, int32 block, int i) const {
         return split.begin + block * Config::kKeys + row(i);
     }
-    OA_DEVICE void ask_table(const LatentSplit& split, int32 block) {
+    OA_DEVICE void load_entries(const LatentSplit& split, int32 block) {
 #pragma unroll
         for (int i = 0; i < kSteps; ++i) entries_[i] = table_entry(params_, split, key(split, block, i));
     }
-    OA_DEVICE void look_up(const LatentSplit& split, int32 block) {
+    OA_DEVICE void load_places(const LatentSplit& split, int32 block) {
         exists_ = 0;
 #pragma unroll
         for (int i = 0; i < kSteps; ++i) {
@@ -108,7 +107,7 @@ class LatentProducer {
             places_[i] = own.place;
             exists_ |= own.exists ? 1u << i : 0;
         }
-        ask_table(split, block + 1);
+        load_entries(split, block + 1);
     }
     OA_DEVICE const uint8* address(int i) const { return p_.k + uint64(places_[i]) * p_.place_bytes; }
     OA_DEVICE bool exists(int i) const { return (exists_ >> i & 1) != 0; }
@@ -133,7 +132,7 @@ class LatentProducer {
         const uint32 there = exists_;
 #pragma unroll
         for (int i = 0; i < kSteps; ++i) from[i] = address(i) + chunk_ * 16, bytes[i] = exists(i) ? 16 : 0;
-        look_up(split, block + 1);  // behind the last block nothing exists
+        load_places(split, block + 1);  // behind the last block nothing exists
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             wait_empty(buffer, half);
@@ -200,13 +199,83 @@ class LatentProducer {
         rounds_.advance(buffer);
     }
 
-    // Of rows in 8 bits: decode/latent_rows8.cuh.
-    OA_DEVICE void convert_blocks(const LatentSplit& split);
+    // A half is asked for as soon as the one before is announced, and waits in registers until its place is free.
+    OA_DEVICE void convert_blocks(const LatentSplit& split) {
+        LatentCodes codes[kSteps];
+        load_codes<0>(codes, 0);
+        for (int32 block = 0; block < split.blocks; ++block) {
+            const int buffer = block & 1;
+            wait_empty(buffer, 0);
+            note_listed(buffer, exists_);
+            store_codes<0>(codes, buffer);
+            load_codes<1>(codes, buffer);
+            load_places(split, block + 1);
+            wait_empty(buffer, 1);
+            store_codes<1>(codes, buffer);
+            load_codes<0>(codes, buffer ^ 1);
+            rounds_.advance(buffer);
+        }
+    }
+
     template <int kHalf>
-    OA_DEVICE void load_codes(LatentCodes (&codes)[kSteps], int buffer) const;
+    OA_DEVICE void load_codes(LatentCodes (&codes)[kSteps], int buffer) const {
+        const int first = first_panel<Config>(buffer, kHalf);
+        const float common = p_.k_params == nullptr ? 1.0f : __uint_as_float(*p_.k_params);
+#pragma unroll
+        for (int i = 0; i < kSteps; ++i) {
+            LatentCodes& own = codes[i];
+            const uint8* from = address(i);
+            auto chunk = [&](int at) {
+                return exists(i) ? *reinterpret_cast<const uint4*>(from + at) : make_uint4(0, 0, 0, 0);
+            };
+            own.left = chunk(first * 64 + chunk_ * 16);
+            own.right = chunk(first * 64 + 128 + chunk_ * 16);
+            if constexpr (Config::kFormat == kRows656) {
+                // Of a row that is not there zeros too: it may be NaN.
+                own.scales = exists(i) ? *reinterpret_cast<const float2*>(from + Config::kHeadDimV + first * 2)
+                                       : make_float2(0.0f, 0.0f);
+                if constexpr (kHalf == 1) own.last = chunk(Config::kHeadDimV + 16 + chunk_ * 16);
+            } else {
+                own.scales = make_float2(common, common);
+                if constexpr (kHalf == 1) own.last = chunk(Config::kHeadDimV + (chunk_ & 3) * 16);
+            }
+        }
+    }
+
     template <int kHalf>
-    OA_DEVICE void store_codes(const LatentCodes (&codes)[kSteps], int buffer) const;
-    OA_DEVICE void store16(uint4 codes, float scale, uint32 row, uint32 column, bool flip) const;
+    OA_DEVICE void store_codes(const LatentCodes (&codes)[kSteps], int buffer) const {
+        const int first = first_panel<Config>(buffer, kHalf);
+        const uint32 to = smem_addr_of(smem_.k[buffer]) + row_ * 128, swizzle = row_ & 7;
+        const bool flip = (chunk_ & 4) != 0;  // 8 threads store to 8 different chunks of 16 bytes
+        const uint32 column = (2 * (chunk_ & 3)) ^ swizzle;
+#pragma unroll
+        for (int i = 0; i < kSteps; ++i) {
+            const LatentCodes& own = codes[i];
+            const uint32 row = to + i * kRowsAtOnce * 128, half = row + (first + (chunk_ >> 2)) * kPanelBytes;
+            store16(own.left, own.scales.x, half, column, flip);
+            store16(own.right, own.scales.y, half + 2 * kPanelBytes, column, flip);
+            if constexpr (kHalf == 1) {
+                const uint32 last = row + (Config::kPanels - 1) * kPanelBytes;
+                if constexpr (Config::kFormat == kRows656) {
+                    store_shared4(last + ((chunk_ ^ swizzle) << 4), own.last);
+                } else if (chunk_ < 4) {
+                    store16(own.last, own.scales.x, last, column, false);
+                }
+            }
+        }
+        fence_proxy_async();
+        __syncwarp();
+        if ((threadIdx.x & 31) == 0) mbarrier_arrive(smem_addr_of(&smem_.full[buffer][first]));
+    }
+
+    // 16 channels to a panel's row: to the chunk of number `column` and its neighbour, the upper 8 first with `flip`.
+    OA_DEVICE void store16(uint4 codes, float scale, uint32 row, uint32 column, bool flip) const {
+        const uint4 low = dequantize8<typename Config::Io>(codes.x, codes.y, scale);
+        const uint4 high = dequantize8<typename Config::Io>(codes.z, codes.w, scale);
+        const uint32 first = row + ((column ^ (flip ? 1 : 0)) << 4);
+        store_shared4(first, flip ? high : low);
+        store_shared4(first ^ 16, flip ? low : high);
+    }
 
     const MlaDecodeParams& params_;
     const DecodeParams& p_;

@@ -48,8 +48,8 @@ struct SplitCursor {
     }
 };
 
-// A key, or the first one that any query sees where that is further right, or the last one of the split. What is left of
-// all windows may be another sequence's by now.
+// A key, or the first one that any query sees where that is further right, or the last one of the split. What is left
+// of all windows may be another sequence's by now.
 OA_DEVICE int32 first_seen(const DecodeParams& p, const LatentSplit& split, int32 key) {
     const int32 seen = p.window_left < 0 ? 0 : split.seq_len - split.queries.count - p.window_left;
     return min_of(max_of(key, seen), split.end - 1);

@@ -12,8 +12,8 @@
 #include "ptx/shared_pairs.cuh"
 #include "ptx/types.cuh"
 
-// Config: Io, kFormat, kHeadDim, kHeadDimV, kRows, kKeys, kPanels, kStages, kHeld, kRowWarps, kParts, kKeyWarps. Storage: k, q, scores,
-// alpha, m, l, exists, row_scale.
+// Config: Io, kFormat, kHeadDim, kHeadDimV, kRows, kKeys, kPanels, kStages, kHeld, kRowWarps, kParts, kKeyWarps.
+// Storage: k, q, scores, alpha, m, l, exists, row_scale.
 template <typename Config, typename Storage>
 class LatentWarps {
     static constexpr uint32 kTileRow = 2 * Config::kHeadDim, kScoreRow = 4 * Config::kKeys;  // bytes

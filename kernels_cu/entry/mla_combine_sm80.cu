@@ -1,5 +1,5 @@
-// Merge of the partial results that mla_decode_sm90 and mla_decode_sm80 leave, as decode_combine_sm80 does, whose comment
-// has the equation and the design. A slot has the rows of all blocks of a sequence's queries.
+// Merge of the partial results that mla_decode_sm90 and mla_decode_sm80 leave, as decode_combine_sm80 does, whose
+// comment has the equation and the design. A slot has the rows of all blocks of a sequence's queries.
 #include "decode/combine.cuh"
 #include "decode/latent.cuh"
 #include "params/mla_decode.cuh"

@@ -28,7 +28,6 @@
 #include "decode/latent.cuh"
 #include "decode/latent_consumer.cuh"
 #include "decode/latent_copies.cuh"
-#include "decode/latent_rows8.cuh"
 #include "params/mla_decode.cuh"
 #include "ptx/gpu_sync.cuh"
 #include "ptx/mbarrier.cuh"

@@ -6,8 +6,8 @@
 
 struct MlaDecodeParams {
     TensorMap map;  // of the cache: {column, row of a block, head, block}, boxes of 64 columns and 2^box_rows_log2 rows
-    // Of a cache with one head; head_dim is that of V. k_params: the one scale of e4m3 rows without scales of their own,
-    // or null for 1.
+    // Of a cache with one head; head_dim is that of V. k_params: the one scale of e4m3 rows without scales of their
+    // own, or null for 1.
     DecodeParams decode;
     float* row_max;  // the largest score of a row, natural units, as lse lies; or null
     int32 box_rows_log2;  // less than 3: there is no map

@@ -1,5 +1,5 @@
-// Stores of pairs to shared memory (PTX ISA, "st.shared"), as those of ptx/shared.cuh: st.shared.v2.b32 and .v2.f32. Any
-// lane; the address a multiple of 8.
+// Stores of pairs to shared memory (PTX ISA, "st.shared"), as those of ptx/shared.cuh: st.shared.v2.b32 and .v2.f32.
+// Any lane; the address a multiple of 8.
 #pragma once
 #include "ptx/types.cuh"
 

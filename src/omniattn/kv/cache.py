@@ -21,9 +21,7 @@ from .recent import RECENT_SPARE, check_recent
 from .scales import places_of_scales
 
 #: What a copy does not have of a cache: it follows from its arrays.
-_OF_ADDRESSES = (
-    "_order", "_plain_torch", "_identity", "_key", "_operands", "_written", "_apart", "_leaves", "_of",
-)  # fmt: skip
+_OF_ADDRESSES = "_order _plain_torch _identity _key _operands _written _apart _leaves _of".split()
 
 
 class KVCache(OnArrays, WithLeaves):

@@ -82,7 +82,7 @@ class OnArrays:
             576 and 512. Your own code writes the rows. They are float16 or bfloat16; or float8_e4m3fn, with a k_scale
             of shape (1,) or none; or, with head_dim_v 512, 656 bytes as uint8 or float8_e4m3fn, the last dimension
             (FlashMLA's and vLLM's "fp8_ds_mla"): 512 channels in e4m3, 4 fp32 scales of 128 channels each, 64 channels
-            in bf16. head_dim is 576 then, and q bfloat16 on a GPU.
+            in bf16. head_dim is 576 then.
 
         Returns
         -------
