@@ -21,7 +21,9 @@ from .recent import RECENT_SPARE, check_recent
 from .scales import places_of_scales
 
 #: What a copy does not have of a cache: it follows from its arrays.
-_OF_ADDRESSES = "_order _plain_torch _identity _key _operands _written _apart _leaves _of".split()
+_OF_ADDRESSES = (
+    "_order", "_plain_torch", "_identity", "_key", "_operands", "_written", "_apart", "_leaves", "_of",
+)  # fmt: skip
 
 
 class KVCache(OnArrays, WithLeaves):
@@ -234,9 +236,7 @@ class KVCache(OnArrays, WithLeaves):
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles: arrays without their addresses, which a copy of an array does not share."""
         self._planes  # noqa: B018 - looks at memory that nobody has looked at
-        state = self.__dict__.copy()
-        for name in _OF_ADDRESSES:
-            state.pop(name, None)
+        state = {name: x for name, x in self.__dict__.items() if name not in _OF_ADDRESSES}
         state["_planes"] = {name: (t.argument, self._array(name), t.readonly) for name, t in self._planes.items()}
         state["_key_arrays"] = {name: (t.argument, t.obj, t.readonly) for name, t in self._key_arrays.items()}
         return state
