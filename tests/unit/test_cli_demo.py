@@ -21,14 +21,9 @@ from omniattn.reference import low_precision
 from omniattn.reference.e4m3 import decode_e4m3, encode_e4m3
 from omniattn.registry import REGISTRY
 from omniattn.select import choices
-from omniattn.testing.cache_cases import CACHE_OPS
-from omniattn.testing.cases import Case, call, cases_for, operation_of, own_head_dim_v, problem
+from omniattn.testing.cases import CASES, Case, call, cases_for, operation_of, own_head_dim_v, problem
 from omniattn.testing.expected import outputs_of
 from omniattn.testing.frameworks import NumpyFramework
-from omniattn.testing.gradient_cases import BACKWARD_OPS
-from omniattn.testing.latent_cases import LATENT_OPS
-from omniattn.testing.mask_cases import MASK_OPS
-from omniattn.testing.quantizer_cases import VALUES_OPS
 
 
 @pytest.fixture(autouse=True)
@@ -205,8 +200,7 @@ def test_every_kernel_has_a_problem_that_it_takes() -> None:
     """Each row of attention, forced, against selection itself: none is verified with nothing."""
     target = Target((9, 0), 227 << 10)
     for spec in REGISTRY:
-        of_their_own = (*CACHE_OPS, *LATENT_OPS, *MASK_OPS, *BACKWARD_OPS, *VALUES_OPS, "layout_fp8", "clear_unused")
-        if spec.op in of_their_own:
+        if operation_of(spec) not in CASES:  # cases of their own
             continue
         cases = cases_for(operation_of(spec))
         assert cases

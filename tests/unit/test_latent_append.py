@@ -219,7 +219,7 @@ LIKE = np.zeros(1, np.float16)
         ({"num_kv_heads": 2}, "'num_kv_heads': expected 1 with head_dim_v"),
         ({"head_dim_v": 576}, "'head_dim_v': expected a multiple of 8 below 576"),
         ({"head_dim_v": 500}, "'head_dim_v': expected a multiple of 8"),
-        ({"head_dim_v": None}, "'head_dim': expected a multiple of 8 from 8 to 256"),
+        ({"head_dim_v": None}, "'head_dim': expected a multiple of 8 from 8 to 512"),
         ({"head_dim_v": None, "head_dim": 64, "k_scale": LIKE}, "'k_scale': expected None without head_dim_v"),
         ({"head_dim_v": None, "head_dim": 64, "k_dtype": "fp8_ds_mla"}, "'k_dtype'"),
         ({"head_dim": 584}, "'head_dim': expected a multiple of 8 from 8 to 576"),

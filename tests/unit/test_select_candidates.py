@@ -132,7 +132,8 @@ def test_no_row_is_far_too_wide_or_has_scores_for_nothing(width: tuple[int, int]
         columns = [row.head_dim + row.head_dim_v for row in of_hopper if row.op == op]
         if columns:  # of more than 256 channels others have rows
             assert max(columns) <= max(128, 1.5 * min(columns))
-    assert not any(row.score_mods for row in of_hopper)
+    # Of more than 256 channels there is one row, with softcap and without.
+    assert not any(row.score_mods for row in of_hopper if row.family != "attn_fwd_d512_sm90")
 
 
 def test_the_lse_changes_no_way() -> None:

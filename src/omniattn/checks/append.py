@@ -112,7 +112,7 @@ def _strides(cache: KVCache, tensors: dict[str, Tensor], packed: bool) -> _Strid
     """Strides of k and v, whose shapes and dtypes are checked."""
     k = tensors["k"]
     if "v" not in tensors:
-        raise ArgumentError("v", "an array", "None", function=_NAME)
+        raise ArgumentError("v", "an array", "NoneType", function=_NAME)
     if "k_pe" in tensors:
         raise ArgumentError("k_pe", "None but with a latent cache", "an array", function=_NAME)
     if len(k.shape) != (3 if packed else 4):

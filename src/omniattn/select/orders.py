@@ -120,7 +120,7 @@ def _listed(places: int, tiles: TileList, ctas: int | None = None) -> Whole:
 
 def places_of(row: KernelSpec, target: Target) -> int:
     """CTAs of a kernel that a GPU has places for at one time; of kernels in clusters the clusters."""
-    return target.sm_count * row.ctas_per_sm // row.cluster
+    return max(1, target.sm_count * row.ctas_per_sm // row.cluster)
 
 
 def heads_of(problem: AttentionProblem) -> int:
