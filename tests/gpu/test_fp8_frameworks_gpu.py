@@ -112,6 +112,7 @@ def test_jax(jitted: bool) -> None:
     jax = pytest.importorskip("jax")
     jnp = jax.numpy
     gpu = jax.devices("gpu")[0]
+    torch.cuda.set_device(0)  # of several GPUs JAX's first use leaves the last one current
     tensors = low()
     arrays = [
         jax.lax.bitcast_convert_type(jax.device_put(x.view(torch.uint8).cpu().numpy(), gpu), jnp.float8_e4m3fn)

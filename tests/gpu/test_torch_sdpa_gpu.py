@@ -187,7 +187,7 @@ def test_plain_calls_take_the_fast_path(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_what_goes_to_torch() -> None:
-    for q in (torch.randn(1, 2, 50, 64, device="cuda"), torch.randn(1, 2, 50, 512, device="cuda").bfloat16()):
+    for q in (torch.randn(1, 2, 50, 64, device="cuda"), torch.randn(1, 2, 50, 520, device="cuda").bfloat16()):
         assert oat.fallback_reason(q, q, q) is not None
         with oat.use_sdpa("int8"):
             assert torch.equal(F.scaled_dot_product_attention(q, q, q), ORIGINAL(q, q, q))

@@ -25,6 +25,7 @@ def torch_cache(k_dtype: str) -> Any:
     return cache
 
 
+@pytest.mark.frameworks
 @pytest.mark.parametrize("k_dtype", FORMATS)
 def test_torch(k_dtype: str) -> None:
     torch = pytest.importorskip("torch")
