@@ -58,6 +58,7 @@ def test_torch(k_dtype: str) -> None:
     )  # fmt: skip
 
 
+@pytest.mark.frameworks
 @pytest.mark.parametrize("k_dtype", FORMATS)
 def test_jax(k_dtype: str) -> None:
     jax = pytest.importorskip("jax")
