@@ -31,7 +31,6 @@ class LatentConsumer {
         : params_(p),
           p_(p.decode),
           smem_(smem),
-          by_threads_(Config::kFormat != kRows16 || by_threads(p)),
           lane_(int32(threadIdx.x) & 31),
           row_((int32(threadIdx.x) >> 5 & 3) * 16 + (lane_ >> 2)),
           q_(wgmma_descriptor(smem_addr_of(smem.q), 16, 1024)),
@@ -168,7 +167,7 @@ class LatentConsumer {
     }
     // The panels of this warpgroup's half of V.
     OA_DEVICE void wait_full(int buffer) const {
-        if (by_threads_) {
+        if constexpr (!Config::kByMaps) {
             wait_together(buffer, kOwn * Config::kHalfPanels);
             return;
         }
@@ -181,7 +180,7 @@ class LatentConsumer {
     // TMA brings whole chunks, and leaves what is behind them: rows that are no keys of the split would be NaN times 0.
     OA_DEVICE void clear_tail(const LatentSplit& split, int32 block, int buffer) const {
         const int32 rows = split.end - split.begin - block * Config::kKeys;
-        if (by_threads_ || rows >= Config::kKeys) return;
+        if (!Config::kByMaps || rows >= Config::kKeys) return;
         const uint32 to = smem_addr_of(smem_.k[buffer]) + kOwn * Config::kHalfPanels * kPanelBytes + rows * 128;
         for (int32 i = int32(threadIdx.x) & 127; i < (Config::kKeys - rows) * 8; i += 128)
 #pragma unroll
@@ -203,11 +202,11 @@ class LatentConsumer {
     }
     template <int kBuffer, int kHalf>
     OA_DEVICE void issue_half(float (&s)[kScores]) const {
-        if (by_threads_) wait_together(kBuffer, first_panel<Config>(kBuffer, kHalf));
+        if constexpr (!Config::kByMaps) wait_together(kBuffer, first_panel<Config>(kBuffer, kHalf));
 #pragma unroll
         for (int n = 0; n < Config::kHalfPanels + kHalf; ++n) {
             const int panel = n == Config::kHalfPanels ? Config::kPanels - 1 : first_panel<Config>(kBuffer, kHalf) + n;
-            if (!by_threads_) wait_panel(kBuffer, panel);
+            if constexpr (Config::kByMaps) wait_panel(kBuffer, panel);
 #pragma unroll
             for (int step = 0; step < 4; ++step) {
                 const uint32 at = panel * kPanelBytes + step * 32;
@@ -230,7 +229,7 @@ class LatentConsumer {
         }
         // Every row sees the keys before this one, but for the window.
         const int32 seen_by_all = min_of(split.seq_len - split.queries.count + 1, split.end);
-        if (params_.lists_rows != 0) hide_unlisted(s, block & 1);
+        if (!Config::kByMaps && params_.lists_rows != 0) hide_unlisted(s, block & 1);
         const bool is_behind = first + Config::kKeys > seen_by_all;
         if (is_behind || (p_.window_left >= 0 && first < split.seq_len - 1 - p_.window_left)) mask(s, split, first);
     }
@@ -386,7 +385,6 @@ class LatentConsumer {
     const MlaDecodeParams& params_;
     const DecodeParams& p_;
     LatentStorage<Config>& smem_;
-    const bool by_threads_;
     const int32 lane_, row_;  // the lane's first row
     const WgmmaDescriptor q_, k_, v_;
     Rounds rounds_;

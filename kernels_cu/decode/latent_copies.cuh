@@ -1,6 +1,6 @@
 // Storage and copies of mla_decode_sm90, whose comment has the design.
 //
-// Config: Io, kHeadDim, kHeadDimV, kRows, kKeys, kPanels, kHalfPanels, kThreads, kProducers, kFormat.
+// Config: Io, kHeadDim, kHeadDimV, kRows, kKeys, kPanels, kHalfPanels, kThreads, kProducers, kFormat, kByMaps.
 #pragma once
 #include "decode/latent.cuh"
 #include "decode/latent_rows8.cuh"
@@ -33,9 +33,6 @@ OA_DEVICE constexpr int first_panel(int buffer, int half) {
     return buffer == half ? 0 : Config::kHalfPanels;
 }
 
-// Whether threads copy: pages have too few rows in a row for TMA, or rows are listed, or converted.
-OA_DEVICE bool by_threads(const MlaDecodeParams& p) { return p.box_rows_log2 < 3; }
-
 // Rounds of a buffer: parity that its consumers wait for.
 struct Rounds {
     uint32 parities = 0;  // a bit each: an array, indexed by a buffer that only the warp knows, would lie in memory
@@ -56,16 +53,16 @@ class LatentProducer {
     OA_DEVICE void run(SplitCursor<Config> cursor, const Partition& partition) {
         LatentSplit split;
         for (uint32 number = 0; cursor.next(p_, partition, split); ++number) {
-            if (by_threads(params_)) load_entries(split, 0), load_places(split, 0);
+            if constexpr (!Config::kByMaps) load_entries(split, 0), load_places(split, 0);
             mbarrier_wait(smem_addr_of(&smem_.q_empty), (number & 1) ^ 1);
             copy_queries(split);
             mbarrier_arrive_after_copies(smem_addr_of(&smem_.q_full));
             if constexpr (Config::kFormat != kRows16) {
                 convert_blocks(split);
-            } else if (by_threads(params_)) {
+            } else if constexpr (Config::kByMaps) {
+                if (threadIdx.x < 32) copy_by_maps(split);
+            } else {
                 for (int32 block = 0; block < split.blocks; ++block) copy_block(split, block);
-            } else if (threadIdx.x < 32) {
-                copy_by_maps(split);
             }
         }
     }

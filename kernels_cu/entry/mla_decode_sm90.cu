@@ -45,6 +45,8 @@ struct Config {
     static constexpr int kRows = 64, kKeys = 64;  // of a CTA, of a block
     static constexpr int kPanels = kHeadDim / 64, kHalfPanels = kHeadDimV / 128;
     static constexpr int kFormat = CACHE_FORMAT;  // LatentFormat
+    static constexpr bool kByMaps = BY_MAPS;  // rows come by TMA; else by threads, 16 bytes each
+    static_assert(!kByMaps || kFormat == kRows16, "TMA converts nothing");
     static constexpr int kProducers = 128, kThreads = kProducers + 256;
     // Of a thread, 3 * 168 together. Rows in 8 bits wait in registers.
     static constexpr int kProducerRegisters = kFormat == kRows16 ? 56 : 104;
@@ -54,10 +56,9 @@ struct Config {
 };
 
 // Of a panel that is there: of the copy's lane, of each thread that copies, of each warp that converts.
-OA_DEVICE int32 full_arrivals(const MlaDecodeParams& params) {
-    if (Config::kFormat != kRows16) return Config::kProducers / 32;
-    return by_threads(params) ? Config::kProducers : 1;
-}
+constexpr int32 kFullArrivals = Config::kByMaps              ? 1
+                                : Config::kFormat == kRows16 ? Config::kProducers
+                                                             : Config::kProducers / 32;
 
 using SharedStorage = LatentStorage<Config>;
 static_assert(sizeof(SharedStorage) == SMEM_BYTES, "the registry's smem_bytes must be this struct's size");
@@ -71,7 +72,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, 1) mla_decode_sm9
     if (threadIdx.x == 0) {
         for (int buffer = 0; buffer < 2; ++buffer) {
             for (int panel = 0; panel < Config::kPanels; ++panel)
-                mbarrier_init(smem_addr_of(&smem.full[buffer][panel]), full_arrivals(params));
+                mbarrier_init(smem_addr_of(&smem.full[buffer][panel]), kFullArrivals);
             for (int half = 0; half < 2; ++half) mbarrier_init(smem_addr_of(&smem.empty[buffer][half]), 4);
         }
         mbarrier_init(smem_addr_of(&smem.q_full), Config::kProducers);

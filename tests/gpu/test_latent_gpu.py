@@ -230,8 +230,8 @@ def test_explain_names_the_kernels(latent_family: str) -> None:
 @pytest.mark.parametrize("block_size", [64, 4])
 def test_warps_that_come_at_random_times(block_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     def delayed(make: Any) -> Any:
-        def row(*of: Any) -> Any:
-            return dataclasses.replace(made := make(*of), defines=(*made.defines, ("RANDOM_DELAYS", "1")))
+        def row(*of: Any, **more: Any) -> Any:
+            return dataclasses.replace(made := make(*of, **more), defines=(*made.defines, ("RANDOM_DELAYS", "1")))
 
         return row
 

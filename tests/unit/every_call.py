@@ -223,17 +223,17 @@ def cache_calls() -> Iterator[DecodeProblem | AppendProblem | CopyProblem]:
 
 
 def latent_calls() -> Iterator[DecodeProblem]:
-    """``decode`` over latent caches: every format of rows, few query rows and many."""
+    """``decode`` over latent caches: every format of rows, few query rows and many, with tensor maps and without."""
     for array in (
         np.zeros((2, 64, 1, 576), ml_dtypes.bfloat16), np.zeros((2, 64, 1, 576), ml_dtypes.float8_e4m3fn),
         np.zeros((2, 64, 1, 656), np.uint8),
     ):  # fmt: skip
         cache = PagedKVCache.from_arrays(array, head_dim_v=512).facts
-        for heads in (16, 32, 128):
+        for heads, maps in itertools.product((16, 32, 128), (True, False)):
             strides = (heads * 576, heads * 576, 576, 1)
             yield DecodeProblem(
                 DTYPE, cache, 32, 1, heads, 1, 576, 8192, 64, 2, 128, -1, 0.125, 0.0, "none", False, 0, False, strides,
-                strides,
+                strides, tensor_maps=maps,
             )  # fmt: skip
 
 

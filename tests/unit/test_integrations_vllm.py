@@ -107,7 +107,7 @@ def test_another_packages_backend_is_left_there() -> None:
 @pytest.mark.parametrize(
     ("asked", "reason"),
     [
-        ({"head_size": 320}, "head_size not supported"),
+        ({"head_size": 520}, "head_size not supported"),
         ({"head_size": 60}, "head_size not supported"),
         ({"dtype": torch.float32}, "torch.float32: only torch.float16 and torch.bfloat16"),
         ({"kv_cache_dtype": "fp8_e5m2"}, "kv_cache_dtype not supported"),
@@ -148,7 +148,7 @@ def test_vllm_says_what_else_is_not_served(field: str) -> None:
         ({"alibi_slopes": [0.5] * 4}, "ALiBi"),
         ({"kv_cache_dtype": "fp8_e5m2"}, "fp8_e5m2"),
         ({"kv_cache_dtype": "int4_per_token_head"}, "int4_per_token_head"),
-        ({"head_size": 512}, "head_size 512"),
+        ({"head_size": 520}, "head_size 520"),
         ({"kv_lora_rank": 512, "q_lora_rank": None}, "layers with kv_lora_rank"),
         ({"chunk_lookback": 1, "sliding_window": 64}, "layers with chunk_lookback"),
         ({"chunk_lookback": 0}, "layers with chunk_lookback"),

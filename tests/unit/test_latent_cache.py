@@ -155,7 +155,7 @@ def launches(asked: DecodeProblem, target: Target = HOPPER) -> tuple[LaunchRecor
 )
 def test_blocks_of_rows_share_the_sms(heads: int, q_len: int, blocks: int, workers: int) -> None:
     main, combine = launches(problem(heads, q_len))
-    assert main.spec.name == "mla_decode_sm90_fp16_d576v512"
+    assert main.spec.name == "mla_decode_sm90_fp16_d576v512_tma"
     assert combine.spec.name == "mla_combine_sm80_fp16_d512"
     # 4 sequences: a whole number of CTAs each.
     assert main.grid == (blocks, workers - workers % 4, 1)

@@ -6,12 +6,10 @@ from typing import Any
 
 from ..kv.places import places_of
 from ..problems import DecodeProblem
+from ..problems.decode import box_rows
 from .attn_fwd_sm90 import PANEL, mapped
 from .host_struct import Arguments, At
 from .structs import MLA_DECODE
-
-#: Keys of a block, and rows in one page from which on a tensor map brings them.
-_KEYS, _FEWEST = 64, 8
 
 
 def arguments(values: dict[str, object], problem: DecodeProblem, slot_rows: int, *, has_map: bool) -> Arguments:
@@ -25,7 +23,7 @@ def arguments(values: dict[str, object], problem: DecodeProblem, slot_rows: int,
     slot_rows : int
         Query rows of all blocks.
     has_map : bool
-        The kernel is Hopper's, which has use for a tensor map.
+        The kernel copies by TMA.
     """
     rows = box_rows(problem) if has_map else 0
     packed: dict[str, Any] = {f"decode.{name}": x for name, x in values.items()}
@@ -38,18 +36,6 @@ def arguments(values: dict[str, object], problem: DecodeProblem, slot_rows: int,
         "listed_tokens": max(problem.tokens, 1),
     }
     return MLA_DECODE.pack(packed)
-
-
-def box_rows(problem: DecodeProblem) -> int:
-    """Rows that one copy brings: a power of two, of which whole ones are in a page; 0: threads copy.
-
-    Blocks of keys begin at multiples of 64 keys, so that the only page of a sequence has any number of rows.
-    """
-    if not problem.tensor_maps or problem.topk or problem.cache.k_format.quantized:
-        return 0
-    size = problem.block_size
-    rows = _KEYS if problem.table_columns <= 1 else min(size & -size, _KEYS)
-    return rows if rows >= _FEWEST else 0
 
 
 def _map(problem: DecodeProblem, rows: int) -> Any:

@@ -144,6 +144,22 @@ class DecodeProblem:
         return tuple(wanted)
 
 
+#: Keys of a block of Hopper's kernel over latent caches, and rows in one page from which on a tensor map brings them.
+_LATENT_KEYS, _FEWEST_ROWS = 64, 8
+
+
+def box_rows(problem: DecodeProblem) -> int:
+    """Rows of a latent cache that one copy by TMA brings: a power of two, of which whole ones are in a page; 0: none.
+
+    Blocks of keys begin at multiples of 64 keys, so that the only page of a sequence has any number of rows.
+    """
+    if not problem.tensor_maps or problem.topk or problem.cache.k_format.quantized:
+        return 0
+    size = problem.block_size
+    rows = _LATENT_KEYS if problem.table_columns <= 1 else min(size & -size, _LATENT_KEYS)
+    return rows if rows >= _FEWEST_ROWS else 0
+
+
 @dataclass(frozen=True, slots=True)
 class DecodeSplit:
     """How the keys of a pass are divided.

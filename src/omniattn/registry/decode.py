@@ -215,7 +215,7 @@ def has_latent_row(dtype: str, fmt: str) -> bool:
     return fmt != "latent_656" or dtype == "bfloat16"
 
 
-def latent_row(dtype: str, fmt: str) -> KernelSpec:
+def latent_row(dtype: str, fmt: str, *, by_maps: bool = False) -> KernelSpec:
     """One ``mla_decode_sm90`` kernel: over a latent cache, which all query heads share.
 
     Parameters
@@ -223,6 +223,8 @@ def latent_row(dtype: str, fmt: str) -> KernelSpec:
     dtype : str
     fmt : str
         A key of `LATENT_FORMATS`.
+    by_maps : bool
+        TMA copies rows, in 16 bits and of pages with several in a row; else threads copy each row.
     """
     short, tag = IO_TYPES[dtype]
     width, width_v = LATENT_DIMS
@@ -231,7 +233,7 @@ def latent_row(dtype: str, fmt: str) -> KernelSpec:
     exact = 3 * panels * 64 * 128 + (4 * 6 + 2) * LATENT_ROWS + 8 * (2 * panels + 6) + 4 * (threads // 32 + _SCAN_WORDS)
     smem_bytes = _up(exact, 1024)
     return KernelSpec(
-        name=f"mla_decode_sm90_{short}_d{width}v{width_v}{fmt.removeprefix('latent')}",
+        name=f"mla_decode_sm90_{short}_d{width}v{width_v}{fmt.removeprefix('latent')}{'_tma' if by_maps else ''}",
         family="mla_decode_sm90",
         op="latent_decode",
         source="entry/mla_decode_sm90.cu",
@@ -241,11 +243,13 @@ def latent_row(dtype: str, fmt: str) -> KernelSpec:
             ("HEAD_DIM", str(width)),
             ("HEAD_DIM_V", str(width_v)),
             ("CACHE_FORMAT", str(LATENT_FORMATS[fmt])),
+            ("BY_MAPS", str(int(by_maps))),
             ("SMEM_BYTES", str(smem_bytes)),
         ),
         dtype=dtype,
         head_dim=width,
         own_head_dim_v=width_v,
+        tensor_maps=by_maps,
         block_m=LATENT_ROWS,
         block_n=64,
         num_warps=threads // 32,
@@ -401,6 +405,7 @@ def decode_rows() -> Iterator[KernelSpec]:
             yield combine_row(dtype, head_dim, n_tiles, row_warps)
         yield dequantize_row(dtype, head_dim)
     for dtype in ("float16", "bfloat16"):
+        yield latent_row(dtype, "latent", by_maps=True)
         yield from (latent_row(dtype, fmt) for fmt in LATENT_FORMATS if has_latent_row(dtype, fmt))
         yield latent_combine_row(dtype)
     yield rounds_row()

@@ -123,18 +123,20 @@ def latent_kind(k: KVFormat) -> str:
 
 
 def select_latent(
-    dtype: str, k: KVFormat, rows: int, target: Target, force: str | None = None
+    dtype: str, k: KVFormat, rows: int, target: Target, force: str | None = None, *, by_maps: bool = False
 ) -> tuple[Selection, Selection]:
     """The kernels of one pass over a latent cache for so many query rows of a sequence, as `select_decode`'s.
 
-    Hopper has a kernel of its own, for 64 rows at a time; see `FEW_LATENT_ROWS`.
+    Hopper has kernels of its own, for 64 rows at a time; see `FEW_LATENT_ROWS`. by_maps: rows of the cache lie so that
+    TMA can copy them.
     """
     fmt = latent_kind(k)
     best = next((tile for tile in LATENT_TILES if tile >= rows), LATENT_TILES[-1])
     general = latent_sm80_row(dtype, fmt, best)
     able = [general, *(latent_sm80_row(dtype, fmt, tile) for tile in LATENT_TILES if tile != best)]
     if has_latent_row(dtype, fmt):
-        able.insert(1 if rows <= FEW_LATENT_ROWS else 0, latent_row(dtype, fmt))
+        at = 1 if rows <= FEW_LATENT_ROWS else 0
+        able[at:at] = [latent_row(dtype, fmt, by_maps=maps) for maps in ((True, False) if by_maps else (False,))]
     names = names_in(force)
     named = [row for row in able if row.name in names]
     main = next((row for row in named or able if fit(row, None, target) is None), general)
