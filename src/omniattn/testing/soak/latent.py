@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -42,6 +43,12 @@ def draw(d: Draw) -> dict[str, Any]:
     }
     if d.chance(0.2):
         facts["arrays"]["sinks"] = {"shape": (heads,), "dtype": "float32", "kind": "normal", "scale": 2.0}
+    facts["options"] = draw_options(d)
+    return facts
+
+
+def draw_options(d: Draw) -> dict[str, Any]:
+    """Options of a call over a latent cache."""
     options: dict[str, Any] = {"return_lse": True} if d.chance(0.7) else {}
     if d.chance(0.3):
         options["window"] = (d.pick((0, 5, 64, 300)), d.pick((0, -1)))
@@ -51,19 +58,36 @@ def draw(d: Draw) -> dict[str, Any]:
         options["softcap"] = d.pick((20.0, 1.0))
     if d.chance(0.2):
         options["deterministic"] = True
-    facts["options"] = options
-    return facts
+    return options
 
 
 def check(m: Machine, problem: Problem) -> list[Grade]:
     """Run a problem."""
-    facts, options = problem.facts, problem.options()
-    stored = place_rows(m, problem)
+    facts, stored = problem.facts, place_rows(m, problem)
     arrays = {name: problem.place(m, name) for name in facts["arrays"] if name in ("q", "sinks")} | stored.placed
-    q = arrays["q"].array
-    lengths, width_v, q_len = facts["lengths"], facts["head_dims"][1], facts["q_len"]
     kind = omniattn.PagedKVCache if "block_size" in facts else omniattn.KVCache
-    cache = kind.from_arrays(arrays["k"].array, layout=facts["layout"], head_dim_v=width_v, **stored.options)
+    cache = kind.from_arrays(
+        arrays["k"].array, layout=facts["layout"], head_dim_v=facts["head_dims"][1], **stored.options
+    )
+    meant = stored.meant if facts["layout"] == "NHD" else stored.meant.swapaxes(1, 2)
+    return judged(m, problem, cache, arrays, lambda: meant, limits_of(m, problem))
+
+
+def judged(
+    m: Machine, problem: Problem, cache: Any, arrays: dict[str, Any], meant: Callable[[], Any], of: Any
+) -> list[Grade]:
+    """Decode a cache, and compare.
+
+    Parameters
+    ----------
+    arrays : dict
+        What was placed: q, perhaps sinks, and what must not change.
+    meant : callable
+        What the rows (blocks, tokens, 1, channels) stand for, asked when they have been read.
+    of : Limits
+    """
+    facts, options, q = problem.facts, problem.options(), arrays["q"].array
+    lengths, width_v, q_len = facts["lengths"], facts["head_dims"][1], facts["q_len"]
     table = table_of(problem)
     call: dict[str, Any] = {"seq_lens": m.place(np.array(lengths, np.int32), "int32", {}).array}
     if table is not None:
@@ -76,9 +100,8 @@ def check(m: Machine, problem: Problem) -> list[Grade]:
         return result if isinstance(result, tuple) else (result,)
 
     results, grades = unchanged(m, arrays, run)
-    rows = stored.meant if facts["layout"] == "NHD" else stored.meant.swapaxes(1, 2)
+    rows = meant()
     queries, sinks = m.f64(q), m.f64(arrays["sinks"].array) if "sinks" in arrays else None
-    of = limits_of(m, problem)
     scale = options.get("softmax_scale", facts["head_dims"][0] ** -0.5)
     rules = Rules(scale, options.get("softcap", 0.0), options.get("window", (-1, 0))[0], 0)
     o, o_bound = (m.zeros(*queries.shape[:3], width_v) for _ in range(2))

@@ -11,11 +11,9 @@ from omniattn.reference.e4m3 import decode_e4m3
 from omniattn.reference.kv_cache import decode_656
 from omniattn.testing.expected import Grade
 from omniattn.testing.rounding import round_to
-from omniattn.testing.soak import formulas, limits
+from omniattn.testing.soak import limits
 from omniattn.testing.soak.draw import Draw
-from omniattn.testing.soak.formulas import Keys, Rules
-from omniattn.testing.soak.judge import grade, repeated, truth, unchanged
-from omniattn.testing.soak.latent import table_of
+from omniattn.testing.soak.latent import draw_options, judged
 from omniattn.testing.soak.machines import Machine
 from omniattn.testing.soak.problem import Problem
 from omniattn.testing.soak.views import View
@@ -45,16 +43,7 @@ def draw(d: Draw) -> dict[str, Any]:
     }
     if d.chance(0.2):
         facts["arrays"]["sinks"] = {"shape": (heads,), "dtype": "float32", "kind": "normal", "scale": 2.0}
-    options: dict[str, Any] = {"return_lse": True} if d.chance(0.7) else {}
-    if d.chance(0.3):
-        options["window"] = (d.pick((0, 5, 64, 300)), d.pick((0, -1)))
-    if d.chance(0.3):
-        options["softmax_scale"] = d.pick((0.1, 0.02, -0.05))
-    if d.chance(0.2):
-        options["softcap"] = d.pick((20.0, 1.0))
-    if d.chance(0.2):
-        options["deterministic"] = True
-    facts["options"] = options
+    facts["options"] = draw_options(d)
     return facts
 
 
@@ -65,43 +54,14 @@ def _view(d: Draw) -> View:
 
 def check(m: Machine, problem: Problem) -> list[Grade]:
     """Run a problem."""
-    facts, options = problem.facts, problem.options()
+    facts = problem.facts
     arrays = {name: problem.place(m, name) for name in facts["arrays"]}
-    q, pool = arrays["q"].array, arrays["k"].array
-    lengths, width_v, q_len = facts["lengths"], facts["head_dims"][1], facts["q_len"]
-    kind = omniattn.PagedKVCache if "block_size" in facts else omniattn.KVCache
-    cache = _appended(m, problem, kind, pool)
-    table = table_of(problem)
-    call: dict[str, Any] = {"seq_lens": m.place(np.array(lengths, np.int32), "int32", {}).array}
-    if table is not None:
-        call["block_table"] = m.place(table, "int32", {}).array
-    if "sinks" in arrays:
-        call["sinks"] = arrays["sinks"].array
-
-    def run() -> tuple[Any, ...]:
-        result = getattr(omniattn, facts["function"])(q, cache, **call, **options)
-        return result if isinstance(result, tuple) else (result,)
-
-    results, grades = unchanged(m, arrays, run)
+    rows = arrays["k"].array
+    cache = _appended(m, problem, omniattn.PagedKVCache if "block_size" in facts else omniattn.KVCache, rows)
     in_codes = facts["appends"]["k_dtype"].startswith("fp8")
-    rows = m.number(_meant(m, problem, cache)) if in_codes else m.f64(pool)
-    queries, sinks = m.f64(q), m.f64(arrays["sinks"].array) if "sinks" in arrays else None
     of = limits.decode(problem.dtype, codes=False, value_codes=False, recent=False, cpu=m.on_cpu)
-    scale = options.get("softmax_scale", facts["head_dims"][0] ** -0.5)
-    rules = Rules(scale, options.get("softcap", 0.0), options.get("window", (-1, 0))[0], 0)
-    o, o_bound = (m.zeros(*queries.shape[:3], width_v) for _ in range(2))
-    lse, lse_bound = (m.zeros(len(lengths), queries.shape[2], q_len) for _ in range(2))
-    for b, n in enumerate(lengths):
-        own = rows[b] if table is None else rows[m.ints(table[b])].reshape(-1, 1, rows.shape[-1])
-        keys = own[:n].swapaxes(0, 1)
-        found = formulas.attend(m, Keys(queries[b].swapaxes(0, 1), keys, keys[..., :width_v], sinks=sinks), rules, of)
-        o[b], o_bound[b] = found.o.swapaxes(0, 1), found.o_bound.swapaxes(0, 1)
-        lse[b], lse_bound[b] = found.lse, found.lse_bound
-    grades.append(grade(m, "o", results[0], o, o_bound))
-    if len(results) > 1:
-        grades.append(grade(m, "lse", results[1], lse, lse_bound))
-    grades.append(truth("values", cache.v is None, "a latent cache has a plane of V"))
-    return [*grades, *repeated(m, results, run, 1)]
+    meant = (lambda: m.number(_meant(m, problem, cache))) if in_codes else (lambda: m.f64(rows))
+    return judged(m, problem, cache, arrays, meant, of)
 
 
 def _draw_own(d: Draw, facts: dict[str, Any]) -> dict[str, Any]:
