@@ -219,6 +219,7 @@ def _others(of: _Arrays, stream: Any) -> dict[str, Callable[[], Any]]:
         return made.q_int, made.k_int, made.k_mean, made.delta_s[..., :_LENGTH]  # what lies behind is padding
 
     packed_v = {name: lens[name] for name in ("cu_seqlens_k", "max_seqlen_k")}
+    top_lengths = of.int32(300, 0, 7, 64, 100, 299)
     return {
         "quantize_qk": lambda: contents(oa.quantize_qk(q, k, smooth_q=True)),
         "quantize_qk, packed": lambda: contents(oa.quantize_qk(rows_q, rows_k, **lens)),
@@ -227,7 +228,7 @@ def _others(of: _Arrays, stream: Any) -> dict[str, Callable[[], Any]]:
         "merge": lambda: oa.merge_states(a, lse[0], b, lse[1]),
         "merge into out": lambda: oa.merge_states(a, lse[0], b, lse[1], out=out.fill_(float("nan")), stream=stream),
         "index_logits": lambda: oa.index_logits(queries, keys, weights, k_scale=scale),
-        "top_k": lambda: oa.top_k(scores, 64, lengths=of.int32(300, 0, 7, 64, 100, 299)),
+        "top_k": lambda: oa.top_k(scores, 64, lengths=top_lengths),
         "backward": lambda: oa.attention_backward(do, q, k, v, o, lse_o, deterministic=True),
         "backward into arrays": lambda: oa.attention_backward(
             do, q, k, v, o, lse_o, dq=gradients[0], dk=gradients[1], dv=gradients[2], deterministic=True
