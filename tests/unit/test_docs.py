@@ -183,10 +183,9 @@ def test_code_of_the_page_about_latent_attention() -> None:
         topk_length=names["counts"], softmax_scale=names["scale"],
     )  # fmt: skip
     assert (eight.float() - latent.float()).norm() < 0.05 * latent.float().norm()
-    if hasattr(omniattn, "top_k"):
-        names |= {
-            "q_index": array(2, 1, 64, 128).to(torch.float8_e4m3fn), "weights": array(2, 64).float(),
-            "k_index": torch.zeros(6, 64, 1, 132, dtype=torch.uint8),
-        }  # fmt: skip
-        exec(indexed.replace("2048", "16").replace("block_size=64", "block_size=16"), names)
-        assert names["indices"].shape == (2, 16)
+    names |= {
+        "q_index": array(2, 1, 64, 128).to(torch.float8_e4m3fn), "weights": array(2, 64).float(),
+        "k_index": torch.zeros(6, 16, 1, 132, dtype=torch.uint8),
+    }  # fmt: skip
+    exec(indexed.replace("2048", "16"), names)
+    assert names["indices"].shape == (2, 16)
