@@ -150,7 +150,8 @@ OA_DEVICE void score_keys(const IndexLogitsParams& p, const IndexItem& item, Sha
     for (int32 tile = warpgroup; tile < tiles; tile += kConsumers) {
         const int32 stage = tile % kStages, key = begin + tile * kTile + own;
         mbarrier_wait(smem_addr_of(&s.full[stage]), (tile / kStages) & 1);
-        const float scale = load_shared_float(smem_addr_of(&s.scale[stage][own]));
+        // The exchange makes all lanes wait for their loads: lane 0 gives the stage back for the warp.
+        const float scale = __shfl_sync(0xffffffffu, load_shared_float(smem_addr_of(&s.scale[stage][own])), lane);
         float sum[kPair][2] = {};
         for (int32 unit = 0; unit < units; ++unit) {
             float acc[WIDTH / 2];
