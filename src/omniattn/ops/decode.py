@@ -60,12 +60,12 @@ def decode(
     cache : KVCache or PagedKVCache
         With these tokens appended already.
     seq_lens : array, (batch,), int32, on q's device
+        Required, but with ``indices``, which take its place.
         Tokens of each sequence, the new ones included: query i sees the keys j <= seq_lens[b] - q_len + i. Checked on
         the CPU; on a GPU that would need a synchronization, and lengths beyond the cache are taken as its end.
     block_table : array, (batch, max_blocks), int32, on q's device
         With a `PagedKVCache`: the block that holds tokens block_size * j and on of sequence b is block_table[b, j].
         Only the entries that seq_lens reaches are looked at.
-        Required, but for ``indices``.
     indices : array, (batch, q_len, topk), int32, on q's device
         With a latent cache, in the place of seq_lens and block_table: each query token attends to the rows of the cache
         that its list names, block * block_size + token (DeepSeek sparse attention, DeepSeek-V3.2 2025). Numbers below 0
@@ -131,6 +131,9 @@ def decode(
         return decode_listed(q, cache, (indices, topk_length, sinks, out), options, stream)
     if topk_length is not None:
         raise ArgumentError("topk_length", "None without indices", type(topk_length).__name__, function="decode")
+    if seq_lens is None:
+        expected = "an array, int32 of shape (batch,), or indices with a latent cache"
+        raise ArgumentError("seq_lens", expected, "NoneType", function="decode")
     said = (window, softmax_scale, softcap, return_lse, deterministic, shared_prefix)
     objects = (q, seq_lens, block_table, sinks, recent_slots, out)
     if compiling():
