@@ -281,7 +281,7 @@ class HalvedOConsumer {
     OA_DEVICE void release_q(int u) const {
         __syncwarp();
         // Not a predicate kept over a tile: they are short too.
-        if (in_register(lane_) == 0) mbarrier_arrive(bars_.q_empty + 8 * u);
+        if (u == 0 || in_register(lane_) == 0) mbarrier_arrive(bars_.q_empty + 8 * u);
     }
 
     // P from S, and the sums. Returns whether the base was raised, and O has to follow by alpha. between: called before

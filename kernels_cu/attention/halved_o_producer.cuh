@@ -68,7 +68,9 @@ struct HalvedOBarriers {
     OA_DEVICE void init() const {
         for (int u = 0; u < Layout::kUnitsK; ++u) {
             mbarrier_init(q_full + 8 * u, 1);
-            mbarrier_init(q_empty + 8 * u, 8);
+            // The first gives the tile's slot back as well: by each lane that reads it, as racecheck does not follow one
+            // that arrives for its warp.
+            mbarrier_init(q_empty + 8 * u, u == 0 ? 256 : 8);
         }
         ring.init(8);
         for (int group = 0; group < 2; ++group) {
