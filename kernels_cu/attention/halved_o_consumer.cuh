@@ -61,6 +61,8 @@ class HalvedOConsumer {
                 }
             }
             store(o);
+            // By each lane that has read it: racecheck does not follow one that arrives for its warp.
+            mbarrier_arrive(bars_.tile_empty + 8 * q_phase_);
             q_phase_ ^= 1;
         }
     }
@@ -281,7 +283,7 @@ class HalvedOConsumer {
     OA_DEVICE void release_q(int u) const {
         __syncwarp();
         // Not a predicate kept over a tile: they are short too.
-        if (u == 0 || in_register(lane_) == 0) mbarrier_arrive(bars_.q_empty + 8 * u);
+        if (in_register(lane_) == 0) mbarrier_arrive(bars_.q_empty + 8 * u);
     }
 
     // P from S, and the sums. Returns whether the base was raised, and O has to follow by alpha. between: called before

@@ -49,8 +49,8 @@ struct HalvedOStorage {
     alignas(16) uint8 rows[2][Layout::kRows];
     uint64 q_full[Layout::kUnitsK], q_empty[Layout::kUnitsK];
     uint64 full[Config::kStages], empty[Config::kStages];
-    uint64 p_full[2], p_empty[2];
-    HandedTile tiles[2];  // valid from q_full[0] of the tile to q_empty[0] of the next one
+    uint64 p_full[2], p_empty[2], tile_empty[2];
+    HandedTile tiles[2];  // valid from q_full[0] of the tile to its tile_empty
     SequenceRange sequences[Config::kVarlen ? 32 : 1];
 };
 
@@ -63,19 +63,19 @@ struct HalvedOBarriers {
     uint32 q_full = smem_addr_at(&Storage::q_full, base), q_empty = smem_addr_at(&Storage::q_empty, base);
     Ring<Config::kStages> ring{smem_addr_at(&Storage::full, base), smem_addr_at(&Storage::empty, base)};
     uint32 p_full = smem_addr_at(&Storage::p_full, base), p_empty = smem_addr_at(&Storage::p_empty, base);
+    uint32 tile_empty = smem_addr_at(&Storage::tile_empty, base);
 
     // One thread; a barrier of the cluster must follow.
     OA_DEVICE void init() const {
         for (int u = 0; u < Layout::kUnitsK; ++u) {
             mbarrier_init(q_full + 8 * u, 1);
-            // The first gives the tile's slot back as well: by each lane that reads it, as racecheck does not follow one
-            // that arrives for its warp.
-            mbarrier_init(q_empty + 8 * u, u == 0 ? 256 : 8);
+            mbarrier_init(q_empty + 8 * u, 8);
         }
         ring.init(8);
-        for (int group = 0; group < 2; ++group) {
+        for (int group = 0; group < 2; ++group) {  // or slot
             mbarrier_init(p_full + 8 * group, 1);  // and the bytes that the other CTA sends
             mbarrier_init(p_empty + 8 * group, 4);  // warps of the other CTA
+            mbarrier_init(tile_empty + 8 * group, 256);
         }
         fence_barrier_init();
     }
@@ -110,6 +110,7 @@ class HalvedOProducer {
         }
         if (lane == 0) {
             mbarrier_wait(bars_.q_empty, q_phase_ ^ 1);
+            wait_slot();
             smem_.tiles[q_phase_].m0 = kNoMoreTiles;
             mbarrier_arrive_expect_tx(bars_.q_full, 0);
         }
@@ -118,7 +119,7 @@ class HalvedOProducer {
   private:
     OA_DEVICE void take(const FwdTile& t) {
         const PairSteps steps(params_.fwd, t);
-        mbarrier_wait(bars_.q_empty, q_phase_ ^ 1);
+        wait_slot();
         smem_.tiles[q_phase_] = {t.batch_idx, t.head_idx,  t.m0,      t.q_begin,        t.seqlen_q,    t.k_begin,
                                  t.seqlen_k,  steps.first, steps.end, steps.full_first, steps.full_end};
         const bool is_empty = steps.is_empty();
@@ -131,8 +132,10 @@ class HalvedOProducer {
                 mbarrier_arrive_expect_tx(bars_.q_full + 8 * u, 0);
             }
         }
+        slot_phase_ ^= q_phase_;
         q_phase_ ^= 1;
     }
+    OA_DEVICE void wait_slot() const { mbarrier_wait(bars_.tile_empty + 8 * q_phase_, slot_phase_ ^ 1); }
 
     // K of a step comes with V of the step before.
     OA_DEVICE void copy_tile(const HandedTile& t) {
@@ -194,5 +197,5 @@ class HalvedOProducer {
     const int32 rank_;
     int32 kv_head_ = 0;
     RingState<Config::kStages> at_;
-    uint32 q_phase_ = 0;
+    uint32 q_phase_ = 0, slot_phase_ = 0;  // slot_phase_ turns with every other tile
 };

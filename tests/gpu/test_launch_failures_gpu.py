@@ -61,11 +61,13 @@ def test_more_local_memory_than_the_gpu_has() -> None:
     """What a nearly full GPU does to the first launch of any kernel that needs more than the launches before it."""
     properties = torch.cuda.get_device_properties(0)
     needed = LOCAL_BYTES * properties.max_threads_per_multi_processor * properties.multi_processor_count
-    if needed <= properties.total_memory:
-        pytest.skip("this GPU has local memory for every kernel")
     program, _ = _program("hungry")
+    taken = max(0, torch.cuda.mem_get_info()[0] - needed + (4 << 30))
+    filler = torch.empty(taken, dtype=torch.uint8, device="cuda")
     with pytest.raises(oa.errors.DriverError) as caught:
         _launch(program)
+    del filler
+    torch.cuda.empty_cache()
     text = str(caught.value)
     assert caught.value.call == "cuLaunchKernel", text
     assert "Launch: kernel hungry, grid (1, 1, 1), block (32, 1, 1), 0 bytes of dynamic shared memory" in text

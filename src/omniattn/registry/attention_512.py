@@ -21,7 +21,7 @@ def _attn_fwd_d512_sm90(head_dim: int, head_dim_v: int, stages: int, dtype: str,
     units = -(-head_dim // 128)
     # P that the other CTA sends, with base and sum of each row; behind the barriers two tiles, and 32 packed sequences.
     tiles_bytes = 256 * head_dim + 16384 * stages + 2 * (8192 + 512)
-    smem_bytes = -(-(tiles_bytes + 16 * (units + stages + 2) + 88 + (640 if varlen else 20)) // 1024) * 1024
+    smem_bytes = -(-(tiles_bytes + 16 * (units + stages + 3) + 88 + (640 if varlen else 20)) // 1024) * 1024
     return KernelSpec(
         name=f"attn_fwd_d512_sm90_{short}_d{head_dim}"
         + (f"v{head_dim_v}" if head_dim_v != head_dim else "")
