@@ -3,6 +3,7 @@
 #pragma once
 #include "attention/sinks.cuh"
 #include "attention/softmax.cuh"
+#include "attention/wide_products.cuh"
 #include "params/attn_fwd.cuh"
 #include "ptx/cvt.cuh"
 #include "ptx/types.cuh"
@@ -40,12 +41,12 @@ OA_DEVICE void store_partial_sums(const float (&m2)[2], const float (&l)[2], flo
 
 // Of attn_fwd_sm80 and attn_fwd_sm90: as store_partial_rows; with one split what is final, O and the LSE. Tile:
 // SplitTile or PackedTile. first: of the split's partial results, the row of the sequence's first query. o is used up.
-// kLse: not where the LSE is of other sums.
-template <typename Io, bool kLse = true, int kOutputs, typename Params, typename Tile>
+// kLse: not where the LSE is of other sums. kChannelWarps: warps with the same rows, of which this is channel_warp.
+template <typename Io, bool kLse = true, int kChannelWarps = 1, int kOutputs, typename Params, typename Tile>
 OA_DEVICE void store_split_rows(float (&o)[kOutputs], const float (&m2)[2], const float (&l)[2], const Params& params,
                                 const AttnFwdParams& p, const Tile& t, int32 num_splits, int64 first, int32 row,
-                                int lane) {
-    const bool is_final = num_splits == 1;
+                                int lane, int channel_warp = 0) {
+    const bool is_final = num_splits == 1, has_sums = channel_warp == 0 && (lane & 3) == 0;
     // A loop, for which the second row's O moves: every split row has this code, and wheels carry a hundred of them.
 #pragma unroll 1
     for (int r = 0; r < 2; ++r) {
@@ -62,21 +63,21 @@ OA_DEVICE void store_split_rows(float (&o)[kOutputs], const float (&m2)[2], cons
                     finish_row(top, sum, exists ? sink_log2<Io>(p.sinks, p.sinks_kind, head) : neg_inf());
                 scale = result.o_scale;
                 to = p.o + t.batch_idx * p.o_stride_b + query * p.o_stride_s + head * p.o_stride_h + 2 * (lane & 3);
-                if (kLse && p.lse != nullptr && (lane & 3) == 0)
+                if (kLse && p.lse != nullptr && has_sums)
                     p.lse[t.batch_idx * p.lse_stride_b + head * p.lse_stride_h + query] = result.lse;
             } else {
                 partial = params.partial_o + (first + at) * p.head_dim + 2 * (lane & 3);
-                if ((lane & 3) == 0)
-                    *reinterpret_cast<float2*>(params.partial_ml + 2 * (first + at)) = make_float2(top, sum);
+                if (has_sums) *reinterpret_cast<float2*>(params.partial_ml + 2 * (first + at)) = make_float2(top, sum);
             }
 #pragma unroll
             for (int d = 0; d < kOutputs / 4; ++d) {
-                if (d * 8 >= p.head_dim) break;
+                const int channel = channel_chunk<kChannelWarps>(d, channel_warp) * 8;
+                if (channel >= p.head_dim) break;
                 const float2 x = make_float2(o[4 * d] * scale, o[4 * d + 1] * scale);
                 if (is_final)
-                    *reinterpret_cast<uint32*>(to + d * 8) = pack2(Io{}, x.x, x.y);
+                    *reinterpret_cast<uint32*>(to + channel) = pack2(Io{}, x.x, x.y);
                 else
-                    *reinterpret_cast<float2*>(partial + d * 8) = x;
+                    *reinterpret_cast<float2*>(partial + channel) = x;
             }
         }
 #pragma unroll

@@ -9,6 +9,11 @@
 
 // Warps that have the same rows.
 OA_DEVICE constexpr int channel_warps(int head_dim) { return head_dim > 256 ? 2 : 1; }
+// Which chunk of 8 channels of a row is number `own` of one of kWarps warps that have panels of it in turn.
+template <int kWarps>
+OA_DEVICE constexpr int channel_chunk(int own, int channel_warp) {
+    return kWarps == 1 ? own : (own >> 3) * (8 * kWarps) + channel_warp * 8 + (own & 7);
+}
 
 // S = A B^T of 16 rows of A and kColumns rows of B, 8 or a multiple of 16, over the channels of both.
 template <typename Io, int kRowsA, int kRowsB, int kHeadDim, int kColumns>

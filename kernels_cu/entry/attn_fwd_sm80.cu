@@ -70,7 +70,7 @@ struct Config {
     static_assert(kBlockM * kChannelWarps == kMTiles * kWarps * 16 && kBlockN % 16 == 0 && kHeadDim % 32 == 0,
                   "whole MMA tiles");
     static_assert(kStages == 1 || kStages == 2, "single or double buffer");
-    static_assert(!kIsWide || (kStages == 1 && kMTiles == 1 && kOwnHeadDimV && !kQInRegisters && !kSplitKeys),
+    static_assert(!kIsWide || (kStages == 1 && kMTiles == 1 && kOwnHeadDimV && !kQInRegisters),
                   "scores are exchanged at the second barrier of a tile");
 };
 
@@ -220,11 +220,6 @@ OA_DEVICE void exp_and_mma_pv(Scores& s, Output& o, OnlineSoftmax<Config::kMTile
     }
 }
 
-// Which chunk of 8 channels of a row the warp's number `own` is.
-OA_DEVICE int chunk_of(int own, int channel_warp) {
-    return Config::kIsWide ? (own >> 3) * (8 * Config::kChannelWarps) + channel_warp * 8 + (own & 7) : own;
-}
-
 // O / l through shared memory (the rows of Q that only this warp has read; two warps with the same rows are done with
 // them since the last barrier) to 16-byte stores, and the LSE. warp_idx: of those with rows of their own.
 OA_DEVICE void epilogue(Output& o, OnlineSoftmax<Config::kMTiles>& softmax, const AttnFwdParams& p, const FwdTile& t,
@@ -248,8 +243,9 @@ OA_DEVICE void epilogue(Output& o, OnlineSoftmax<Config::kMTiles>& softmax, cons
             for (int d = 0; d < Config::kDTiles; ++d) {
                 uint32 packed =
                     pack2(Config::Io{}, o[i][4 * d + 2 * r] * res.o_scale, o[i][4 * d + 2 * r + 1] * res.o_scale);
-                *reinterpret_cast<uint32*>(q_smem + QTile::offset(row, chunk_of(d, channel_warp)) + (lane & 3) * 4) =
-                    packed;
+                *reinterpret_cast<uint32*>(q_smem +
+                                           QTile::offset(row, channel_chunk<Config::kChannelWarps>(d, channel_warp)) +
+                                           (lane & 3) * 4) = packed;
             }
         }
     __syncwarp();
@@ -257,7 +253,8 @@ OA_DEVICE void epilogue(Output& o, OnlineSoftmax<Config::kMTiles>& softmax, cons
     constexpr int kChunks = Config::kDTiles;
 #pragma unroll
     for (int at = 0; at < kWarpRows * kChunks; at += 32) {
-        int row = (at + lane) / kChunks, chunk = chunk_of((at + lane) % kChunks, channel_warp);
+        int row = (at + lane) / kChunks,
+            chunk = channel_chunk<Config::kChannelWarps>((at + lane) % kChunks, channel_warp);
         if (warp_row + row < t.seqlen_q && chunk * 8 < p.head_dim) {
             uint4 data = *reinterpret_cast<const uint4*>(q_smem + QTile::offset(warp_idx * kWarpRows + row, chunk));
             *reinterpret_cast<uint4*>(go + int64(warp_row + row) * p.o_stride_s + chunk * 8) = data;
@@ -268,15 +265,16 @@ OA_DEVICE void epilogue(Output& o, OnlineSoftmax<Config::kMTiles>& softmax, cons
 // Partial results of a split, for attn_combine_sm80; what is final where there is one.
 template <typename P>
 OA_DEVICE void split_epilogue(Output& o, OnlineSoftmax<Config::kMTiles>& softmax, const P& params,
-                              const AttnFwdParams& p, const Tile& t, int warp_idx, int lane) {
+                              const AttnFwdParams& p, const Tile& t, int warp_idx, int channel_warp, int lane) {
     softmax.reduce_denominator();
     // Of packed sequences all rows are those of one batch.
     int64 head = (p.cu_seqlens_q == nullptr ? int64(t.batch_idx) * p.num_q_heads : 0) + t.head_idx;
     int64 first = (head * gridDim.y + blockIdx.y) * p.seqlen_q + t.q_begin;
 #pragma unroll
     for (int i = 0; i < Config::kMTiles; ++i)
-        store_split_rows<Config::Io>(o[i], softmax.m2[i], softmax.l[i], params, p, t, gridDim.y, first,
-                                     t.m0 + (warp_idx * Config::kMTiles + i) * 16, lane);
+        store_split_rows<Config::Io, true, Config::kChannelWarps>(
+            o[i], softmax.m2[i], softmax.l[i], params, p, t, gridDim.y, first,
+            t.m0 + (warp_idx * Config::kMTiles + i) * 16, lane, channel_warp);
 }
 
 using EverySteps = AllSteps<Config, Tile, Keys>;
@@ -466,7 +464,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, MIN_CTAS) attn_fw
         }
     }
     if constexpr (Config::kSplitKeys)
-        split_epilogue(o, softmax, params, p, t, warp_idx, lane);
+        split_epilogue(o, softmax, params, p, t, row_warp, channel_warp, lane);
     else
         epilogue(o, softmax, p, t, smem.q, row_warp, channel_warp, lane);
 }

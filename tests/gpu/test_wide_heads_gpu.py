@@ -21,7 +21,7 @@ DTYPES = ["float16", "bfloat16"]
 #: Of P and O rounded to 16 bits.
 ERROR = {"float16": 4e-3, "bfloat16": 2e-2}
 #: Endings of the names of tiles.
-FORWARD = ["", "_m32", "_n64"]
+FORWARD = ["", "_m32", "_n64", "_split", "_m32_split"]
 BACKWARD = ["", "_s1", "_m16"]
 DQ = ["", "_n16", "_m32"]
 
@@ -107,7 +107,8 @@ def options_of(dtype: str, batch: int = 2, heads: int = 6, sq: int = 131, sk: in
 def forward_tile(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """What selection chooses, and each tile."""
     if request.param != "chosen":
-        others = rows("attn_fwd_sm80", "") if request.param == "_n64" else ""  # which has no scores one by one
+        # Without scores one by one, and without packed sequences and pages.
+        others = rows("attn_fwd_sm80", "") if request.param in ("_n64", "_split", "_m32_split") else ""
         monkeypatch.setenv("OMNIATTN_FORCE_KERNEL", f"{rows('attn_fwd_sm80', request.param)},{others}".strip(","))
     return str(request.param)
 
@@ -125,7 +126,7 @@ def test_forward(dims: tuple[int, int], dtype: str, forward_tile: str) -> None:
         check_lse(lse, wanted_lse, name)
 
 
-@pytest.mark.parametrize(("sq", "sk"), [(1, 1), (1, 300), (33, 17), (64, 32), (65, 0), (300, 70)])
+@pytest.mark.parametrize(("sq", "sk"), [(1, 1), (1, 300), (33, 17), (64, 32), (65, 0), (300, 70), (5, 4000)])
 def test_lengths(sq: int, sk: int, forward_tile: str) -> None:
     q, k, v = tensors((512, 320), "bfloat16", sq=sq, sk=sk)
     for causal in (False, True):

@@ -90,6 +90,7 @@ _FWD_SM80_SPLIT_TILES: tuple[_FwdTile, ...] = (
     _FwdTile(128, 64, 64, 4, 2, False, 2),
     _FwdTile(192, 64, 64, 4, 1, False, 2),
     _FwdTile(256, 64, 32, 4, 1, False, 2),
+    *_FWD_SM80_WIDE_MODS_TILES,
 )
 
 
