@@ -256,6 +256,7 @@ def _main_sm80(split: _Split, partial: dict[str, At | None], masks: MaskPlaces |
     blocks = num_m_blocks(told, spec.block_m)
     tiles = blocks * told.num_q_heads * (1 if problem.varlen else problem.batch)
     values, layout = forward_values(told, blocks, mask_extent=(rows * split.pack_gqa.pack, keys)), ATTN_FWD_SPLIT_SM80
+    values["head_dim_qk"] = told.head_dim if spec.other_head_dim_v else 0
     if spec.score_mods:
         layout = ATTN_FWD_SPLIT_MODS_SM80
         memory = dict(zip(("mask_first_byte", "mask_end_byte"), memory_of(problem), strict=True))
