@@ -22,6 +22,12 @@ OA_DEVICE KeySpan key_span<kAllRows>(const DecodeParams& p, int32 b) {
     return s;
 }
 
+// Not where most workers only go on with a sequence: beginning few of them costs nobody much, and chunks are few.
+template <>
+OA_DEVICE int32 begin_chunks<kAllRows>(const DecodeParams& p) {
+    return p.fixed_splits != 0 || 4 * int64(p.batch) < 3 * int64(p.num_workers) ? 0 : 2;
+}
+
 // Of a row that is done: LSE, and the largest score, `maximum` in base-2 units.
 OA_DEVICE void note_row(const MlaDecodeParams& params, int32 sequence, int32 head, int32 first, int32 token,
                         float maximum, float lse) {
@@ -36,6 +42,14 @@ OA_DEVICE void note_row(const MlaDecodeParams& params, int32 sequence, int32 hea
     if (p.lse != nullptr) p.lse[place] = lse;
     if (params.row_max != nullptr) params.row_max[place] = maximum <= kLowest ? neg_inf() : maximum * kLn2;
 }
+
+// Partial results: in each 16 channels those come first that the first lane of a quad has of two blocks of 8 columns of
+// an accumulator, and so on: channel 8 x + 2 q + y of them is in place 4 q + 2 x + y. Nobody has to exchange anything.
+OA_DEVICE float4 pair_of_blocks(const float* o, int r) {
+    return make_float4(o[2 * r], o[2 * r + 1], o[4 + 2 * r], o[4 + 2 * r + 1]);
+}
+// The first of the channels in 4 places from `place` on; the others are behind it by 1, 8 and 9.
+OA_DEVICE int32 channel_of_place(int32 place) { return (place & ~15) + (place & 15) / 2; }
 
 // What the block table says of a key of a list: the number of a row, or none.
 constexpr uint32 kNoRow = ~0u;

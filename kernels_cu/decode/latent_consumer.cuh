@@ -15,9 +15,6 @@
 #include "ptx/wgmma_bf16.cuh"
 #include "ptx/wgmma_fp16.cuh"
 
-// Named barriers: P of even and of odd blocks is there; both warpgroups are done with a split; each by itself.
-enum LatentBarrier : int32 { kEvenP = 1, kOddP = 2, kSplitEnd = 3, kAlone = 4 };
-
 // Warpgroup kOwn of the two that compute.
 template <typename Config, int kOwn>
 class LatentConsumer {
@@ -37,11 +34,12 @@ class LatentConsumer {
           k_(wgmma_descriptor(smem_addr_of(smem.k[0]), 16, 1024)),
           v_(wgmma_descriptor(smem_addr_of(smem.k[0]) + kOwn * Config::kHalfPanels * kPanelBytes, kPanelBytes, 1024)) {}
 
-    OA_DEVICE void run(SplitCursor<Config> cursor, const Partition& partition) {
-        LatentSplit split;
-        for (uint32 number = 0; cursor.next(p_, partition, split); ++number) {
-            begin(split);
+    OA_DEVICE void run() {
+        for (uint32 number = 0;; ++number) {
             mbarrier_wait(smem_addr_of(&smem_.q_full), number & 1);
+            const LatentSplit split = smem_.splits[number & 3];
+            if (!__any_sync(0xffffffffu, split.blocks > 0)) return;
+            begin(split);
             fence_proxy_async();
             if (kOwn >= split.blocks) release(smem_.q_empty);
             if constexpr (kOwn == 0) {
@@ -354,31 +352,50 @@ class LatentConsumer {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             const int32 flat = int32(blockIdx.x) * Config::kRows + row_ + 8 * r, token = token_of(p_, flat);
-            if (token >= split.queries.count) continue;
+            const bool exists = token < split.queries.count;
             const int32 head = flat - token * p_.group;
             const float l = smem_.l[which][0][row_ + 8 * r] + smem_.l[which][1][row_ + 8 * r];
-            const int32 column = kOwn * (Config::kHeadDimV / 2) + 2 * (lane_ & 3);
+            const int32 column = kOwn * (Config::kHeadDimV / 2);
             if (split.slot < 0) {
-                const RowResult result =
-                    finish_row(m_[r], l, sink_log2<typename Config::Io>(p_.sinks, p_.sinks_kind, head));
-                if (kOwn == 0 && (lane_ & 3) == 0)
+                const float sink = exists ? sink_log2<typename Config::Io>(p_.sinks, p_.sinks_kind, head) : neg_inf();
+                const RowResult result = finish_row(m_[r], l, sink);
+                if (kOwn == 0 && (lane_ & 3) == 0 && exists)
                     note_row(params_, split.sequence, head, split.queries.first, token, m_[r], result.lse);
                 uint16* to = p_.o + split.sequence * p_.o_stride_b + (split.queries.first + token) * p_.o_stride_s +
                              head * p_.o_stride_h + column;
-#pragma unroll
-                for (int n = 0; n < kOutput / 4; ++n)
-                    *reinterpret_cast<uint32*>(to + 8 * n) =
-                        pack2(typename Config::Io{}, o_[4 * n + 2 * r] * result.o_scale,
-                              o_[4 * n + 2 * r + 1] * result.o_scale);
+                store_final(to, r, result.o_scale, exists);
             } else {
                 const int64 row = int64(split.slot) * params_.slot_rows + flat;
-                if (kOwn == 0 && (lane_ & 3) == 0)
+                if (kOwn == 0 && (lane_ & 3) == 0 && exists)
                     *reinterpret_cast<float2*>(p_.partial_ml + 2 * row) = make_float2(m_[r], l);
-                float* to = p_.partial_o + row * Config::kHeadDimV + column;
+                float* to = p_.partial_o + row * Config::kHeadDimV + column + 4 * (lane_ & 3);
+                if (exists)
 #pragma unroll
-                for (int n = 0; n < kOutput / 4; ++n)
-                    *reinterpret_cast<float2*>(to + 8 * n) = make_float2(o_[4 * n + 2 * r], o_[4 * n + 2 * r + 1]);
+                    for (int n = 0; n < kOutput / 4; n += 2)
+                        *reinterpret_cast<float4*>(to + 8 * n) = pair_of_blocks(&o_[4 * n], r);
             }
+        }
+    }
+    // The lane's row r of this warpgroup's channels, from `to` on: a quad exchanges words of four blocks of 8 channels,
+    // so that each lane stores 16 bytes, one block.
+    OA_DEVICE void store_final(uint16* to, int r, float scale, bool exists) const {
+        const int32 own = lane_ & 3;
+        const bool odd = own & 1, upper = own & 2;
+#pragma unroll
+        for (int n = 0; n < kOutput / 4; n += 4) {
+            uint32 w[4];
+#pragma unroll
+            for (int j = 0; j < 4; ++j)
+                w[j] =
+                    pack2(typename Config::Io{}, o_[4 * (n + j) + 2 * r] * scale, o_[4 * (n + j) + 2 * r + 1] * scale);
+            const uint32 x0 = __shfl_xor_sync(0xffffffffu, odd ? w[0] : w[1], 1);
+            const uint32 x1 = __shfl_xor_sync(0xffffffffu, odd ? w[2] : w[3], 1);
+            const uint32 a0 = odd ? x0 : w[0], a1 = odd ? w[1] : x0, b0 = odd ? x1 : w[2], b1 = odd ? w[3] : x1;
+            const uint32 y0 = __shfl_xor_sync(0xffffffffu, upper ? a0 : b0, 2);
+            const uint32 y1 = __shfl_xor_sync(0xffffffffu, upper ? a1 : b1, 2);
+            if (exists)
+                *reinterpret_cast<uint4*>(to + 8 * (n + own)) =
+                    upper ? make_uint4(y0, y1, b0, b1) : make_uint4(a0, a1, y0, y1);
         }
     }
 

@@ -10,6 +10,11 @@
 #include "ptx/mbarrier.cuh"
 #include "ptx/tma.cuh"
 #include "ptx/types.cuh"
+#include "ptx/warpgroup.cuh"
+
+// Named barriers: P of even and of odd blocks is there; both warpgroups are done with a split; each by itself; those
+// that copy.
+enum LatentBarrier : int32 { kEvenP = 1, kOddP = 2, kSplitEnd = 3, kAlone = 4, kProducersOnly = 6 };
 
 constexpr uint32 kPanelBytes = 64 * 128;  // 64 rows of 64 channels
 
@@ -23,6 +28,11 @@ struct LatentStorage {
     uint64 full[2][Config::kPanels];  // a buffer's panels
     uint64 empty[2][2];  // a buffer's first and second half, as they are copied
     uint64 q_full, q_empty;
+    // By the first thread, which alone walks over the splits, up to two ahead of the consumers: split n is in place
+    // n % 4. Behind the last one there is one of no blocks.
+    LatentSplit splits[4];
+    SplitCursor<Config> cursor;
+    int32 chunks;  // of all sequences
     uint8 listed[2][Config::kKeys];  // whether a list has the key of a buffer's row
     ScanStorage<Config::kThreads> scan;
 };
@@ -40,6 +50,10 @@ struct Rounds {
     OA_DEVICE void advance(int buffer) { parities ^= 1u << buffer; }
 };
 
+// Threads that copy Q; of one of them q_full has another arrival, with what it says of the split.
+template <typename Config>
+constexpr uint32 kQueryArrivals = Config::kProducers - (Config::kByMaps ? 32 : 0);
+
 // The producer warps: all of them bring each half of a block, in the order in which halves become free.
 template <typename Config>
 class LatentProducer {
@@ -50,18 +64,25 @@ class LatentProducer {
     OA_DEVICE LatentProducer(const MlaDecodeParams& p, LatentStorage<Config>& smem)
         : params_(p), p_(p.decode), smem_(smem), chunk_(int32(threadIdx.x) & 7), row_(int32(threadIdx.x) >> 3) {}
 
-    OA_DEVICE void run(SplitCursor<Config> cursor, const Partition& partition) {
-        LatentSplit split;
-        for (uint32 number = 0; cursor.next(p_, partition, split); ++number) {
-            if constexpr (!Config::kByMaps) load_entries(split, 0), load_places(split, 0);
-            mbarrier_wait(smem_addr_of(&smem_.q_empty), (number & 1) ^ 1);
-            copy_queries(split);
-            mbarrier_arrive_after_copies(smem_addr_of(&smem_.q_full));
+    OA_DEVICE void run() {
+        for (uint32 number = 0;; ++number) {
+            LatentSplit& split = smem_.splits[number & 3];
+            if (threadIdx.x == 0 && !smem_.cursor.next(p_, Partition(smem_.chunks, p_), split)) split.blocks = 0;
+            named_barrier_sync(kProducersOnly, Config::kProducers);
+            const bool exists = split.blocks > 0;
+            if (Config::kByMaps && threadIdx.x < 32) {
+                if (!exists) return;
+                copy_by_maps(split);
+                continue;
+            }
+            // Ahead of the wait for Q's place: this is read from global memory.
+            if constexpr (!Config::kByMaps)
+                if (exists) load_entries(split, 0), load_places(split, 0);
+            copy_queries(split, number);
+            if (!exists) return;
             if constexpr (Config::kFormat != kRows16) {
                 convert_blocks(split);
-            } else if constexpr (Config::kByMaps) {
-                if (threadIdx.x < 32) copy_by_maps(split);
-            } else {
+            } else if constexpr (!Config::kByMaps) {
                 for (int32 block = 0; block < split.blocks; ++block) copy_block(split, block);
             }
         }
@@ -72,20 +93,33 @@ class LatentProducer {
     // In a panel, swizzled.
     OA_DEVICE uint32 place(int i) const { return row(i) * 128 + ((chunk_ ^ (row(i) & 7)) << 4); }
 
-    OA_DEVICE void copy_queries(const LatentSplit& split) const {
-        const uint32 to = smem_addr_of(smem_.q);
-#pragma unroll
-        for (int i = 0; i < kSteps; ++i) {
-            const int32 flat = int32(blockIdx.x) * Config::kRows + row(i), token = token_of(p_, flat);
+    // Q, and what consumers are told of the split. By the warps that have nothing else to do if TMA copies keys, each a
+    // part of the panels; else by all. Loops stay loops: at the kernel's begin every instruction comes from far away.
+    OA_DEVICE void copy_queries(const LatentSplit& split, uint32 number) const {
+        constexpr int kWarps = kQueryArrivals<Config> / 32,
+                      kOwnPanels = Config::kByMaps ? Config::kPanels / kWarps : Config::kPanels;
+        // With rows in 8 bits the loop would take the registers that codes wait in.
+        constexpr int kUnroll = Config::kFormat == kRows16 ? 1 : kSteps;
+        static_assert(!Config::kByMaps || Config::kPanels % kWarps == 0, "whole panels of a warp");
+        mbarrier_wait(smem_addr_of(&smem_.q_empty), (number & 1) ^ 1);
+        if (threadIdx.x == Config::kProducers - 32) mbarrier_arrive(smem_addr_of(&smem_.q_full));
+        const int first = Config::kByMaps ? (int32(threadIdx.x) / 32 - 1) * kOwnPanels : 0;
+        const uint32 to = smem_addr_of(smem_.q) + first * kPanelBytes;
+        const int32 stop = split.blocks > 0 ? Config::kRows : 0;
+#pragma unroll kUnroll
+        for (int32 own = Config::kByMaps ? row_ & 3 : row_; own < stop; own += Config::kByMaps ? 4 : kRowsAtOnce) {
+            const int32 flat = int32(blockIdx.x) * Config::kRows + own, token = token_of(p_, flat);
             const bool exists = token < split.queries.count;
             const uint16* from = p_.q;
             if (exists)
                 from += split.sequence * p_.q_stride_b + (split.queries.first + token) * p_.q_stride_s +
-                        (flat - token * p_.group) * p_.q_stride_h;
+                        (flat - token * p_.group) * p_.q_stride_h + first * 64 + chunk_ * 8;
+            const uint32 place = to + own * 128 + ((chunk_ ^ (own & 7)) << 4);
 #pragma unroll
-            for (int panel = 0; panel < Config::kPanels; ++panel)
-                cp_async_16(to + panel * kPanelBytes + place(i), from + panel * 64 + chunk_ * 8, exists ? 16 : 0);
+            for (int panel = 0; panel < kOwnPanels; ++panel)
+                cp_async_16(place + panel * kPanelBytes, from + panel * 64, exists ? 16 : 0);
         }
+        mbarrier_arrive_after_copies(smem_addr_of(&smem_.q_full));
     }
 
     // Where the rows of a block are. What tables say, in global memory, is asked for a block before.

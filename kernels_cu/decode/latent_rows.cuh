@@ -26,19 +26,22 @@ struct SplitCursor {
     OA_DEVICE bool next(const DecodeParams& p, const Partition& partition, LatentSplit& split) {
         while (at < end) {
             const KeySpan span = key_span<kAllRows>(p, sequence);
-            if (at >= before + span.chunks) {
-                before += span.chunks;
+            const int32 first = before + begin_chunks<kAllRows>(p);
+            if (at >= first + span.chunks || span.chunks == 0) {
+                if (span.chunks > 0) before = first + span.chunks;
                 ++sequence;
                 continue;
             }
-            const int32 stop = p.fixed_splits ? at + 1 : min_of(end, before + span.chunks);
+            if (at < first) at = first;
+            if (at >= end) break;
+            const int32 stop = p.fixed_splits ? at + 1 : min_of(end, first + span.chunks);
             split.sequence = sequence;
-            split.begin = span.begin + ((at - before) << p.chunk_log2);
-            split.end = min_of<int64>(span.end, span.begin + (int64(stop - before) << p.chunk_log2));
+            split.begin = span.begin + ((at - first) << p.chunk_log2);
+            split.end = min_of<int64>(span.end, span.begin + (int64(stop - first) << p.chunk_log2));
             split.blocks = (split.end - split.begin + Config::kKeys - 1) / Config::kKeys;
             split.seq_len = span.seq_len;
             split.queries = span.queries;
-            split.slot = stop - at == span.chunks ? -1 : partial_slot(p, partition, blockIdx.y, before, at);
+            split.slot = stop - at == span.chunks ? -1 : partial_slot(p, partition, blockIdx.y, first, at);
             at = stop;
             // Blocks of rows that this sequence has not.
             if (int32(blockIdx.x) * Config::kRows >= split.queries.count * p.group) continue;

@@ -294,11 +294,14 @@ class LatentWarps {
         } else {
             const int64 row = int64(split.slot) * params_.slot_rows + flat;
             if (first) *reinterpret_cast<float2*>(p_.partial_ml + 2 * row) = make_float2(top, l);
-            float* to = p_.partial_o + row * Config::kHeadDimV + column;
+            float* to = p_.partial_o + row * Config::kHeadDimV + (column & ~15) + 4 * (lane & 3);
 #pragma unroll
-            for (int n = 0; n < 8; ++n)
-                *reinterpret_cast<float2*>(to + 8 * n) =
-                    make_float2(o_[m][4 * n + 2 * r] * row_scale(), o_[m][4 * n + 2 * r + 1] * row_scale());
+            for (int n = 0; n < 8; n += 2) {
+                const float4 x = pair_of_blocks(&o_[m][4 * n], r);
+                const float scale = row_scale();
+                *reinterpret_cast<float4*>(to + 8 * n) =
+                    make_float4(x.x * scale, x.y * scale, x.z * scale, x.w * scale);
+            }
         }
     }
 

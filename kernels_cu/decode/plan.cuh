@@ -48,6 +48,13 @@ OA_DEVICE KeySpan key_span(const DecodeParams& p, int32 b) {
     return s;
 }
 
+// What beginning a split costs, in chunks, where workers shall be even in time: so many chunks without keys are counted
+// in front of each segment's. Fixed splits are numbered by chunk and have none.
+template <int kRows>
+OA_DEVICE int32 begin_chunks(const DecodeParams&) {
+    return 0;
+}
+
 // Chunks of each worker (CTA): worker w has those from floor(w total / num_workers) on, so that sequences of equal
 // length end where workers end if each has a whole number of them. Workers without chunks come last: those of a segment
 // are consecutive.
@@ -99,7 +106,7 @@ struct Scan {
 
     OA_DEVICE static int32 chunks_of(const DecodeParams& p, int32 b) {
         const KeySpan span = key_span<kRows>(p, b);
-        return span.chunks * p.num_kv_heads * span.row_blocks;
+        return (span.chunks == 0 ? 0 : span.chunks + begin_chunks<kRows>(p)) * p.num_kv_heads * span.row_blocks;
     }
 
     // One CTA barrier.

@@ -23,8 +23,11 @@
 // buffer 0 the left half is warpgroup 1's alone once S is there, and the right half with P is released by warpgroup 2;
 // of buffer 1 the other way round: S begins with the half that is free first.
 //
-// Shared memory, bytes: Q [9][64 * 128] | K [2][9][64 * 128] | maxima, denominators, barriers, scan. Panels of 64
-// channels, 128-byte swizzle.
+// The first thread walks over the splits, and hands each one to all others in shared memory. Where TMA brings keys, one
+// warp asks for them and the other three copy Q, so that neither waits for the other.
+//
+// Shared memory, bytes: Q [9][64 * 128] | K [2][9][64 * 128] | maxima, denominators, barriers, splits, scan. Panels of
+// 64 channels, 128-byte swizzle.
 #include "decode/latent.cuh"
 #include "decode/latent_consumer.cuh"
 #include "decode/latent_copies.cuh"
@@ -69,13 +72,16 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, 1) mla_decode_sm9
     SharedStorage& smem = *reinterpret_cast<SharedStorage*>(smem_raw);
     const DecodeParams& p = params.decode;
     launch_dependents();  // decode_combine waits for the end of this kernel
-    if (threadIdx.x == 0) {
+    if (Config::kByMaps && threadIdx.x == 0) tma_prefetch(&params.map);
+    if (threadIdx.x == Config::kThreads - 32) {  // a warp that has to look at no sequence, unless there are many
+#pragma unroll 1
         for (int buffer = 0; buffer < 2; ++buffer) {
+#pragma unroll 1
             for (int panel = 0; panel < Config::kPanels; ++panel)
                 mbarrier_init(smem_addr_of(&smem.full[buffer][panel]), kFullArrivals);
             for (int half = 0; half < 2; ++half) mbarrier_init(smem_addr_of(&smem.empty[buffer][half]), 4);
         }
-        mbarrier_init(smem_addr_of(&smem.q_full), Config::kProducers);
+        mbarrier_init(smem_addr_of(&smem.q_full), kQueryArrivals<Config> + 1);
         mbarrier_init(smem_addr_of(&smem.q_empty), 8);
         fence_barrier_init();
     }
@@ -86,16 +92,17 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, 1) mla_decode_sm9
     if (cursor.at >= cursor.end) return;
     scan.locate(p, cursor.at, smem.scan);
     cursor.sequence = smem.scan.sequence, cursor.before = smem.scan.before;
+    if (threadIdx.x == 0) smem.cursor = cursor, smem.chunks = scan.total;
     const int32 warpgroup = __shfl_sync(0xffffffffu, int32(threadIdx.x) >> 7, 0);
     if (warpgroup == 0) {
         registers_release<Config::kProducerRegisters>();
-        LatentProducer<Config>(params, smem).run(cursor, partition);
+        LatentProducer<Config>(params, smem).run();
         return;
     }
     registers_claim<Config::kConsumerRegisters>();
     if (warpgroup == 1) {
-        LatentConsumer<Config, 0>(params, smem).run(cursor, partition);
+        LatentConsumer<Config, 0>(params, smem).run();
     } else {
-        LatentConsumer<Config, 1>(params, smem).run(cursor, partition);
+        LatentConsumer<Config, 1>(params, smem).run();
     }
 }

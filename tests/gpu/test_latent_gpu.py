@@ -102,10 +102,18 @@ def test_rows_and_blocks(heads: int, q_len: int, block_size: int, dtype: str) ->
     case.check(o, lse)
 
 
-@pytest.mark.parametrize("lengths", [(20000,), (300,) * 140, (1, 4096, 2, 777, 3000, 63)], ids=["one", "many", "mixed"])
-@pytest.mark.parametrize("heads", [16, 128])
-def test_keys_are_divided(lengths: tuple[int, ...], heads: int) -> None:
-    case = Filled(lengths, 64, heads)
+#: Of many sequences the plan counts what beginning one costs.
+_UNEVEN = (1, 0, 2100, 2, 777, 0, 3000, 63, 129, 128, 513, 5000)
+
+
+@pytest.mark.parametrize(
+    "lengths",
+    [(20000,), (300,) * 140, (1, 4096, 2, 777, 3000, 63), _UNEVEN * 2, _UNEVEN * 7],
+    ids=["one", "many", "mixed", "uneven", "many uneven"],
+)
+@pytest.mark.parametrize(("heads", "block_size"), [(16, 64), (128, 64), (128, 1)])
+def test_keys_are_divided(lengths: tuple[int, ...], heads: int, block_size: int) -> None:
+    case = Filled(lengths, block_size, heads)
     case.check(*oa.decode(case.q, case.cache, seq_lens=case.lens, return_lse=True, **case.where))
 
 

@@ -215,7 +215,7 @@ def test_partial_results_have_the_rows_of_all_blocks() -> None:
     assert size == 2 * workers * rows * (4 * 512 + 8)
     at = MLA_DECODE.offsets["decode.num_row_blocks"]
     assert int.from_bytes(combine.arguments[at : at + 4], "little") == 4
-    assert combine.grid[0] == 4
+    assert combine.grid[1:] == (1, 1)
 
 
 def test_other_gpus_and_widths_raise() -> None:

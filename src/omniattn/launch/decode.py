@@ -19,6 +19,8 @@ from .numbers import MAX_GRID_X, quotient_factors
 from .structs import DECODE
 
 _COMBINE_WARPS = 8
+#: Parts of a row's channels that mla_combine_sm80 gives warps of their own, where a row has several.
+_LATENT_PARTS = 4
 #: fp16 1024 twice; the kernels must not know it at compile time (kernels_cu/decode/kv_dequant.cuh).
 _TWO_1024 = 0x64006400
 
@@ -117,11 +119,11 @@ def build(
     """
     todo = passes(problem)
     if len(todo) == 1:
-        plan = _PassPlan(todo[0], chosen[0])
+        plan = _PassPlan(todo[0], chosen[0], target)
         return plan.records(At("o"), At("lse") if problem.lse else None, begin), begin + plan.workspace_bytes
     assert merge is not None
     p, dim, heads = problem, problem.head_dim, problem.num_q_heads
-    plans = [_PassPlan(one, kernels) for one, kernels in zip(todo, chosen, strict=True)]
+    plans = [_PassPlan(one, kernels, target) for one, kernels in zip(todo, chosen, strict=True)]
     # O and LSE of both passes, a place for the merged LSE, and scratch memory that one pass has after the other.
     batch, queries = p.rows
     rows = batch * queries * heads
@@ -151,7 +153,7 @@ def build(
 class _PassPlan:
     """How the keys of a pass are divided among CTAs."""
 
-    def __init__(self, one: KeyPass, kernels: Kernels) -> None:
+    def __init__(self, one: KeyPass, kernels: Kernels, target: Target) -> None:
         p, spec = one.problem, kernels.main
         self.one, self.kernels = one, kernels
         self.rows = spec.block_m
@@ -166,6 +168,12 @@ class _PassPlan:
                 instead="a smaller batch",
             )
         self.num_workers = kernels.split.workers
+        # Of a latent cache: on the SMs that the main kernel leaves, where they are many. CTAs that have to wait for an
+        # SM begin late, and their code has yet to come.
+        of_main = spec.at_a_time(target.max_smem)
+        idle = target.sm_count - -(-self.row_blocks * self.num_workers // of_main)
+        sms = idle if 4 * idle >= target.sm_count else target.sm_count
+        self.combine_ctas = sms * kernels.combine.ctas_per_sm
         values = (chunks if p.has_fixed_splits else 2 * self.num_workers) * self.slot_rows
         self.ml_offset = -(-4 * values * spec.head_dim_v // WORKSPACE_ALIGNMENT) * WORKSPACE_ALIGNMENT
         self.workspace_bytes = max(self.ml_offset + 8 * values, 1)
@@ -242,8 +250,21 @@ class _PassPlan:
         # The CTAs of one sequence more clear the rows that no sequence owns.
         others = self.segments // p.batch if p.packed and not p.has_company else 0
         grid = (self.segments + others, -(-min(self.slot_rows, one.rows) * split // _COMBINE_WARPS), 1)
-        ctas = (self.row_blocks, self.num_workers, 1) if cache.is_latent else (self.num_workers, 1, 1)
-        return (
-            LaunchRecord(spec, ctas, 32 * spec.num_warps, *arguments),
-            LaunchRecord(combine, grid, 32 * _COMBINE_WARPS, *arguments, overlap=True),
-        )
+        ctas = (self.num_workers, 1, 1)
+        if cache.is_latent:
+            ctas = (self.row_blocks, self.num_workers, 1)
+            # CTAs that find what is to be merged by themselves.
+            parts = _LATENT_PARTS if split > 1 else 1
+            groups = -(-min(self.slot_rows, one.rows) * parts * split // _COMBINE_WARPS)
+            grid = (min(p.batch * groups, self.combine_ctas), 1, 1)
+        main = LaunchRecord(spec, ctas, 32 * spec.num_warps, *arguments)
+        if self.has_whole_sequences:
+            return (main,)
+        return main, LaunchRecord(combine, grid, 32 * _COMBINE_WARPS, *arguments, overlap=True)
+
+    @property
+    def has_whole_sequences(self) -> bool:
+        """Whether each CTA is known to have whole sequences, of lists of one length: nothing is to be merged."""
+        p = self.one.problem
+        is_even = bool(p.topk) and not p.has_lengths and not p.packed and p.batch % self.num_workers == 0
+        return is_even and p.capacity > 0 and not p.has_fixed_splits

@@ -229,8 +229,9 @@ def latent_row(dtype: str, fmt: str, *, by_maps: bool = False) -> KernelSpec:
     short, tag = IO_TYPES[dtype]
     width, width_v = LATENT_DIMS
     threads, panels = 384, width // 64
-    # Q and two blocks of 64 keys; maxima, denominators, barriers, listed keys, scan.
-    exact = 3 * panels * 64 * 128 + (4 * 6 + 2) * LATENT_ROWS + 8 * (2 * panels + 6) + 4 * (threads // 32 + _SCAN_WORDS)
+    # Q and two blocks of 64 keys; maxima, denominators, listed keys; barriers; splits and the cursor; scan.
+    words = 4 * 8 + 5 + threads // 32 + _SCAN_WORDS
+    exact = 3 * panels * 64 * 128 + (4 * 6 + 2) * LATENT_ROWS + 8 * (2 * panels + 6) + 4 * words
     smem_bytes = _up(exact, 1024)
     return KernelSpec(
         name=f"mla_decode_sm90_{short}_d{width}v{width_v}{fmt.removeprefix('latent')}{'_tma' if by_maps else ''}",
@@ -277,7 +278,7 @@ def latent_combine_row(dtype: str) -> KernelSpec:
         block_n=1,
         num_warps=8,
         smem_bytes=0,
-        ctas_per_sm=8,
+        ctas_per_sm=4,
     )
 
 

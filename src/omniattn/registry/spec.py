@@ -202,6 +202,10 @@ class KernelSpec:
         """How much it does that not every call wants: of rows that serve a call, the fewest are the fastest."""
         return (self.softcap == "any") + self.lists + self.lse
 
+    def at_a_time(self, max_smem: int) -> int:
+        """CTAs of an SM, whose CTAs can have ``max_smem`` bytes: 1 KiB of each one's is the system's."""
+        return max(1, min(self.ctas_per_sm, (max_smem + 1024) // (self.smem_bytes + 1024)))
+
     def unfit(self, cc: tuple[int, int], max_smem: int | None = None, *, where: str = "this GPU") -> str:
         """Why a GPU can never run the kernel; empty if it can.
 

@@ -101,8 +101,8 @@ def query_tiles(one: KeyPass, target: Target) -> tuple[tuple[int, int], ...]:
 
 
 def at_a_time(spec: KernelSpec, target: Target) -> int:
-    """CTAs of an SM: 1 KiB of each one's shared memory is the system's."""
-    return max(1, min(spec.ctas_per_sm, (target.max_smem + 1024) // (spec.smem_bytes + 1024)))
+    """CTAs of an SM."""
+    return spec.at_a_time(target.max_smem)
 
 
 def aligned_workers(most: int, segments: int, chunks: int) -> int:
