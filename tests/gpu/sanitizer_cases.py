@@ -23,7 +23,7 @@ import numpy as np
 from racecheck_rows import waits
 from sanitizer_arrays import check, poisoned, to_gpu
 from sanitizer_packed import stream_k
-from sanitizer_pools import eight_bits, indexer, pools
+from sanitizer_pools import eight_bits, indexer, latent, pools
 
 import omniattn as oa
 from omniattn import runtime
@@ -380,6 +380,7 @@ def caches(rng: np.random.Generator) -> None:
     pools(rng)
     indexer(rng)
     eight_bits(rng)
+    latent(rng)
 
 
 def faulty() -> None:

@@ -74,3 +74,27 @@ def indexer(rng: np.random.Generator) -> None:
         for k in (1, 2048):
             check(oa.top_k(logits, k, starts=to_gpu(np.arange(rows) % 4, np.int32)))
     check(oa.top_k(to_gpu(np.ones((2, 90001)), np.float32), 2048))  # a sample that says nothing
+
+
+def latent(rng: np.random.Generator) -> None:
+    """Latent rows by TMA, by threads and in 8 bits, and lists of them; more sequences than CTAs, of a few blocks."""
+    batch, longest = 160, 330
+    lens = rng.integers(1, longest, batch)
+    lens[:3] = longest, 0, 64
+    for size, codes in ((64, False), (3, False), (16, True)):
+        columns = -(-longest // size)
+        blocks = batch * columns
+        if codes:
+            rows = to_gpu(rng.integers(0, 120, (blocks, size, 1, 576)), np.uint8)
+            cache = oa.PagedKVCache.from_arrays(E4m3Array(rows), head_dim_v=512)
+        else:
+            rows = to_gpu(rng.standard_normal((blocks, size, 1, 576)))
+            cache = oa.PagedKVCache.from_arrays(rows, head_dim_v=512)
+        table = to_gpu(np.arange(blocks)[::-1].reshape(batch, columns), np.int32)
+        for tokens, heads in ((1, 16), (1, 64), (2, 40)):
+            q, out = to_gpu(rng.standard_normal((batch, tokens, heads, 576))), poisoned((batch, tokens, heads, 512))
+            pages = {"seq_lens": to_gpu(np.maximum(lens, tokens), np.int32), "block_table": table}
+            check(*oa.decode(q, cache, out=out, return_lse=True, **pages))
+            check(*oa.decode(q, cache, out=out, return_lse=True, window=(70, 0), deterministic=True, **pages))
+            lists = to_gpu(rng.integers(-40, blocks * size, (batch, tokens, 150)), np.int32)
+            check(*oa.decode(q, cache, out=out, return_lse=True, indices=lists))
