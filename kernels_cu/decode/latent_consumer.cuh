@@ -47,6 +47,10 @@ class LatentConsumer {
             } else {
                 odd_blocks(split);
             }
+            if constexpr (Config::kFormat == kRowsE4m3) {
+                const float scale = common_scale();
+                rescale({scale, scale});
+            }
             end(split, number & 1);
         }
     }
@@ -62,6 +66,12 @@ class LatentConsumer {
         }
 #pragma unroll
         for (int i = 0; i < kOutput; ++i) o_[i] = 0.0f;
+    }
+
+    // Of rows that are converted without it.
+    OA_DEVICE float common_scale() const {
+        if (Config::kFormat != kRowsE4m3 || p_.k_params == nullptr) return 1.0f;
+        return __uint_as_float(*p_.k_params);
     }
 
     OA_DEVICE void even_blocks(const LatentSplit& split) {
@@ -217,7 +227,7 @@ class LatentConsumer {
         wgmma_pin(s);
         if (block + 2 >= split.blocks) release(smem_.q_empty);
         const int32 first = split.begin + block * Config::kKeys;
-        const float c = p_.softmax_scale * kLog2e;
+        const float c = p_.softmax_scale * kLog2e * common_scale();
 #pragma unroll
         for (int i = 0; i < kScores; ++i) s[i] *= c;
         if (p_.softcap > 0.0f) {

@@ -7,6 +7,7 @@
 #include "decode/latent_rows.cuh"
 #include "params/mla_decode.cuh"
 #include "ptx/cp_async.cuh"
+#include "ptx/l2.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/tma.cuh"
 #include "ptx/types.cuh"
@@ -54,15 +55,24 @@ struct Rounds {
 template <typename Config>
 constexpr uint32 kQueryArrivals = Config::kProducers - (Config::kByMaps ? 32 : 0);
 
-// The producer warps: all of them bring each half of a block, in the order in which halves become free.
+// The producer warps: all of them bring each half of a block, in the order in which halves become free. A lane looks up
+// one row of a pair of blocks, of which a warp brings 16 rows each, and asks for it in L2 pairs ahead of its copy.
 template <typename Config>
 class LatentProducer {
     static constexpr int kRowsAtOnce = Config::kProducers / 8;  // 8 threads have a row
     static constexpr int kSteps = Config::kKeys / kRowsAtOnce;  // rows of a thread
+    static constexpr int kBlockRows = Config::kKeys / (Config::kProducers / 32);  // rows of a warp
+    static_assert(kBlockRows == 16 && kSteps == 4, "a lane looks up one row of a pair of blocks");
+    static constexpr int kAhead = 1;  // pairs of blocks whose rows are known before their copy
 
   public:
     OA_DEVICE LatentProducer(const MlaDecodeParams& p, LatentStorage<Config>& smem)
-        : params_(p), p_(p.decode), smem_(smem), chunk_(int32(threadIdx.x) & 7), row_(int32(threadIdx.x) >> 3) {}
+        : params_(p),
+          p_(p.decode),
+          smem_(smem),
+          lane_(int32(threadIdx.x) & 31),
+          chunk_(int32(threadIdx.x) & 7),
+          row_(int32(threadIdx.x) >> 3) {}
 
     OA_DEVICE void run() {
         for (uint32 number = 0;; ++number) {
@@ -77,13 +87,13 @@ class LatentProducer {
             }
             // Ahead of the wait for Q's place: this is read from global memory.
             if constexpr (!Config::kByMaps)
-                if (exists) load_entries(split, 0), load_places(split, 0);
+                if (exists) begin_rows(split);
             copy_queries(split, number);
             if (!exists) return;
             if constexpr (Config::kFormat != kRows16) {
                 convert_blocks(split);
             } else if constexpr (!Config::kByMaps) {
-                for (int32 block = 0; block < split.blocks; ++block) copy_block(split, block);
+                copy_blocks(split);
             }
         }
     }
@@ -117,69 +127,118 @@ class LatentProducer {
             const uint32 place = to + own * 128 + ((chunk_ ^ (own & 7)) << 4);
 #pragma unroll
             for (int panel = 0; panel < kOwnPanels; ++panel)
-                cp_async_16(place + panel * kPanelBytes, from + panel * 64, exists ? 16 : 0);
+                cp_async_16(place + panel * kPanelBytes, from + panel * 64, exists ? 16u : 0u);
         }
         mbarrier_arrive_after_copies(smem_addr_of(&smem_.q_full));
     }
 
-    // Where the rows of a block are. What tables say, in global memory, is asked for a block before.
-    OA_DEVICE int32 key(const LatentSplit& split, int32 block, int i) const {
-        return split.begin + block * Config::kKeys + row(i);
+    // Row r of the 16 that a warp brings of a block. Copies: 4 rows at a time, of which the next 4 are 16 further. Rows in
+    // 8 bits: 8 rows at a time, one after the other.
+    OA_DEVICE int32 warp_row(int32 r) const {
+        const int32 warp = int32(threadIdx.x) >> 5;
+        if constexpr (Config::kFormat == kRows16) return 4 * warp + (r & 3) + kRowsAtOnce * (r >> 2);
+        return kBlockRows * warp + r;
     }
-    OA_DEVICE void load_entries(const LatentSplit& split, int32 block) {
-#pragma unroll
-        for (int i = 0; i < kSteps; ++i) entries_[i] = table_entry(params_, split, key(split, block, i));
+    OA_DEVICE int32 looked_up_row() const { return warp_row(lane_ & (kBlockRows - 1)); }
+    OA_DEVICE int32 looked_up_block() const { return lane_ / kBlockRows; }
+    OA_DEVICE int32 looked_up_key(const LatentSplit& split, int32 pair) const {
+        return split.begin + (2 * pair + looked_up_block()) * Config::kKeys + looked_up_row();
     }
-    OA_DEVICE void load_places(const LatentSplit& split, int32 block) {
-        exists_ = 0;
+    // What tables say, in global memory, is asked for a pair before the row.
+    OA_DEVICE int32 entry_of(const LatentSplit& split, int32 pair) const {
+        return table_entry(params_, split, looked_up_key(split, pair));
+    }
+    OA_DEVICE void look_up(const LatentSplit& split, int32 pair, int32 entry, int at) {
+        const KeyPlace own = key_place(params_, split, looked_up_key(split, pair), entry);
+        places_[at] = own.place;
+        exist_[at] = __ballot_sync(0xffffffffu, own.exists);
+    }
+    // Rows in 8 bits, to L2: they wait in registers for less time than memory takes. (For copies this costs more than it
+    // saves.) Of the CTAs with the same keys one does it.
+    static constexpr bool kPrefetches = Config::kFormat != kRows16;
+    OA_DEVICE void prefetch_row(int at) const {
+        if (blockIdx.x != 0 || (exist_[at] >> lane_ & 1) == 0) return;
+        constexpr int kBytes = Config::kFormat == kRows656 ? Config::kHeadDimV + 16 + 2 * 64 : Config::kHeadDim;
+        const uint8* from = p_.k + uint64(places_[at]) * p_.place_bytes;
 #pragma unroll
-        for (int i = 0; i < kSteps; ++i) {
-            const KeyPlace own = key_place(params_, split, key(split, block, i), entries_[i]);
-            places_[i] = own.place;
-            exists_ |= own.exists ? 1u << i : 0;
+        for (int byte = 0; byte < kBytes; byte += 128) prefetch_l2(from + byte);
+        // Places are multiples of 16.
+        if (kBytes % 128 != 16 && (uint32(reinterpret_cast<uint64>(from)) & 127) + (kBytes - 1) % 128 >= 128)
+            prefetch_l2(from + kBytes - 1);
+    }
+    OA_DEVICE void begin_rows(const LatentSplit& split) {
+        int32 entries[kAhead + 1];
+#pragma unroll
+        for (int i = 0; i <= kAhead; ++i) entries[i] = entry_of(split, i);
+#pragma unroll
+        for (int i = 0; i < kAhead; ++i) {
+            look_up(split, i, entries[i], i);
+            if (kPrefetches && i > 0) prefetch_row(i);
         }
-        load_entries(split, block + 1);
+        entry_ = entries[kAhead];
     }
-    OA_DEVICE const uint8* address(int i) const { return p_.k + uint64(places_[i]) * p_.place_bytes; }
-    OA_DEVICE bool exists(int i) const { return (exists_ >> i & 1) != 0; }
+    OA_DEVICE void look_ahead(const LatentSplit& split, int32 pair) {
+        look_up(split, pair + kAhead, entry_, kAhead);
+        entry_ = entry_of(split, pair + kAhead + 1);
+        if constexpr (kPrefetches) prefetch_row(kAhead);
+    }
+    OA_DEVICE void next_pair() {
+#pragma unroll
+        for (int i = 0; i < kAhead; ++i) places_[i] = places_[i + 1], exist_[i] = exist_[i + 1];
+    }
+    // A row that a lane of the warp has looked up.
+    OA_DEVICE const uint8* row_address(int at, int lane) const {
+        return p_.k + uint64(__shfl_sync(0xffffffffu, places_[at], lane)) * p_.place_bytes;
+    }
+    OA_DEVICE bool row_exists(int at, int lane) const { return (exist_[at] >> lane & 1) != 0; }
     OA_DEVICE void wait_empty(int buffer, int half) const {
         mbarrier_wait(smem_addr_of(&smem_.empty[buffer][half]), rounds_.parity(buffer) ^ 1);
     }
     // Which keys of a block there are, where lists say it; behind the wait for its first half.
-    OA_DEVICE void note_listed(int buffer, uint32 exists) const {
-        if (params_.lists_rows == 0) return;
-        if (chunk_ != 0) return;
-#pragma unroll
-        for (int i = 0; i < kSteps; ++i) smem_.listed[buffer][row(i)] = exists >> i & 1;
+    OA_DEVICE void note_listed(int buffer) const {
+        if (params_.lists_rows != 0 && looked_up_block() == buffer)
+            smem_.listed[buffer][looked_up_row()] = exist_[0] >> lane_ & 1;
     }
-    OA_DEVICE static int panel_of(int buffer, int half, int n) {
+    OA_DEVICE static constexpr int panel_of(int buffer, int half, int n) {
         return n == Config::kHalfPanels ? Config::kPanels - 1 : first_panel<Config>(buffer, half) + n;
     }
 
-    OA_DEVICE void copy_block(const LatentSplit& split, int32 block) {
-        const int buffer = block & 1;
+    OA_DEVICE void copy_blocks(const LatentSplit& split) {
+        for (int32 pair = 0;; ++pair) {
+            copy_block<0>();
+            look_ahead(split, pair);
+            if (2 * pair + 1 >= split.blocks) return;
+            copy_block<1>();
+            if (2 * pair + 2 >= split.blocks) return;
+            next_pair();
+        }
+    }
+    template <int kBuffer>
+    OA_DEVICE void copy_block() {
         const uint8* from[kSteps];
         uint32 bytes[kSteps];
-        const uint32 there = exists_;
 #pragma unroll
-        for (int i = 0; i < kSteps; ++i) from[i] = address(i) + chunk_ * 16, bytes[i] = exists(i) ? 16 : 0;
-        load_places(split, block + 1);  // behind the last block nothing exists
+        for (int i = 0; i < kSteps; ++i) {
+            const int lane = kBuffer * kBlockRows + i * 4 + (lane_ >> 3);
+            from[i] = row_address(0, lane) + chunk_ * 16, bytes[i] = row_exists(0, lane) ? 16 : 0;
+        }
+        const uint32 to = smem_addr_of(smem_.k[kBuffer]) + place(0);
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            wait_empty(buffer, half);
-            if (half == 0) note_listed(buffer, there);
-            const uint32 to = smem_addr_of(smem_.k[buffer]);
+            wait_empty(kBuffer, half);
+            if (half == 0) note_listed(kBuffer);
+            // Row by row: memory has the chunks of a row side by side.
 #pragma unroll
-            for (int n = 0; n < Config::kHalfPanels + half; ++n) {
-                const int panel = panel_of(buffer, half, n);
+            for (int i = 0; i < kSteps; ++i)
 #pragma unroll
-                for (int i = 0; i < kSteps; ++i)
-                    cp_async_16(to + panel * kPanelBytes + place(i), from[i] + panel * 128, bytes[i]);
-            }
+                for (int n = 0; n < Config::kHalfPanels + half; ++n) {
+                    const int panel = panel_of(kBuffer, half, n);
+                    cp_async_16(to + panel * kPanelBytes + i * kRowsAtOnce * 128, from[i] + panel * 128, bytes[i]);
+                }
             // Consumers fence what they wait for: nobody here waits for copies.
-            mbarrier_arrive_after_copies(smem_addr_of(&smem_.full[buffer][first_panel<Config>(buffer, half)]));
+            mbarrier_arrive_after_copies(smem_addr_of(&smem_.full[kBuffer][first_panel<Config>(kBuffer, half)]));
         }
-        rounds_.advance(buffer);
+        rounds_.advance(kBuffer);
     }
 
     // By TMA. A lane's chunk of a block: rows that are in one page.
@@ -230,89 +289,115 @@ class LatentProducer {
         rounds_.advance(buffer);
     }
 
-    // A half is asked for as soon as the one before is announced, and waits in registers until its place is free.
+    // Rows in 8 bits. 8 lanes of a warp have a row each of 8, and store 16 bytes of it at a time: to all banks, as rows
+    // are swizzled. Of a half a lane has 16 codes of each panel. While a half is converted, the next one is loaded row by
+    // row to the registers that become free.
+    static constexpr int kGroups = kBlockRows / 8;  // 8 lanes have a row each
     OA_DEVICE void convert_blocks(const LatentSplit& split) {
-        LatentCodes codes[kSteps];
-        load_codes<0>(codes, 0);
-        for (int32 block = 0; block < split.blocks; ++block) {
-            const int buffer = block & 1;
-            wait_empty(buffer, 0);
-            note_listed(buffer, exists_);
-            store_codes<0>(codes, buffer);
-            load_codes<1>(codes, buffer);
-            load_places(split, block + 1);
-            wait_empty(buffer, 1);
-            store_codes<1>(codes, buffer);
-            load_codes<0>(codes, buffer ^ 1);
-            rounds_.advance(buffer);
+        LatentCodes codes[kGroups];
+#pragma unroll
+        for (int g = 0; g < kGroups; ++g) load_codes<0, 0>(codes[g], 0, 8 * g);
+        for (int32 pair = 0;; ++pair) {
+            convert_half<0, 0>(codes);
+            look_ahead(split, pair);
+            convert_half<0, 1>(codes);
+            if (2 * pair + 1 >= split.blocks) return;
+            convert_half<1, 0>(codes);
+            convert_half<1, 1>(codes);
+            if (2 * pair + 2 >= split.blocks) return;
+            next_pair();
         }
     }
-
-    template <int kHalf>
-    OA_DEVICE void load_codes(LatentCodes (&codes)[kSteps], int buffer) const {
-        const int first = first_panel<Config>(buffer, kHalf);
-        const float common = p_.k_params == nullptr ? 1.0f : __uint_as_float(*p_.k_params);
-#pragma unroll
-        for (int i = 0; i < kSteps; ++i) {
-            LatentCodes& own = codes[i];
-            const uint8* from = address(i);
-            auto chunk = [&](int at) {
-                return exists(i) ? *reinterpret_cast<const uint4*>(from + at) : make_uint4(0, 0, 0, 0);
-            };
-            own.left = chunk(first * 64 + chunk_ * 16);
-            own.right = chunk(first * 64 + 128 + chunk_ * 16);
-            if constexpr (Config::kFormat == kRows656) {
-                // Of a row that is not there zeros too: it may be NaN.
-                own.scales = exists(i) ? *reinterpret_cast<const float2*>(from + Config::kHeadDimV + first * 2)
-                                       : make_float2(0.0f, 0.0f);
-                if constexpr (kHalf == 1) own.last = chunk(Config::kHeadDimV + 16 + chunk_ * 16);
-            } else {
-                own.scales = make_float2(common, common);
-                if constexpr (kHalf == 1) own.last = chunk(Config::kHeadDimV + (chunk_ & 3) * 16);
-            }
+    template <int kBuffer, int kHalf>
+    OA_DEVICE void convert_half(LatentCodes (&codes)[kGroups]) {
+        constexpr int kNextBuffer = kHalf == 0 ? kBuffer : kBuffer ^ 1, kNextHalf = kHalf ^ 1;
+        // Where the rows of the half that is loaded were looked up.
+        constexpr int kPair = kBuffer & kHalf, kLanes = kBlockRows * kNextBuffer;
+        wait_empty(kBuffer, kHalf);
+        if constexpr (kHalf == 0) note_listed(kBuffer);
+        if constexpr (kHalf == 1 && Config::kFormat == kRows656) copy_last<kBuffer>();
+        // Not unrolled: ptxas would move all loads behind all stores.
+#pragma unroll 1
+        for (int g = 0; g < kGroups; ++g) {
+            store_codes<kBuffer, kHalf>(codes[0], g);
+            codes[0] = codes[1];
+            load_codes<kNextBuffer, kNextHalf>(codes[1], kPair, kLanes + 8 * g);
         }
-    }
-
-    template <int kHalf>
-    OA_DEVICE void store_codes(const LatentCodes (&codes)[kSteps], int buffer) const {
-        const int first = first_panel<Config>(buffer, kHalf);
-        const uint32 to = smem_addr_of(smem_.k[buffer]) + row_ * 128, swizzle = row_ & 7;
-        const bool flip = (chunk_ & 4) != 0;  // 8 threads store to 8 different chunks of 16 bytes
-        const uint32 column = (2 * (chunk_ & 3)) ^ swizzle;
-#pragma unroll
-        for (int i = 0; i < kSteps; ++i) {
-            const LatentCodes& own = codes[i];
-            const uint32 row = to + i * kRowsAtOnce * 128, half = row + (first + (chunk_ >> 2)) * kPanelBytes;
-            store16(own.left, own.scales.x, half, column, flip);
-            store16(own.right, own.scales.y, half + 2 * kPanelBytes, column, flip);
-            if constexpr (kHalf == 1) {
-                const uint32 last = row + (Config::kPanels - 1) * kPanelBytes;
-                if constexpr (Config::kFormat == kRows656) {
-                    store_shared4(last + ((chunk_ ^ swizzle) << 4), own.last);
-                } else if (chunk_ < 4) {
-                    store16(own.last, own.scales.x, last, column, false);
-                }
-            }
-        }
+        if constexpr (kHalf == 1 && Config::kFormat == kRows656) cp_async_wait_all();
         fence_proxy_async();
         __syncwarp();
-        if ((threadIdx.x & 31) == 0) mbarrier_arrive(smem_addr_of(&smem_.full[buffer][first]));
+        if (lane_ == 0) mbarrier_arrive(smem_addr_of(&smem_.full[kBuffer][first_panel<Config>(kBuffer, kHalf)]));
+        if (kHalf == 1) rounds_.advance(kBuffer);
     }
 
-    // 16 channels to a panel's row: to the chunk of number `column` and its neighbour, the upper 8 first with `flip`.
-    OA_DEVICE void store16(uint4 codes, float scale, uint32 row, uint32 column, bool flip) const {
-        const uint4 low = dequantize8<typename Config::Io>(codes.x, codes.y, scale);
-        const uint4 high = dequantize8<typename Config::Io>(codes.z, codes.w, scale);
-        const uint32 first = row + ((column ^ (flip ? 1 : 0)) << 4);
-        store_shared4(first, flip ? high : low);
-        store_shared4(first ^ 16, flip ? low : high);
+    // lanes: the first of the 8 that have looked up these rows.
+    template <int kBuffer, int kHalf>
+    OA_DEVICE void load_codes(LatentCodes& own, int at, int lanes) const {
+        constexpr int kFirst = first_panel<Config>(kBuffer, kHalf);
+        const bool exists = row_exists(at, lanes + chunk_);
+        const uint8* row = row_address(at, lanes + chunk_);
+        const uint8* from = row + (lane_ >> 3) * 16;
+#pragma unroll
+        for (int n = 0; n < Config::kHalfPanels; ++n) own.panels[n] = load_if(from + (kFirst + n) * 64, exists);
+        if constexpr (Config::kFormat == kRows656) {
+            // Of a row that is not there zeros too: it may be NaN.
+            own.scales = exists ? *reinterpret_cast<const float2*>(row + Config::kHeadDimV + kFirst * 2)
+                                : make_float2(0.0f, 0.0f);
+        } else {
+            if constexpr (kHalf == 1) own.last = load_if(from + Config::kHeadDimV, exists);
+        }
+    }
+
+    template <int kBuffer, int kHalf>
+    OA_DEVICE void store_codes(const LatentCodes& own, int g) const {
+        constexpr int kFirst = first_panel<Config>(kBuffer, kHalf);
+        const uint32 row = smem_addr_of(smem_.k[kBuffer]) + warp_row(chunk_) * 128;
+        const uint32 column = ((2 * (lane_ >> 3)) ^ chunk_) << 4;
+        const uint32 to = row + column, other = row + (column ^ 16);
+#pragma unroll
+        for (int n = 0; n < Config::kHalfPanels; ++n) {
+            const uint32 at = (kFirst + n) * kPanelBytes + g * 8 * 128;
+            store16(own.panels[n], n < Config::kHalfPanels / 2 ? own.scales.x : own.scales.y, to + at, other + at);
+        }
+        if constexpr (kHalf == 1 && Config::kFormat == kRowsE4m3) {
+            const uint32 at = (Config::kPanels - 1) * kPanelBytes + g * 8 * 128;
+            store16(own.last, 1.0f, to + at, other + at);
+        }
+    }
+    // Channels in 16 bits: a lane has two chunks of 16 bytes of each row.
+    template <int kBuffer>
+    OA_DEVICE void copy_last() const {
+        const int32 column = lane_ >> 3;
+        const uint32 to = smem_addr_of(smem_.k[kBuffer]) + (Config::kPanels - 1) * kPanelBytes +
+                          warp_row(chunk_) * 128 + ((column ^ chunk_) << 4);
+#pragma unroll
+        for (int g = 0; g < kGroups; ++g) {
+            const int32 lane = kBlockRows * kBuffer + 8 * g + chunk_;
+            const uint32 bytes = row_exists(0, lane) ? 16 : 0;
+            const uint8* from = row_address(0, lane) + Config::kHeadDimV + 16 + column * 16;
+            cp_async_16(to + g * 8 * 128, from, bytes);
+            cp_async_16((to ^ 64) + g * 8 * 128, from + 64, bytes);
+        }
+    }
+    // 16 channels of a row. With one scale for all rows, consumers multiply.
+    OA_DEVICE void store16(uint4 codes, float scale, uint32 to, uint32 other) const {
+        using Io = typename Config::Io;
+        if constexpr (Config::kFormat == kRows656) {
+            store_shared4(to, dequantize8<Io>(codes.x, codes.y, scale));
+            store_shared4(other, dequantize8<Io>(codes.z, codes.w, scale));
+        } else {
+            store_shared4(to, widen8<Io>(codes.x, codes.y));
+            store_shared4(other, widen8<Io>(codes.z, codes.w));
+        }
     }
 
     const MlaDecodeParams& params_;
     const DecodeParams& p_;
     LatentStorage<Config>& smem_;
+    const int32 lane_;
     const int32 chunk_, row_;  // 16 bytes of a panel's row, and the first row
-    int32 entries_[kSteps];
-    uint32 places_[kSteps], exists_ = 0;
+    // The lane's rows of this pair of blocks and of those ahead, and which rows of the warp's there are, a bit a lane.
+    uint32 places_[kAhead + 1], exist_[kAhead + 1];
+    int32 entry_;  // of the pair behind those
     Rounds rounds_;
 };
