@@ -9,9 +9,11 @@ from ..registry.indexer import (
     LEAST_PART,
     LEAST_PART_OF_MANY,
     LEAST_STEPS,
+    LONG_ROW,
     MAX_CLUSTER,
     ROUNDS,
     SAMPLE,
+    SAMPLE_OF_LONG,
     SPARE,
     STEP,
 )
@@ -76,10 +78,11 @@ def select_top_k(problem: TopKProblem, target: Target, force: str | None = None)
 
 
 def _candidates(problem: TopKProblem) -> float:
-    """How many elements of a row may reach the floor: as `floor_of` in device code has it, and some to spare."""
-    share = problem.k * SAMPLE / max(problem.width, 1)
-    rank = min(share + 4 * share**0.5 + 8, SAMPLE)
-    return min(SPARE * rank / SAMPLE * problem.width, problem.width)
+    """How many elements of a row may reach the floor: as `sample_row` in device code has it, and some to spare."""
+    size = SAMPLE if problem.width < LONG_ROW else SAMPLE_OF_LONG
+    share = problem.k * size / max(problem.width, 1)
+    rank = min(share + 4 * share**0.5 + 8, size)
+    return min(SPARE * rank / size * problem.width, problem.width)
 
 
 def _ctas_of_row(problem: TopKProblem, target: Target) -> int:
