@@ -27,7 +27,7 @@
 constexpr int32 kThreads = THREADS, kWarps = kThreads / 32;
 constexpr bool kCluster = CLUSTER;
 constexpr int32 kVectors = VECTORS;  // of four elements that a thread asks for at once
-constexpr uint32 kAhead = 4;  // lines of 128 bytes that a thread asks for ahead
+constexpr uint32 kAhead = 1 << 16;  // elements that are asked for ahead
 using Sampled = SampledSelect<kThreads, DEPTH, MASK>;
 
 // The row's digits are counted where nothing else is needed any more.
@@ -133,6 +133,7 @@ OA_DEVICE void put_in_order(SelectStorage& s, uint32 above, uint32 ties, uint32 
     }
 }
 
+OA_DEVICE uint2 keys_of(uint2 x) { return make_uint2(key_of(x.x), key_of(x.y)); }
 OA_DEVICE uint4 keys_of(const uint4& x) { return make_uint4(key_of(x.x), key_of(x.y), key_of(x.z), key_of(x.w)); }
 
 // Bits of the numbers of a vector that test(number) holds for.
@@ -158,163 +159,168 @@ struct Part {
     }
 };
 
-// Calls take(x, at) for this thread's numbers of this CTA's part of the row: bits of the four from `at` on.
-template <int32 kLoads, typename Take>
-OA_DEVICE void for_row(const Row& row, const Part& part, Take take) {
-    constexpr uint32 kAcross = 4 * kThreads, kStep = kLoads * kAcross;
-    const uint32 own = 4 * threadIdx.x;
-    uint32 at = part.begin;
-    if (at < row.lead) {  // the part's first 16 bytes are not the row's as a whole
-        take(row.load(own < part.end ? own : row.end), own);
-        at = kAcross;
-    }
-    const uint32 rounds = at < part.end ? (part.end - at) / kStep : 0;
-    if (rounds > 0) {
-        const uint4* from = reinterpret_cast<const uint4*>(row.base + at + own);
-        uint4 next[kLoads];
+// What a CTA has of the row in whole 16 bytes, read kLoads vectors a thread ahead.
+template <int32 kLoads>
+struct Stream {
+    static constexpr uint32 kAcross = 4 * kThreads, kStep = kLoads * kAcross;
+    const Row& row;
+    const Part& part;
+    uint32 begin, end;
+    const uint4* next;  // of this thread's, what is read next
+    uint4 ahead[kLoads];
+
+    OA_DEVICE Stream(const Row& row, const Part& part) : row(row), part(part) {
+        begin = part.begin + (part.begin < row.lead ? 4 : 0), end = part.end & ~3u;
+        const uint32 own = begin + 4 * threadIdx.x;
+        next = reinterpret_cast<const uint4*>(row.base + own);
 #pragma unroll
-        for (int32 v = 0; v < kLoads; ++v) next[v] = __ldg(from + v * kThreads);
-        for (uint32 r = 0; r < rounds; ++r) {
-            from += kLoads * kThreads;
+        for (int32 v = 0; v < kLoads; ++v) load(v, own + v * kAcross);
+    }
+    OA_DEVICE void load(int32 v, uint32 at) {
+        if (at < end) ahead[v] = __ldg(next + v * kThreads);
+    }
+    // take(x, at) for this thread's numbers: bits of the four from `at` on.
+    template <typename Take>
+    OA_DEVICE void for_each(Take take) {
+#pragma unroll 1
+        for (uint32 at = begin + 4 * threadIdx.x; at < end; at += kStep) {
+            next += kLoads * kThreads;
 #pragma unroll
             for (int32 v = 0; v < kLoads; ++v) {
-                take(next[v], at + own + v * kAcross);
-                if (r + 1 < rounds) next[v] = __ldg(from + v * kThreads);
+                if (at + v * kAcross >= end) break;
+                take(ahead[v], at + v * kAcross);
+                load(v, at + kStep + v * kAcross);
             }
-            at += kStep;
         }
+        // The first and the last few.
+        uint32 edge = part.end;
+        if (threadIdx.x == 0 && part.begin < row.lead) edge = 0;
+        if (threadIdx.x == kThreads - 1 && end != part.end && end >= begin) edge = end;
+        if (edge < part.end) take(row.load(edge), edge);
     }
-    for (at += own; at < part.end; at += kAcross) take(row.load(at), at);
-}
+};
 
 template <int32 kDigit>
 OA_DEVICE void digit_of_row(const TopKParams& p, const Row& row, const Part& part, SelectStorage& s, const Step& step,
                             Selected& found) {
-    for_row<2>(row, part, [&](const uint4& x, uint32) { count_keys<kDigit>(s, keys_of(x), found.prefix); });
+    Stream<2>(row, part).for_each([&](const uint4& x, uint32) { count_keys<kDigit>(s, keys_of(x), found.prefix); });
     __syncthreads();
     step.template find<kDigit>(p.k - found.above);
     found.template take<kDigit>(s, p.k);
 }
 
-constexpr int32 kSampleSize = 2048, kSampleOwn = kSampleSize / kThreads;  // of a row, of a thread, in one round
-constexpr uint32 kLongRow = 1 << 18;  // elements from which on the sample is of kLongRounds rounds
-constexpr int32 kLongRounds = 4;
+// A sample is of two of four neighbours at equal distances, kThreads times; of rows from kLongRow on kLongRounds times as
+// often.
+constexpr uint32 kSampleSize = 2 * kThreads, kLongRow = 1 << 18;
+constexpr int32 kLongShift = 2, kLongRounds = 1 << kLongShift;
 
-// Elements at equal distances: of each 16 bytes up to four.
-OA_DEVICE void sample_keys(const Row& row, int32 round, int32 rounds, uint32 (&keys)[kSampleOwn]) {
-    constexpr int32 kEach = kSampleOwn < 4 ? kSampleOwn : 4, kLoads = kSampleOwn / kEach;
-    const uint32 vectors = row.end / 4, places = uint32(rounds * kLoads * kThreads);
-#pragma unroll
-    for (int32 i = 0; i < kLoads; ++i) {
-        const uint32 place = uint32((round * kLoads + i) * kThreads) + threadIdx.x;
-        const uint4 x = row.load(4 * uint32(uint64(place) * vectors / places));
-        keys[i * kEach] = key_of(x.x);
-        if constexpr (kEach > 1) keys[i * kEach + 1] = key_of(x.z);
-        if constexpr (kEach > 2) keys[i * kEach + 2] = key_of(x.y), keys[i * kEach + 3] = key_of(x.w);
+struct RowSample {
+    const Row& row;
+    uint32 begin, vectors;
+    bool is_long;
+
+    OA_DEVICE explicit RowSample(const Row& row) : row(row), is_long(row.end >= kLongRow) {
+        begin = row.lead == 0 ? 0 : 4;
+        vectors = max_of(row.end / 4, begin / 4) - begin / 4;
     }
-}
-
-OA_DEVICE bool sample_row(const TopKParams& p, const Row& row, Sampled::Storage& s, Sampled::Scale& scale) {
-    const int32 rounds = row.end >= kLongRow ? kLongRounds : 1;
-    // What k is of the row, and four standard deviations more and less.
-    const float size = float(kSampleSize * rounds), share = float(p.k) * (size / float(row.end));
-    const float spread = 4.0f * sqrtf(share) + 8.0f;
-    const uint32 low = uint32(fminf(share + spread, size)), high = uint32(fmaxf(share - spread, 1.0f));
-    return Sampled::sample<kSampleOwn>(s, rounds, low, high, scale, [&](int32 round, uint32(&keys)[kSampleOwn]) {
-        sample_keys(row, round, rounds, keys);
-    });
-}
-
-// Sum over the cluster's CTAs of what each has in `own`, and the sum of those of lower rank. All lanes of a warp.
-OA_DEVICE uint32 cluster_sum(const uint32& own, const Step& step, uint32& before) {
-    if constexpr (!kCluster) {
-        before = 0;
-        return own;
-    } else {
-        const uint32 lane = threadIdx.x & 31;
-        const uint32 of_lane = lane < step.size ? load_cluster(smem_addr_of(&own), lane) : 0u;
-        before = __reduce_add_sync(0xffffffffu, lane < step.rank ? of_lane : 0u);
-        return __reduce_add_sync(0xffffffffu, of_lane);
+    OA_DEVICE uint2 load(int32 round) const {
+        const uint64 place = uint32(round * kThreads) + threadIdx.x;
+        const uint32 vector = uint32(place * vectors / kThreads >> (is_long ? kLongShift : 0));
+        const uint4 x = __ldg(reinterpret_cast<const uint4*>(row.base + begin + 4 * vector));
+        return make_uint2(x.x, x.z);
     }
-}
-
-// Whether no CTA of the cluster has spilled more candidates than there is room for. All lanes of a warp.
-OA_DEVICE bool all_have_room(const uint32& spilled, const Step& step) {
-    if constexpr (!kCluster) {
-        return spilled <= Sampled::kSpilled;
-    } else {
-        const uint32 lane = threadIdx.x & 31;
-        const uint32 of_lane = lane < step.size ? load_cluster(smem_addr_of(&spilled), lane) : 0u;
-        return !__any_sync(0xffffffffu, of_lane > Sampled::kSpilled);
+    OA_DEVICE bool rank(const TopKParams& p, Sampled::Storage& s, uint2 first, Sampled::Scale& scale) const {
+        // What k is of the row, and three and a half standard deviations more and less.
+        const float size = float(is_long ? kSampleSize << kLongShift : kSampleSize);
+        const float share = float(p.k) * size * rcp_approx(float(row.end));
+        const float spread = 3.5f * exp2_approx(0.5f * log2_approx(share)) + 6.0f;
+        const uint32 low = uint32(fminf(share + spread, size)), high = uint32(fmaxf(share - spread, 1.0f));
+        return Sampled::sample(s, is_long ? kLongRounds : 1, low, high, scale, keys_of(first),
+                               [&](int32 round) { return keys_of(load(round)); });
     }
-}
+};
 
 // Finds the k-th largest candidate's bin, in s.kth. False: there are not so many, or some CTA had no room for its own.
 // Behind a barrier of the cluster, ends with one of the CTA.
 OA_DEVICE bool find_bin(const TopKParams& p, Sampled::Storage& s, const Step& step) {
     constexpr int32 kOwn = Sampled::kBins / kThreads;
+    static_assert(kOwn == 2 || !kCluster, "bins of a thread are read from the others by twos");
     const uint32 top = Sampled::kBins - 1 - threadIdx.x * kOwn;
-    uint32 count[kOwn] = {}, sum = 0, all;
+    uint32 count[kOwn], sum = 0, all;
 #pragma unroll
     for (int32 i = 0; i < kOwn; ++i) count[i] = s.bins[top - i];
+    bool fits = s.num_spilled <= Sampled::kSpilled;
     if constexpr (kCluster) {
+        const uint32 lane = threadIdx.x & 31;
+        const uint32 spilled = lane < step.size ? load_cluster(smem_addr_of(&s.num_spilled), lane) : 0u;
+        uint2 more[kMaxCluster] = {};
 #pragma unroll
         for (uint32 r = 1; r < kMaxCluster; ++r) {
-            if (r >= step.size) continue;
             const uint32 other = step.rank + r < step.size ? step.rank + r : step.rank + r - step.size;
-#pragma unroll
-            for (int32 i = 0; i < kOwn; ++i) count[i] += load_cluster(smem_addr_of(&s.bins[top - i]), other);
+            if (r < step.size) more[r] = load_cluster2(smem_addr_of(&s.bins[top - 1]), other);
         }
+#pragma unroll
+        for (uint32 r = 1; r < kMaxCluster; ++r) count[0] += more[r].y, count[kOwn - 1] += more[r].x;
+        fits = !__any_sync(0xffffffffu, spilled > Sampled::kSpilled);
     }
 #pragma unroll
     for (int32 i = 0; i < kOwn; ++i) sum += count[i];
     const uint32 above = Sampled::sum_before(s, sum, all);
     if (above < uint32(p.k) && above + sum >= uint32(p.k)) Sampled::find(s.kth, p.k, count, top, above);
-    const bool fits = all_have_room(s.num_spilled, step);
     __syncthreads();
     return fits && all >= uint32(p.k);
 }
 
-// Ties of all CTAs; `before` of them are of CTAs of lower rank. False: they are too many. Ends with a barrier.
-OA_DEVICE bool gather_ties(Sampled::Storage& s, const Step& step, const uint2*& ties, uint32& count) {
-    ties = s.ties;
-    uint32 before;
-    count = cluster_sum(s.num_ties, step, before);
-    if (count > Sampled::kTies) return false;
-    if constexpr (kCluster) {
-        uint32 to = 0;
-        for (uint32 r = 0; r < step.size; ++r) {
-            const uint32 of_rank = load_cluster(smem_addr_of(&s.num_ties), r);
-            for (uint32 i = threadIdx.x; i < of_rank; i += kThreads) {
-                const uint32 from = smem_addr_of(&s.ties[i]);
-                s.all_ties[to + i] = make_uint2(load_cluster(from, r), load_cluster(from + 4, r));
-            }
-            to += of_rank;
+// Those of the cluster that are in the k-th largest's bin; `sure`: how many higher ones the CTAs of lower rank have.
+// False: they are too many. Behind a barrier of the cluster.
+OA_DEVICE bool gather_ties(Sampled::Storage& s, const Step& step, const uint2*& ties, uint32& count, uint32& sure) {
+    if constexpr (!kCluster) {
+        ties = s.ties, count = s.num_ties, sure = 0;
+        return count <= Sampled::kTies;
+    } else {
+        const uint32 lane = threadIdx.x & 31, warp = threadIdx.x / 32;
+        uint32 of_lane = 0, sure_of_lane = 0;
+        if (lane < step.size) {
+            of_lane = load_cluster(smem_addr_of(&s.num_ties), lane);
+            sure_of_lane = load_cluster(smem_addr_of(&s.num_sure), lane);
+        }
+        count = __reduce_add_sync(0xffffffffu, of_lane);
+        sure = __reduce_add_sync(0xffffffffu, lane < step.rank ? sure_of_lane : 0u);
+        if (count > Sampled::kTies) return false;
+        // A warp has a CTA's.
+        const uint32 to = __reduce_add_sync(0xffffffffu, lane < warp ? of_lane : 0u);
+        const uint32 of_warp = __shfl_sync(0xffffffffu, of_lane, warp);
+        for (uint32 i = lane; i < of_warp; i += 32) {
+            s.all_ties[to + i] = load_cluster2(smem_addr_of(&s.ties[i]), warp);
         }
         ties = s.all_ties;
         __syncthreads();
+        return true;
     }
-    return true;
 }
 
 // The positions of a row that is read once. False: that is not enough, and nothing is written.
 OA_DEVICE bool select_once(const TopKParams& p, const Row& row, Sampled::Storage& s, const Step& step,
                            const Positions& out) {
     using S = Sampled;
-    if (row.end - row.lead <= uint32(p.k)) return false;
+    const RowSample sample(row);
+    if (row.end - row.lead <= uint32(p.k) || sample.vectors == 0) return false;
     const Part part(row, step);
     // The row is under way while the sample is read and ranked.
-    for (uint32 i = 0; i < kAhead; ++i) {
-        const uint32 at = part.begin + (i * kThreads + threadIdx.x) * 32;
-        if (at < part.end && at >= row.lead) prefetch_l2(row.base + at);
+    const uint2 first_sample = sample.load(0);
+    Stream<kVectors> stream(row, part);
+    constexpr uint32 kChunk = 4096;
+    const uint32 chunk = stream.begin + stream.kStep + threadIdx.x * kChunk;
+    if (threadIdx.x * kChunk < kAhead && chunk < stream.end) {
+        prefetch_l2(row.base + chunk, 4 * min_of(stream.end - chunk, kChunk));
     }
     S::clear(s);
     __syncthreads();
     S::Scale scale;
-    if (!sample_row(p, row, s, scale)) return false;
+    if (!sample.rank(p, s, first_sample, scale)) return false;
 
     S::Stack stack{s};
-    for_row<kVectors>(row, part, [&](const uint4& x, uint32 at) {
+    stream.for_each([&](const uint4& x, uint32 at) {
         stack.make_room(scale);
         // NaN is not below anything.
         if (!(__uint_as_float(x.x) < scale.floor)) stack.push(x.x, at);
@@ -328,55 +334,65 @@ OA_DEVICE bool select_once(const TopKParams& p, const Row& row, Sampled::Storage
 
     const S::Rank kth = s.kth;
     const float edge = float(kth.bin);
-    uint32 sure = 0;
-    stack.for_each([&](uint2 x) {
+    uint32 num_sure = 0;
+    S::OwnBits own_bits{s};
+    auto is_sure = [&](uint2 x) {
         const float place = scale.place(x.x);
-        if (place >= edge + 1.0f) {
-            S::set_bit(s, x.y - part.begin), ++sure;
-        } else if (place >= edge) {
+        if (place >= edge && place < edge + 1.0f) {
             const uint32 i = atomicAdd(&s.num_ties, 1u);
             if (i < S::kTies) s.ties[i] = make_uint2(key_of(x.x), x.y);
         }
+        num_sure += place >= edge + 1.0f;
+        return place >= edge + 1.0f;
+    };
+    stack.for_own([&](uint2 x) {
+        if (is_sure(x)) own_bits.set(x.y - part.begin);
     });
+    own_bits.store();
+    stack.for_spilled(is_sure);
     if constexpr (kCluster) {
-        sure = __reduce_add_sync(0xffffffffu, sure);
-        if ((threadIdx.x & 31) == 0 && sure != 0) atomicAdd(&s.num_sure, sure);
+        num_sure = __reduce_add_sync(0xffffffffu, num_sure);
+        if ((threadIdx.x & 31) == 0 && num_sure != 0) atomicAdd(&s.num_sure, num_sure);
     }
     step.sync();
     const uint2* ties;
-    uint32 num_ties, first = 0;
-    if (!gather_ties(s, step, ties, num_ties)) return false;
+    uint32 num_ties, first;
+    if (!gather_ties(s, step, ties, num_ties, first)) return false;
+    if constexpr (kCluster) cluster_arrive();
     const uint32 wanted = p.k - kth.above;
+    stack.for_spilled([&](uint2 x) {
+        if (scale.place(x.x) >= edge + 1.0f) S::set_bit(s, x.y - part.begin);
+    });
     if (threadIdx.x < num_ties) {
         const uint2 own = ties[threadIdx.x];
         uint32 better = 0;
-#pragma unroll 4
+#pragma unroll 1
         for (uint32 i = 0; i < num_ties; ++i) better += S::is_better(ties[i], own);
         if (better < wanted && own.y >= part.begin && own.y < part.end) S::set_bit(s, own.y - part.begin);
         if (better == wanted - 1) s.last = own;
     }
-    if constexpr (kCluster) cluster_sum(s.num_sure, step, first);
     __syncthreads();
     const uint2 last = s.last;
     if constexpr (kCluster) {
         // Chosen ties of the parts before this one.
+#pragma unroll 1
         for (uint32 i = 0; i < num_ties; ++i) first += ties[i].y < part.begin && !S::is_better(last, ties[i]);
     }
-    const uint32 begin = part.begin, end = part.end;
-    for (uint32 window = begin;;) {
-        first += S::for_bits(s, min_of(end - window, S::kWindow), first,
-                             [&](uint32 rank, uint32 at) { out.put(rank, window + at - row.lead); });
-        if (end - window <= S::kWindow) break;
+    for (uint32 window = part.begin;; __syncthreads()) {
+        first += S::for_bits(s, min_of(part.end - window, uint32(S::kWindow)),
+                             [&](uint32 rank, uint32 at) { out.put(first + rank, window + at - row.lead); });
+        if (part.end - window <= S::kWindow) return true;
+        // The bits of the next elements.
         window += S::kWindow;
         __syncthreads();
         for (int32 i = threadIdx.x; i < MASK; i += kThreads) s.mask[i] = 0;
         __syncthreads();
-        stack.for_each([&](uint2 x) {
+        auto set = [&](uint2 x) {
             if (x.y >= window && !S::is_better(last, make_uint2(key_of(x.x), x.y))) S::set_bit(s, x.y - window);
-        });
-        __syncthreads();
+        };
+        stack.for_own(set);
+        stack.for_spilled(set);
     }
-    return true;
 }
 
 // The same in any case.
@@ -416,6 +432,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, CTAS) top_k_sm80(const __
     const int32 at = int32(blockIdx.x / size);
     const Row row(p, at);
     const Positions out(p, at);
-    if (!select_once(p, row, s.sampled, step, out)) select_by_digits(p, row, s.select, step, out);
-    if constexpr (kCluster) cluster_sync();  // others may still read this CTA's shared memory
+    if (!select_once(p, row, s.sampled, step, out)) {
+        select_by_digits(p, row, s.select, step, out);
+        if constexpr (kCluster) cluster_arrive();
+    }
+    if constexpr (kCluster) cluster_wait();  // others may still read this CTA's shared memory
 }

@@ -23,6 +23,18 @@ OA_DEVICE uint32 load_cluster(uint32 addr, uint32 rank) {
         : "memory");
     return x;
 }
+// The same of two numbers, .v2.u32; the address a multiple of 8.
+OA_DEVICE uint2 load_cluster2(uint32 addr, uint32 rank) {
+    uint2 x;
+    asm volatile(
+        "{.reg .b32 remote;\n"
+        "mapa.shared::cluster.u32 remote, %2, %3;\n"
+        "ld.shared::cluster.v2.u32 {%0, %1}, [remote];}"
+        : "=r"(x.x), "=r"(x.y)
+        : "r"(addr), "r"(rank)
+        : "memory");
+    return x;
+}
 // The same of four numbers, .v4.u32; the address a multiple of 16.
 OA_DEVICE uint4 load_cluster4(uint32 addr, uint32 rank) {
     uint4 x;

@@ -162,6 +162,7 @@ inline void cp_async_wait() {
     host_wait(kGroups);
 }
 inline void prefetch_l2(const void*) {}
+inline void prefetch_l2(const void*, uint32) {}
 inline uint64 l2_policy(bool) { return 0; }
 inline uint4 load_ahead4(const uint8* p) { return *reinterpret_cast<const uint4*>(p); }
 inline uint32 load_ahead(const uint8* p) { return *reinterpret_cast<const uint32*>(p); }
@@ -199,5 +200,8 @@ struct alignas(64) TensorMap {
 inline uint32 cluster_rank() { return 0; }
 inline uint32 cluster_size() { return 1; }
 inline void cluster_sync() { abort(); }
+inline void cluster_arrive() { abort(); }
+inline void cluster_wait() { abort(); }
 inline uint32 load_cluster(uint32, uint32) { abort(); }
+inline uint2 load_cluster2(uint32, uint32) { abort(); }
 inline uint4 load_cluster4(uint32, uint32) { abort(); }

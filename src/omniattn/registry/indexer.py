@@ -20,7 +20,7 @@ STEP = 128
 
 #: Of a CTA of top_k: threads, vectors of four elements that a thread asks for at once, CTAs of an SM, candidates of a
 #: thread in shared memory. For rows that are many, for few, and for those that a cluster shares.
-_MANY, _FEW, _SHARED = (512, 4, 2, 16), (512, 4, 1, 16), (512, 4, 1, 16)
+_MANY, _FEW, _SHARED = (512, 4, 2, 16), (512, 8, 1, 16), (512, 8, 1, 16)
 #: Words of its bits of positions; bytes of its bins, of candidates beyond those of a thread, and of what stands behind.
 _MASK, _BINS_BYTES, _SPILLED_BYTES, _SELECT_BYTES = 2048, 4 * (2048 + 1024 + 1024), 8 * 1024, 256
 #: CTAs that share a row at most.
@@ -31,7 +31,7 @@ LEAST_STEPS, ROUNDS = 8, 3
 #: Elements of a row that a CTA of a cluster is worth; of a cluster of more than 4, which few places have room for.
 LEAST_PART, LEAST_PART_OF_MANY = 8192, 65536
 #: Elements of top_k's sample, and of rows from so many elements on; how many more candidates than it says there may be.
-SAMPLE, SAMPLE_OF_LONG, LONG_ROW, SPARE = 2048, 8192, 1 << 18, 1.2
+SAMPLE, SAMPLE_OF_LONG, LONG_ROW, SPARE = 1024, 4096, 1 << 18, 1.2
 
 
 def _index_logits_sm90(shape: tuple[int, int, int, int, int], name: str) -> KernelSpec:

@@ -78,10 +78,10 @@ def select_top_k(problem: TopKProblem, target: Target, force: str | None = None)
 
 
 def _candidates(problem: TopKProblem) -> float:
-    """How many elements of a row may reach the floor: as `sample_row` in device code has it, and some to spare."""
+    """How many elements of a row may reach the floor: as `RowSample` in device code has it, and some to spare."""
     size = SAMPLE if problem.width < LONG_ROW else SAMPLE_OF_LONG
     share = problem.k * size / max(problem.width, 1)
-    rank = min(share + 4 * share**0.5 + 8, size)
+    rank = min(share + 3.5 * share**0.5 + 6, size)
     return min(SPARE * rank / size * problem.width, problem.width)
 
 
