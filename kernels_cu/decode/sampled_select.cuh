@@ -91,7 +91,8 @@ struct SampledSelect {
 
     // Ranks `low` and `high` (not above it) of what kAll bins have. Ends with a barrier.
     template <int32 kAll>
-    static OA_DEVICE void find_two(Storage& s, const uint32* bins, uint32 low, uint32 high, Rank& to_low, Rank& to_high) {
+    static OA_DEVICE void find_two(Storage& s, const uint32* bins, uint32 low, uint32 high, Rank& to_low,
+                                   Rank& to_high) {
         constexpr int32 kOwn = kAll / kThreads;
         const uint32 top = kAll - 1 - threadIdx.x * kOwn;
         uint32 count[kOwn], sum = 0, all;
@@ -107,7 +108,8 @@ struct SampledSelect {
     // two of the first round, more(r) those of another one. False: the sample has fewer numbers. Bins are clear, a
     // barrier has passed.
     template <typename More>
-    static OA_DEVICE bool sample(Storage& s, int32 rounds, uint32 low, uint32 high, Scale& scale, uint2 keys, More more) {
+    static OA_DEVICE bool sample(Storage& s, int32 rounds, uint32 low, uint32 high, Scale& scale, uint2 keys,
+                                 More more) {
         for (int32 r = 0;;) {
             count_coarse(s, keys.x), count_coarse(s, keys.y);
             if (++r == rounds) break;

@@ -20,7 +20,8 @@
 #include "decode/radix_select.cuh"
 #include "decode/sampled_select.cuh"
 #include "params/top_k.cuh"
-#include "ptx/l2.cuh"
+#include "ptx/bulk_prefetch.cuh"
+#include "ptx/cluster_memory.cuh"
 #include "ptx/types.cuh"
 #include "scheduler/quotient.cuh"
 

@@ -23,11 +23,6 @@ OA_DEVICE void cluster_sync() {
     asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
-// The halves of cluster_sync: a thread arrives when it needs the others' shared memory no more, and waits before its own
-// may go.
-OA_DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
-OA_DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
-
 // mapa.shared::cluster, mbarrier.arrive.release.cluster: arrives at the barrier that CTA `rank` has at the address
 // `bar` of its own shared memory; release semantics for this thread's earlier accesses.
 OA_DEVICE void mbarrier_arrive_cluster(uint32 bar, uint32 rank) {

@@ -6,16 +6,6 @@
 // prefetch.global.L2 [address]: a line of 128 bytes. A hint.
 OA_DEVICE void prefetch_l2(const void* address) { asm volatile("prefetch.global.L2 [%0];" ::"l"(address)); }
 
-// cp.async.bulk.prefetch.L2.global [address], bytes: both multiples of 16. A hint. sm_90 and newer; line by line
-// elsewhere.
-OA_DEVICE void prefetch_l2(const void* address, uint32 bytes) {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(address), "r"(bytes));
-#else
-    for (uint32 i = 0; i < bytes; i += 128) prefetch_l2(static_cast<const uint8*>(address) + i);
-#endif
-}
-
 // createpolicy.fractional.L2: what is read is evicted first (not needed again), or last (needed soon).
 OA_DEVICE uint64 evict_first_policy() {
     uint64 policy;

@@ -162,7 +162,6 @@ inline void cp_async_wait() {
     host_wait(kGroups);
 }
 inline void prefetch_l2(const void*) {}
-inline void prefetch_l2(const void*, uint32) {}
 inline uint64 l2_policy(bool) { return 0; }
 inline uint4 load_ahead4(const uint8* p) { return *reinterpret_cast<const uint4*>(p); }
 inline uint32 load_ahead(const uint8* p) { return *reinterpret_cast<const uint32*>(p); }
