@@ -15,9 +15,9 @@ struct SampledSelect {
     static constexpr int32 kWarps = kThreads / 32;
     static constexpr int32 kCoarse = 2048, kFine = 1024, kBins = 1024;
     static constexpr int32 kCoarseShift = 21, kFineShift = 11;  // of a key
-    static constexpr uint32 kSpilled = 1024, kTies = 512, kList = kFine + kBins;
+    static constexpr uint32 kSpilled = 1024, kTies = 512;
     static constexpr uint32 kNone = 0xffffffffu;
-    static constexpr uint32 kWindow = 16 * kMask;  // elements that have a bit at a time
+    static constexpr uint32 kWindow = 32 * kMask;  // elements that have a bit at a time
     static_assert(kThreads <= 1024 && kMask % kThreads == 0 && kDepth > 4);
 
     struct Rank {
@@ -30,13 +30,9 @@ struct SampledSelect {
                 uint2 ties[kTies], all_ties[kTies];
             };
         };
-        union {
-            struct {
-                alignas(16) uint32 fine[kFine], bins[kBins];
-            };
-            uint32 list[kList];  // when the k-th largest's bin is known
-        };
-        alignas(16) uint32 mask[kMask];  // a byte for four elements: one thread's, who needs no atomics for it
+        alignas(16) uint32 fine[kFine];
+        alignas(16) uint32 bins[kBins];
+        alignas(16) uint32 mask[kMask];
         alignas(16) uint2 stacks[kDepth * kThreads];  // bits of a number, where it is
         alignas(16) uint2 spilled[kSpilled];
         uint32 warp_sums[32];
@@ -105,24 +101,30 @@ struct SampledSelect {
     }
 
     // Floor and width of the bins by a sample: the elements of it of the ranks `low` and `high`. `keys` are a thread's
-    // two of the first round, more(r) those of another one. False: the sample has fewer numbers. Bins are clear, a
+    // kOwn of the first round, more(r) those of another one. False: the sample has fewer numbers. Bins are clear, a
     // barrier has passed.
-    template <typename More>
-    static OA_DEVICE bool sample(Storage& s, int32 rounds, uint32 low, uint32 high, Scale& scale, uint2 keys,
+    template <int32 kOwn, typename More>
+    static OA_DEVICE bool sample(Storage& s, int32 rounds, uint32 low, uint32 high, Scale& scale, uint32 (&keys)[kOwn],
                                  More more) {
         for (int32 r = 0;;) {
-            count_coarse(s, keys.x), count_coarse(s, keys.y);
+#pragma unroll
+            for (int32 i = 0; i < kOwn; ++i) {
+                if (keys[i] > kKeyNegInf) atomicAdd(&s.coarse[keys[i] >> kCoarseShift], 1u);
+            }
             if (++r == rounds) break;
-            keys = more(r);
+            more(r, keys);
         }
         __syncthreads();
         find_two<kCoarse>(s, s.coarse, low, high, s.low, s.high);
         const Rank at_low = s.low, at_high = s.high;
         if (at_low.bin == kNone) return false;
         for (int32 r = rounds;;) {  // the keys of the last round are still there
-            count_fine(s, keys.x, at_low.bin), count_fine(s, keys.y, at_low.bin);
+#pragma unroll
+            for (int32 i = 0; i < kOwn; ++i) {
+                if (keys[i] >> kCoarseShift == at_low.bin) atomicAdd(&s.fine[keys[i] >> kFineShift & (kFine - 1)], 1u);
+            }
             if (--r == 0) break;
-            keys = more(r - 1);
+            more(r - 1, keys);
         }
         __syncthreads();
         const bool is_one = at_low.bin == at_high.bin;
@@ -132,12 +134,6 @@ struct SampledSelect {
         const float top = number_of(at_high.bin << kCoarseShift | fine_high << kFineShift | ((1u << kFineShift) - 1));
         scale.factor = float(kBins - 1) * rcp_approx(top - scale.floor);
         return true;
-    }
-    static OA_DEVICE void count_coarse(Storage& s, uint32 key) {
-        if (key > kKeyNegInf) atomicAdd(&s.coarse[key >> kCoarseShift], 1u);
-    }
-    static OA_DEVICE void count_fine(Storage& s, uint32 key, uint32 bin) {
-        if (key >> kCoarseShift == bin) atomicAdd(&s.fine[key >> kFineShift & (kFine - 1)], 1u);
     }
 
     // A thread's stack: every kThreads-th of s.stacks from its own number on, up to `end`.
@@ -162,99 +158,43 @@ struct SampledSelect {
             }
         }
         OA_DEVICE void count(const Scale& scale) const {
-            uint32 top = 0;
-            for_own([&](uint2 x) {
-                const uint32 bin = uint32(scale.place(x.x));
-                if (bin == kBins - 1) {
-                    ++top;
-                } else {
-                    atomicAdd(&s.bins[bin], 1u);
-                }
-            });
-            top = __reduce_add_sync(0xffffffffu, top);
-            if ((threadIdx.x & 31) == 0 && top != 0) atomicAdd(&s.bins[kBins - 1], top);
-        }
-        // take(candidate) for this thread's part of what was spilled.
-        template <typename Take>
-        OA_DEVICE void for_spilled(Take take) const {
-#pragma unroll 1
-            for (uint32 i = threadIdx.x; i < s.num_spilled; i += kThreads) take(s.spilled[i]);
-        }
-        // take(candidate) for those of this thread, in the order of their places but for the row's edges.
-        template <typename Take>
-        OA_DEVICE void for_own(Take take) const {
-            static_assert(kDepth % 4 == 0, "four are read at once");
-#pragma unroll 1
-            for (uint32 i = threadIdx.x; i < end; i += 4 * kThreads) {
-                uint2 x[4];
-#pragma unroll
-                for (uint32 j = 0; j < 4; ++j) x[j] = s.stacks[i + j * kThreads];
-#pragma unroll
-                for (uint32 j = 0; j < 4; ++j) {
-                    if (i + j * kThreads < end) take(x[j]);
-                }
+#pragma unroll 4
+            for (uint32 i = threadIdx.x; i < end; i += kThreads) {
+                atomicAdd(&s.bins[uint32(scale.place(s.stacks[i].x))], 1u);
             }
+        }
+        // take(candidate) for those of this thread, and then for its part of what was spilled.
+        template <typename Take>
+        OA_DEVICE void for_each(Take take) const {
+#pragma unroll 4
+            for (uint32 i = threadIdx.x; i < end; i += kThreads) take(s.stacks[i]);
+            for (uint32 i = threadIdx.x; i < s.num_spilled; i += kThreads) take(s.spilled[i]);
         }
     };
 
     static OA_DEVICE bool is_better(uint2 x, uint2 than) { return x.x > than.x || (x.x == than.x && x.y < than.y); }
 
-    // The bit of any element. No thread may be at its own bytes.
     static OA_DEVICE void set_bit(Storage& s, uint32 at) {
-        if (at < kWindow) atomicOr(&s.mask[at / 16], 1u << ((at / 4 % 4) * 8 + at % 4));
-    }
-    // Bits of a thread's own elements, byte by byte.
-    struct OwnBits {
-        Storage& s;
-        uint32 byte = kNone, bits = 0;
-
-        OA_DEVICE void set(uint32 at) {
-            if (at / 4 != byte) {
-                store();
-                byte = at / 4, bits = 0;
-            }
-            bits |= 1u << (at % 4);
-        }
-        OA_DEVICE void store() const {
-            if (byte < kWindow / 4) reinterpret_cast<uint8*>(s.mask)[byte] = uint8(bits);
-        }
-    };
-    // Bits of 32 elements.
-    static OA_DEVICE uint32 word_of(const Storage& s, uint32 word, uint32 words) {
-        if (word >= words) return 0;
-        const uint2 x = *reinterpret_cast<const uint2*>(s.mask + 2 * word);
-        const uint32 low = (x.x | x.x >> 4) & 0x00ff00ffu, high = (x.y | x.y >> 4) & 0x00ff00ffu;
-        return ((low | low >> 8) & 0xffffu) | (high | high >> 8) << 16;
+        if (at < kWindow) atomicOr(&s.mask[at / 32], 1u << (at & 31));
     }
 
-    // put(rank, at) for each bit, in order, ranks from 0 on: neighbouring ranks by neighbouring threads. Returns the
-    // bits' number. A barrier has to pass before it and after it.
+    // put(rank, at) for each bit, in order, ranks from `first` on; returns the bits' number. With a barrier.
     template <typename Put>
-    static OA_DEVICE uint32 for_bits(Storage& s, uint32 elements, Put put) {
-        // A thread has some words, or a half or a quarter of one.
+    static OA_DEVICE uint32 for_bits(Storage& s, uint32 elements, uint32 first, Put put) {
+        constexpr int32 kWords = kMask / kThreads;
         const uint32 words = (elements + 31) / 32, own = (words + kThreads - 1) / kThreads;
-        const uint32 split = words * 4 <= kThreads ? 2 : words * 2 <= kThreads ? 1 : 0;
-        const uint32 shift = (threadIdx.x << (5 - split)) & 31, some = 0xffffffffu >> (32 - (32 >> split));
-        const uint32 first = (threadIdx.x >> split) * own;
-        uint32 sum = 0, all;
-#pragma unroll 1
-        for (uint32 i = 0; i < own; ++i) sum += __popc(word_of(s, first + i, words) >> shift & some);
-        const uint32 before = sum_before(s, sum, all);
-#pragma unroll 1
-        for (uint32 base = 0; base < all; base += kList) {
-            if (base != 0) __syncthreads();
-            uint32 rank = before - base;
-#pragma unroll 1
-            for (uint32 i = 0; i < own; ++i) {
-                const uint32 at = 32 * (first + i) + shift;
-                for (uint32 left = word_of(s, first + i, words) >> shift & some; left != 0; left &= left - 1) {
-                    if (rank < kList) s.list[rank] = at + __ffs(int32(left)) - 1;
-                    ++rank;
-                }
+        uint32 bits[kWords], sum = 0, all;
+#pragma unroll
+        for (int32 i = 0; i < kWords; ++i) {
+            bits[i] = uint32(i) < own ? s.mask[threadIdx.x * own + i] : 0u;
+            sum += __popc(bits[i]);
+        }
+        uint32 rank = first + sum_before(s, sum, all);
+#pragma unroll
+        for (int32 i = 0; i < kWords; ++i) {
+            for (uint32 left = bits[i]; left != 0; left &= left - 1) {
+                put(rank++, 32 * (threadIdx.x * own + i) + __ffs(int32(left)) - 1);
             }
-            __syncthreads();
-            const uint32 here = min_of(all - base, uint32(kList));
-            for (uint32 i = threadIdx.x; i < here; i += kThreads) put(base + i, s.list[i]);
         }
         return all;
     }

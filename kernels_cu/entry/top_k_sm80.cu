@@ -28,6 +28,7 @@
 constexpr int32 kThreads = THREADS, kWarps = kThreads / 32;
 constexpr bool kCluster = CLUSTER;
 constexpr int32 kVectors = VECTORS;  // of four elements that a thread asks for at once
+constexpr bool kIsAlone = CTAS == 1;  // no other CTA of the SM has something to do while this one waits
 constexpr uint32 kAhead = 1 << 16;  // elements that are asked for ahead
 using Sampled = SampledSelect<kThreads, DEPTH, MASK>;
 
@@ -134,7 +135,6 @@ OA_DEVICE void put_in_order(SelectStorage& s, uint32 above, uint32 ties, uint32 
     }
 }
 
-OA_DEVICE uint2 keys_of(uint2 x) { return make_uint2(key_of(x.x), key_of(x.y)); }
 OA_DEVICE uint4 keys_of(const uint4& x) { return make_uint4(key_of(x.x), key_of(x.y), key_of(x.z), key_of(x.w)); }
 
 // Bits of the numbers of a vector that test(number) holds for.
@@ -172,6 +172,8 @@ struct Stream {
 
     OA_DEVICE Stream(const Row& row, const Part& part) : row(row), part(part) {
         begin = part.begin + (part.begin < row.lead ? 4 : 0), end = part.end & ~3u;
+    }
+    OA_DEVICE void start() {
         const uint32 own = begin + 4 * threadIdx.x;
         next = reinterpret_cast<const uint4*>(row.base + own);
 #pragma unroll
@@ -204,15 +206,18 @@ struct Stream {
 template <int32 kDigit>
 OA_DEVICE void digit_of_row(const TopKParams& p, const Row& row, const Part& part, SelectStorage& s, const Step& step,
                             Selected& found) {
-    Stream<2>(row, part).for_each([&](const uint4& x, uint32) { count_keys<kDigit>(s, keys_of(x), found.prefix); });
+    Stream<2> stream(row, part);
+    stream.start();
+    stream.for_each([&](const uint4& x, uint32) { count_keys<kDigit>(s, keys_of(x), found.prefix); });
     __syncthreads();
     step.template find<kDigit>(p.k - found.above);
     found.template take<kDigit>(s, p.k);
 }
 
-// A sample is of two of four neighbours at equal distances, kThreads times; of rows from kLongRow on kLongRounds times as
-// often.
-constexpr uint32 kSampleSize = 2 * kThreads, kLongRow = 1 << 18;
+// A sample is of kSampled of four neighbours at equal distances, kThreads times; of long rows kLongRounds times as often.
+// The CTAs of a cluster have room for more candidates of a row.
+constexpr int32 kSampled = kThreads >= 1024 ? 2 : 4;
+constexpr uint32 kSampleSize = kSampled * kThreads, kLongRow = kCluster ? 1 << 21 : 1 << 17;
 constexpr int32 kLongShift = 2, kLongRounds = 1 << kLongShift;
 
 struct RowSample {
@@ -224,20 +229,25 @@ struct RowSample {
         begin = row.lead == 0 ? 0 : 4;
         vectors = max_of(row.end / 4, begin / 4) - begin / 4;
     }
-    OA_DEVICE uint2 load(int32 round) const {
+    OA_DEVICE uint4 load(int32 round) const {
         const uint64 place = uint32(round * kThreads) + threadIdx.x;
         const uint32 vector = uint32(place * vectors / kThreads >> (is_long ? kLongShift : 0));
-        const uint4 x = __ldg(reinterpret_cast<const uint4*>(row.base + begin + 4 * vector));
-        return make_uint2(x.x, x.z);
+        return __ldg(reinterpret_cast<const uint4*>(row.base + begin + 4 * vector));
     }
-    OA_DEVICE bool rank(const TopKParams& p, Sampled::Storage& s, uint2 first, Sampled::Scale& scale) const {
-        // What k is of the row, and three and a half standard deviations more and less.
+    static OA_DEVICE void keys_of_some(const uint4& x, uint32 (&keys)[kSampled]) {
+        keys[0] = key_of(x.x), keys[1] = key_of(x.z);
+        if constexpr (kSampled > 2) keys[2] = key_of(x.y), keys[3] = key_of(x.w);
+    }
+    OA_DEVICE bool rank(const TopKParams& p, Sampled::Storage& s, const uint4& first, Sampled::Scale& scale) const {
+        // What k is of the row, and four standard deviations more and less.
         const float size = float(is_long ? kSampleSize << kLongShift : kSampleSize);
         const float share = float(p.k) * size * rcp_approx(float(row.end));
-        const float spread = 3.5f * exp2_approx(0.5f * log2_approx(share)) + 6.0f;
+        const float spread = 4.0f * exp2_approx(0.5f * log2_approx(share)) + 8.0f;
         const uint32 low = uint32(fminf(share + spread, size)), high = uint32(fmaxf(share - spread, 1.0f));
-        return Sampled::sample(s, is_long ? kLongRounds : 1, low, high, scale, keys_of(first),
-                               [&](int32 round) { return keys_of(load(round)); });
+        uint32 keys[kSampled];
+        keys_of_some(first, keys);
+        return Sampled::sample(s, is_long ? kLongRounds : 1, low, high, scale, keys,
+                               [&](int32 round, uint32(&to)[kSampled]) { keys_of_some(load(round), to); });
     }
 };
 
@@ -308,10 +318,11 @@ OA_DEVICE bool select_once(const TopKParams& p, const Row& row, Sampled::Storage
     if (row.end - row.lead <= uint32(p.k) || sample.vectors == 0) return false;
     const Part part(row, step);
     // The row is under way while the sample is read and ranked.
-    const uint2 first_sample = sample.load(0);
+    const uint4 first_sample = sample.load(0);
     Stream<kVectors> stream(row, part);
+    if constexpr (kIsAlone) stream.start();
     constexpr uint32 kChunk = 4096;
-    const uint32 chunk = stream.begin + stream.kStep + threadIdx.x * kChunk;
+    const uint32 chunk = stream.begin + (kIsAlone ? stream.kStep : 0) + threadIdx.x * kChunk;
     if (threadIdx.x * kChunk < kAhead && chunk < stream.end) {
         prefetch_l2(row.base + chunk, 4 * min_of(stream.end - chunk, kChunk));
     }
@@ -319,6 +330,7 @@ OA_DEVICE bool select_once(const TopKParams& p, const Row& row, Sampled::Storage
     __syncthreads();
     S::Scale scale;
     if (!sample.rank(p, s, first_sample, scale)) return false;
+    if constexpr (!kIsAlone) stream.start();
 
     S::Stack stack{s};
     stream.for_each([&](const uint4& x, uint32 at) {
@@ -336,21 +348,15 @@ OA_DEVICE bool select_once(const TopKParams& p, const Row& row, Sampled::Storage
     const S::Rank kth = s.kth;
     const float edge = float(kth.bin);
     uint32 num_sure = 0;
-    S::OwnBits own_bits{s};
-    auto is_sure = [&](uint2 x) {
+    stack.for_each([&](uint2 x) {
         const float place = scale.place(x.x);
-        if (place >= edge && place < edge + 1.0f) {
+        if (place >= edge + 1.0f) {
+            S::set_bit(s, x.y - part.begin), ++num_sure;
+        } else if (place >= edge) {
             const uint32 i = atomicAdd(&s.num_ties, 1u);
             if (i < S::kTies) s.ties[i] = make_uint2(key_of(x.x), x.y);
         }
-        num_sure += place >= edge + 1.0f;
-        return place >= edge + 1.0f;
-    };
-    stack.for_own([&](uint2 x) {
-        if (is_sure(x)) own_bits.set(x.y - part.begin);
     });
-    own_bits.store();
-    stack.for_spilled(is_sure);
     if constexpr (kCluster) {
         num_sure = __reduce_add_sync(0xffffffffu, num_sure);
         if ((threadIdx.x & 31) == 0 && num_sure != 0) atomicAdd(&s.num_sure, num_sure);
@@ -361,13 +367,10 @@ OA_DEVICE bool select_once(const TopKParams& p, const Row& row, Sampled::Storage
     if (!gather_ties(s, step, ties, num_ties, first)) return false;
     if constexpr (kCluster) cluster_arrive();
     const uint32 wanted = p.k - kth.above;
-    stack.for_spilled([&](uint2 x) {
-        if (scale.place(x.x) >= edge + 1.0f) S::set_bit(s, x.y - part.begin);
-    });
     if (threadIdx.x < num_ties) {
         const uint2 own = ties[threadIdx.x];
         uint32 better = 0;
-#pragma unroll 1
+#pragma unroll 4
         for (uint32 i = 0; i < num_ties; ++i) better += S::is_better(ties[i], own);
         if (better < wanted && own.y >= part.begin && own.y < part.end) S::set_bit(s, own.y - part.begin);
         if (better == wanted - 1) s.last = own;
@@ -380,19 +383,17 @@ OA_DEVICE bool select_once(const TopKParams& p, const Row& row, Sampled::Storage
         for (uint32 i = 0; i < num_ties; ++i) first += ties[i].y < part.begin && !S::is_better(last, ties[i]);
     }
     for (uint32 window = part.begin;; __syncthreads()) {
-        first += S::for_bits(s, min_of(part.end - window, uint32(S::kWindow)),
-                             [&](uint32 rank, uint32 at) { out.put(first + rank, window + at - row.lead); });
+        first += S::for_bits(s, min_of(part.end - window, uint32(S::kWindow)), first,
+                             [&](uint32 rank, uint32 at) { out.put(rank, window + at - row.lead); });
         if (part.end - window <= S::kWindow) return true;
         // The bits of the next elements.
         window += S::kWindow;
         __syncthreads();
         for (int32 i = threadIdx.x; i < MASK; i += kThreads) s.mask[i] = 0;
         __syncthreads();
-        auto set = [&](uint2 x) {
+        stack.for_each([&](uint2 x) {
             if (x.y >= window && !S::is_better(last, make_uint2(key_of(x.x), x.y))) S::set_bit(s, x.y - window);
-        };
-        stack.for_own(set);
-        stack.for_spilled(set);
+        });
     }
 }
 
