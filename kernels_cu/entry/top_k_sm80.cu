@@ -38,6 +38,8 @@ union SharedStorage {
     SelectStorage select;
 };
 
+static_assert(sizeof(SharedStorage) <= 4 * 4096 + 4 * MASK + 8 * DEPTH * kThreads + 8 * 1024 + 256, "as the registry");
+
 // A row, in coordinates that count from the 16 bytes in which its first element lies: [lead, end).
 struct Row {
     const float* base;
