@@ -9,6 +9,7 @@ import ml_dtypes
 import numpy as np
 
 E4M3 = ml_dtypes.float8_e4m3fn
+BF16 = ml_dtypes.bfloat16
 DIM = 128
 
 
@@ -117,7 +118,7 @@ def same_logits(got: Any, call: LogitsCall, error: float = 2.0**-20) -> float:
 #: Kinds of rows for ``top_k``.
 ROWS = (
     "normal", "uniform", "one bin", "two values", "equal", "masked", "all masked", "nan", "infinities", "zeros",
-    "ascending", "low bits", "subnormal", "few",
+    "ascending", "low bits", "subnormal", "few", "rounded", "crowded", "outliers",
 )  # fmt: skip
 
 
@@ -154,6 +155,12 @@ def row_of(kind: str, n: int, seed: int = 0) -> np.ndarray[Any, Any]:
         x = x.astype(np.float32)
     elif kind == "few":
         x[7:] = -np.inf
+    elif kind == "rounded":  # some dozens are equal to the last one that is chosen
+        x = x.astype(BF16).astype(np.float32)
+    elif kind == "crowded":  # nearly all of the largest belong to a few threads of a CTA
+        x[np.arange(n) // 4 % 512 < 24] += 6
+    elif kind == "outliers":
+        x[rng.random(n) < 0.002] *= np.float32(1e30)
     return x
 
 

@@ -40,7 +40,6 @@ struct SelectStorage {
     uint32 warp_sums[2][32];
     uint32 bin, above, inside;  // of the last digit: the bin, keys in the bins above it, keys in it
     uint32 before_above, before_in;  // of these, those of the cluster's CTAs of lower rank
-    uint32 count;                    // candidates of this CTA
 };
 
 // A key's number, of keys of numbers.

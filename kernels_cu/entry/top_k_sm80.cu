@@ -7,36 +7,38 @@
 // become rows of a pool: block_table[sequence, position / block_size] * block_size + position % block_size.
 //
 // A row belongs to a CTA, or with CLUSTER to a cluster, whose CTAs have consecutive parts of it and add their counts
-// through distributed shared memory. It is read once:
+// through distributed shared memory. It is read once (decode/sampled_select.cuh):
 //
-//   sample | row: what is not below the floor is a candidate | digits 1, 2, 3 of the candidates | positions
+//   sample: a floor | row: what is not below it is a candidate | bins of candidates | ties | bits of positions
 //
-// The floor is a number that somewhat more than k elements should reach, by a sample of 1024; of rows
-// that are candidates as a whole the lowest number. Where too few elements reach it, or more than there is room for,
-// the row is read for each digit (decode/radix_select.cuh) and for the positions: the result is exact in any case.
+// Where the sample misleads, or many elements are alike, the row is read for each of three digits
+// (decode/radix_select.cuh) and for the positions: the result is exact in any case.
 //
-// Candidates and positions are in ascending order without atomics: the threads of a CTA have consecutive elements,
-// count those that are wanted, and begin where the threads before them end. So calls repeat exactly.
+// The order of positions comes from bits, or from sums over threads, and not from atomics: calls repeat exactly.
 //
-// Shared memory: histograms 24 KB, CANDIDATES of 8 bytes.
+// Shared memory: bins 16 KB, bits of positions 4 * MASK, DEPTH candidates of 8 bytes a thread, 8 KB for more.
 #include "decode/radix_select.cuh"
+#include "decode/sampled_select.cuh"
 #include "params/top_k.cuh"
-#include "ptx/l2.cuh"
+#include "ptx/bulk_prefetch.cuh"
+#include "ptx/cluster_memory.cuh"
 #include "ptx/types.cuh"
 #include "scheduler/quotient.cuh"
 
 constexpr int32 kThreads = THREADS, kWarps = kThreads / 32;
 constexpr bool kCluster = CLUSTER;
 constexpr int32 kVectors = VECTORS;  // of four elements that a thread asks for at once
-constexpr uint32 kCandidates = CANDIDATES;
-constexpr uint32 kAhead = 4;  // lines of 128 bytes that a thread asks for ahead
-constexpr int32 kSampleOwn = kThreads >= 1024 ? 1 : 2, kSample = kSampleOwn * kThreads;  // of a thread, of a row
+constexpr bool kIsAlone = CTAS == 1;  // no other CTA of the SM has something to do while this one waits
+constexpr uint32 kAhead = 1 << 16;  // elements that are asked for ahead
+using Sampled = SampledSelect<kThreads, DEPTH, MASK>;
 
-struct SharedStorage {
+// The row's digits are counted where nothing else is needed any more.
+union SharedStorage {
+    Sampled::Storage sampled;
     SelectStorage select;
-    alignas(16) uint32 keys[kCandidates];
-    alignas(16) uint32 positions[kCandidates];
 };
+
+static_assert(sizeof(SharedStorage) <= 4 * 4096 + 4 * MASK + 8 * DEPTH * kThreads + 8 * 1024 + 256, "as the registry");
 
 // A row, in coordinates that count from the 16 bytes in which its first element lies: [lead, end).
 struct Row {
@@ -160,180 +162,267 @@ struct Part {
     }
 };
 
-// Calls take(x, first, parity) for each step of this CTA's part of the row: bits of a thread's consecutive numbers, and
-// where they are.
-template <typename Take>
-OA_DEVICE void for_row(const Row& row, const Part& part, Take take) {
-    constexpr uint32 kOwn = 4 * kVectors, kStep = kThreads * kOwn;
-    uint4 next[kVectors];
-    auto load = [&](uint32 at) {
-        const uint32 first = at + threadIdx.x * kOwn;
-        if (first >= row.lead && first + kOwn <= part.end) {
-            const uint4* from = reinterpret_cast<const uint4*>(row.base + first);
+// What a CTA has of the row in whole 16 bytes, read kLoads vectors a thread ahead.
+template <int32 kLoads>
+struct Stream {
+    static constexpr uint32 kAcross = 4 * kThreads, kStep = kLoads * kAcross;
+    const Row& row;
+    const Part& part;
+    uint32 begin, end;
+    const uint4* next;  // of this thread's, what is read next
+    uint4 ahead[kLoads];
+
+    OA_DEVICE Stream(const Row& row, const Part& part) : row(row), part(part) {
+        begin = part.begin + (part.begin < row.lead ? 4 : 0), end = part.end & ~3u;
+    }
+    OA_DEVICE void start() {
+        const uint32 own = begin + 4 * threadIdx.x;
+        next = reinterpret_cast<const uint4*>(row.base + own);
 #pragma unroll
-            for (int32 v = 0; v < kVectors; ++v) next[v] = __ldg(from + v);
-        } else {
+        for (int32 v = 0; v < kLoads; ++v) load(v, own + v * kAcross);
+    }
+    OA_DEVICE void load(int32 v, uint32 at) {
+        if (at < end) ahead[v] = __ldg(next + v * kThreads);
+    }
+    // take(x, at) for this thread's numbers: bits of the four from `at` on.
+    template <typename Take>
+    OA_DEVICE void for_each(Take take) {
+#pragma unroll 1
+        for (uint32 at = begin + 4 * threadIdx.x; at < end; at += kStep) {
+            next += kLoads * kThreads;
 #pragma unroll
-            for (int32 v = 0; v < kVectors; ++v) next[v] = row.load(first + 4 * v < part.end ? first + 4 * v : row.end);
+            for (int32 v = 0; v < kLoads; ++v) {
+                if (at + v * kAcross >= end) break;
+                take(ahead[v], at + v * kAcross);
+                load(v, at + kStep + v * kAcross);
+            }
         }
-    };
-    if (part.begin < part.end) load(part.begin);
-    int32 parity = 0;
-    for (uint32 at = part.begin; at < part.end; at += kStep) {
-        uint4 x[kVectors];
-#pragma unroll
-        for (int32 v = 0; v < kVectors; ++v) x[v] = next[v];
-        if (at + kStep < part.end) load(at + kStep);
-        take(x, at + threadIdx.x * kOwn, parity);
-        parity ^= 1;
+        // The first and the last few.
+        uint32 edge = part.end;
+        if (threadIdx.x == 0 && part.begin < row.lead) edge = 0;
+        if (threadIdx.x == kThreads - 1 && end != part.end && end >= begin) edge = end;
+        if (edge < part.end) take(row.load(edge), edge);
     }
-}
+};
 
 template <int32 kDigit>
-OA_DEVICE void digit_of_row(const TopKParams& p, const Row& row, const Part& part, SharedStorage& s, const Step& step,
+OA_DEVICE void digit_of_row(const TopKParams& p, const Row& row, const Part& part, SelectStorage& s, const Step& step,
                             Selected& found) {
-    for_row(row, part, [&](const uint4(&x)[kVectors], uint32, int32) {
-#pragma unroll
-        for (int32 v = 0; v < kVectors; ++v) count_keys<kDigit>(s.select, keys_of(x[v]), found.prefix);
-    });
+    Stream<2> stream(row, part);
+    stream.start();
+    stream.for_each([&](const uint4& x, uint32) { count_keys<kDigit>(s, keys_of(x), found.prefix); });
     __syncthreads();
     step.template find<kDigit>(p.k - found.above);
-    found.template take<kDigit>(s.select, p.k);
+    found.template take<kDigit>(s, p.k);
 }
 
-// Candidates of this CTA, four a thread and step; beyond the last one keys that are never chosen.
-template <typename Take>
-OA_DEVICE void for_candidates(const SharedStorage& s, uint32 count, Take take) {
-    int32 parity = 0;
-    for (uint32 at = 0; at < count; at += 4 * kThreads) {
-        const uint32 first = at + 4 * threadIdx.x;
-        uint4 keys = make_uint4(0, 0, 0, 0);
-        if (first < count) keys = *reinterpret_cast<const uint4*>(s.keys + first);
-        if (first + 1 >= count) keys.y = 0;
-        if (first + 2 >= count) keys.z = 0;
-        if (first + 3 >= count) keys.w = 0;
-        take(keys, first, parity);
-        parity ^= 1;
+// A sample is of kSampled of four neighbours at equal distances, kThreads times; of long rows kLongRounds times as often.
+// The CTAs of a cluster have room for more candidates of a row.
+constexpr int32 kSampled = kThreads >= 1024 ? 2 : 4;
+constexpr uint32 kSampleSize = kSampled * kThreads, kLongRow = kCluster ? 1 << 21 : 1 << 17;
+constexpr int32 kLongShift = 2, kLongRounds = 1 << kLongShift;
+
+struct RowSample {
+    const Row& row;
+    uint32 begin, vectors;
+    bool is_long;
+
+    OA_DEVICE explicit RowSample(const Row& row) : row(row), is_long(row.end >= kLongRow) {
+        begin = row.lead == 0 ? 0 : 4;
+        vectors = max_of(row.end / 4, begin / 4) - begin / 4;
+    }
+    OA_DEVICE uint4 load(int32 round) const {
+        const uint64 place = uint32(round * kThreads) + threadIdx.x;
+        const uint32 vector = uint32(place * vectors / kThreads >> (is_long ? kLongShift : 0));
+        return __ldg(reinterpret_cast<const uint4*>(row.base + begin + 4 * vector));
+    }
+    static OA_DEVICE void keys_of_some(const uint4& x, uint32 (&keys)[kSampled]) {
+        keys[0] = key_of(x.x), keys[1] = key_of(x.z);
+        if constexpr (kSampled > 2) keys[2] = key_of(x.y), keys[3] = key_of(x.w);
+    }
+    OA_DEVICE bool rank(const TopKParams& p, Sampled::Storage& s, const uint4& first, Sampled::Scale& scale) const {
+        // What k is of the row, and four standard deviations more and less.
+        const float size = float(is_long ? kSampleSize << kLongShift : kSampleSize);
+        const float share = float(p.k) * size * rcp_approx(float(row.end));
+        const float spread = 4.0f * exp2_approx(0.5f * log2_approx(share)) + 8.0f;
+        const uint32 low = uint32(fminf(share + spread, size)), high = uint32(fmaxf(share - spread, 1.0f));
+        uint32 keys[kSampled];
+        keys_of_some(first, keys);
+        return Sampled::sample(s, is_long ? kLongRounds : 1, low, high, scale, keys,
+                               [&](int32 round, uint32(&to)[kSampled]) { keys_of_some(load(round), to); });
+    }
+};
+
+// Finds the k-th largest candidate's bin, in s.kth. False: there are not so many, or some CTA had no room for its own.
+// Behind a barrier of the cluster, ends with one of the CTA.
+OA_DEVICE bool find_bin(const TopKParams& p, Sampled::Storage& s, const Step& step) {
+    constexpr int32 kOwn = Sampled::kBins / kThreads;
+    static_assert(kOwn == 2 || !kCluster, "bins of a thread are read from the others by twos");
+    const uint32 top = Sampled::kBins - 1 - threadIdx.x * kOwn;
+    uint32 count[kOwn], sum = 0, all;
+#pragma unroll
+    for (int32 i = 0; i < kOwn; ++i) count[i] = s.bins[top - i];
+    bool fits = s.num_spilled <= Sampled::kSpilled;
+    if constexpr (kCluster) {
+        const uint32 lane = threadIdx.x & 31;
+        const uint32 spilled = lane < step.size ? load_cluster(smem_addr_of(&s.num_spilled), lane) : 0u;
+        uint2 more[kMaxCluster] = {};
+#pragma unroll
+        for (uint32 r = 1; r < kMaxCluster; ++r) {
+            const uint32 other = step.rank + r < step.size ? step.rank + r : step.rank + r - step.size;
+            if (r < step.size) more[r] = load_cluster2(smem_addr_of(&s.bins[top - 1]), other);
+        }
+#pragma unroll
+        for (uint32 r = 1; r < kMaxCluster; ++r) count[0] += more[r].y, count[kOwn - 1] += more[r].x;
+        fits = !__any_sync(0xffffffffu, spilled > Sampled::kSpilled);
+    }
+#pragma unroll
+    for (int32 i = 0; i < kOwn; ++i) sum += count[i];
+    const uint32 above = Sampled::sum_before(s, sum, all);
+    if (above < uint32(p.k) && above + sum >= uint32(p.k)) Sampled::find(s.kth, p.k, count, top, above);
+    __syncthreads();
+    return fits && all >= uint32(p.k);
+}
+
+// Those of the cluster that are in the k-th largest's bin; `sure`: how many higher ones the CTAs of lower rank have.
+// False: they are too many. Behind a barrier of the cluster.
+OA_DEVICE bool gather_ties(Sampled::Storage& s, const Step& step, const uint2*& ties, uint32& count, uint32& sure) {
+    if constexpr (!kCluster) {
+        ties = s.ties, count = s.num_ties, sure = 0;
+        return count <= Sampled::kTies;
+    } else {
+        const uint32 lane = threadIdx.x & 31, warp = threadIdx.x / 32;
+        uint32 of_lane = 0, sure_of_lane = 0;
+        if (lane < step.size) {
+            of_lane = load_cluster(smem_addr_of(&s.num_ties), lane);
+            sure_of_lane = load_cluster(smem_addr_of(&s.num_sure), lane);
+        }
+        count = __reduce_add_sync(0xffffffffu, of_lane);
+        sure = __reduce_add_sync(0xffffffffu, lane < step.rank ? sure_of_lane : 0u);
+        if (count > Sampled::kTies) return false;
+        // A warp has a CTA's.
+        const uint32 to = __reduce_add_sync(0xffffffffu, lane < warp ? of_lane : 0u);
+        const uint32 of_warp = __shfl_sync(0xffffffffu, of_lane, warp);
+        for (uint32 i = lane; i < of_warp; i += 32) {
+            s.all_ties[to + i] = load_cluster2(smem_addr_of(&s.ties[i]), warp);
+        }
+        ties = s.all_ties;
+        __syncthreads();
+        return true;
     }
 }
 
-template <int32 kDigit>
-OA_DEVICE void digit_of_candidates(const TopKParams& p, uint32 count, SharedStorage& s, const Step& step,
-                                   Selected& found) {
-    for_candidates(s, count,
-                   [&](const uint4& keys, uint32, int32) { count_keys<kDigit>(s.select, keys, found.prefix); });
+// The positions of a row that is read once. False: that is not enough, and nothing is written.
+OA_DEVICE bool select_once(const TopKParams& p, const Row& row, Sampled::Storage& s, const Step& step,
+                           const Positions& out) {
+    using S = Sampled;
+    const RowSample sample(row);
+    if (row.end - row.lead <= uint32(p.k) || sample.vectors == 0) return false;
+    const Part part(row, step);
+    // The row is under way while the sample is read and ranked.
+    const uint4 first_sample = sample.load(0);
+    Stream<kVectors> stream(row, part);
+    if constexpr (kIsAlone) stream.start();
+    constexpr uint32 kChunk = 4096;
+    const uint32 chunk = stream.begin + (kIsAlone ? stream.kStep : 0) + threadIdx.x * kChunk;
+    if (threadIdx.x * kChunk < kAhead && chunk < stream.end) {
+        prefetch_l2(row.base + chunk, 4 * min_of(stream.end - chunk, kChunk));
+    }
+    S::clear(s);
     __syncthreads();
-    step.template find<kDigit>(p.k - found.above);
-    found.template take<kDigit>(s.select, p.k);
+    S::Scale scale;
+    if (!sample.rank(p, s, first_sample, scale)) return false;
+    if constexpr (!kIsAlone) stream.start();
+
+    S::Stack stack{s};
+    stream.for_each([&](const uint4& x, uint32 at) {
+        stack.make_room(scale);
+        // NaN is not below anything.
+        if (!(__uint_as_float(x.x) < scale.floor)) stack.push(x.x, at);
+        if (!(__uint_as_float(x.y) < scale.floor)) stack.push(x.y, at + 1);
+        if (!(__uint_as_float(x.z) < scale.floor)) stack.push(x.z, at + 2);
+        if (!(__uint_as_float(x.w) < scale.floor)) stack.push(x.w, at + 3);
+    });
+    stack.count(scale);
+    step.sync();
+    if (!find_bin(p, s, step)) return false;
+
+    const S::Rank kth = s.kth;
+    const float edge = float(kth.bin);
+    uint32 num_sure = 0;
+    stack.for_each([&](uint2 x) {
+        const float place = scale.place(x.x);
+        if (place >= edge + 1.0f) {
+            S::set_bit(s, x.y - part.begin), ++num_sure;
+        } else if (place >= edge) {
+            const uint32 i = atomicAdd(&s.num_ties, 1u);
+            if (i < S::kTies) s.ties[i] = make_uint2(key_of(x.x), x.y);
+        }
+    });
+    if constexpr (kCluster) {
+        num_sure = __reduce_add_sync(0xffffffffu, num_sure);
+        if ((threadIdx.x & 31) == 0 && num_sure != 0) atomicAdd(&s.num_sure, num_sure);
+    }
+    step.sync();
+    const uint2* ties;
+    uint32 num_ties, first;
+    if (!gather_ties(s, step, ties, num_ties, first)) return false;
+    if constexpr (kCluster) cluster_arrive();
+    const uint32 wanted = p.k - kth.above;
+    if (threadIdx.x < num_ties) {
+        const uint2 own = ties[threadIdx.x];
+        uint32 better = 0;
+#pragma unroll 4
+        for (uint32 i = 0; i < num_ties; ++i) better += S::is_better(ties[i], own);
+        if (better < wanted && own.y >= part.begin && own.y < part.end) S::set_bit(s, own.y - part.begin);
+        if (better == wanted - 1) s.last = own;
+    }
+    __syncthreads();
+    const uint2 last = s.last;
+    if constexpr (kCluster) {
+        // Chosen ties of the parts before this one.
+#pragma unroll 1
+        for (uint32 i = 0; i < num_ties; ++i) first += ties[i].y < part.begin && !S::is_better(last, ties[i]);
+    }
+    for (uint32 window = part.begin;; __syncthreads()) {
+        first += S::for_bits(s, min_of(part.end - window, uint32(S::kWindow)), first,
+                             [&](uint32 rank, uint32 at) { out.put(rank, window + at - row.lead); });
+        if (part.end - window <= S::kWindow) return true;
+        // The bits of the next elements.
+        window += S::kWindow;
+        __syncthreads();
+        for (int32 i = threadIdx.x; i < MASK; i += kThreads) s.mask[i] = 0;
+        __syncthreads();
+        stack.for_each([&](uint2 x) {
+            if (x.y >= window && !S::is_better(last, make_uint2(key_of(x.x), x.y))) S::set_bit(s, x.y - window);
+        });
+    }
 }
 
-OA_DEVICE void clear_histogram(SelectStorage& s) {
+// The same in any case.
+OA_DEVICE void select_by_digits(const TopKParams& p, const Row& row, SelectStorage& s, const Step& step,
+                                const Positions& out) {
+    const Part part(row, step);
+    step.sync();  // others may still read what is overwritten
     for (int32 i = threadIdx.x; i < kAllBins / 4; i += kThreads) {
         reinterpret_cast<uint4*>(s.histogram)[i] = make_uint4(0, 0, 0, 0);
     }
     __syncthreads();
-}
-
-// A number that more than k elements of the row should reach: an element of a sample, whose rank there is what k is of
-// the row and four standard deviations more. The same in all CTAs of a cluster. Leaves counts in the histogram.
-OA_DEVICE float floor_of(const TopKParams& p, const Row& row, SharedStorage& s) {
-    const uint32 vectors = row.end / 4;
-    const uint4 x = row.load(4 * uint32(uint64(threadIdx.x) * vectors / kThreads));
-    const uint32 own_keys[2] = {key_of(x.x), key_of(x.z)};
-    const float share = float(p.k) * (float(kSample) / float(row.end));
-    const uint32 rank = uint32(min_of(share + 4.0f * sqrtf(share) + 8.0f, float(kSample)));
-    const Digit<kThreads, false> own{s.select, 0, 1};
     Selected found;
-#pragma unroll
-    for (int32 i = 0; i < kSampleOwn; ++i) count_key<0>(s.select, own_keys[i], 0);
-    __syncthreads();
-    own.template find<0>(rank);
-    found.template take<0>(s.select, rank);
-    if (found.digits == 1 && found.inside == 0) return kLowest;  // the sample has fewer numbers
-#pragma unroll
-    for (int32 i = 0; i < kSampleOwn; ++i) count_key<1>(s.select, own_keys[i], found.prefix);
-    __syncthreads();
-    own.template find<1>(rank - found.above);
-    found.template take<1>(s.select, rank);
-    return number_of(found.prefix);
-}
-
-// Sum of the candidates of all CTAs; `fits`: whether none of them has more than there is room for.
-OA_DEVICE uint32 all_candidates(SharedStorage& s, const Step& step, uint32 own, bool& fits) {
-    if constexpr (!kCluster) {
-        fits = own <= kCandidates;
-        return own;
-    } else {
-        if (threadIdx.x == 0) s.select.count = own;
-        cluster_sync();
-        const uint32 lane = threadIdx.x & 31;
-        const uint32 of_lane = lane < step.size ? load_cluster(smem_addr_of(&s.select.count), lane) : 0u;
-        fits = !__any_sync(0xffffffffu, of_lane > kCandidates);
-        return __reduce_add_sync(0xffffffffu, of_lane);
-    }
-}
-
-OA_DEVICE void select_row(const TopKParams& p, const Row& row, SharedStorage& s, const Step& step,
-                          const Positions& out) {
-    const Part part(row, step);
-    float floor = kLowest;
-    if (row.end > kCandidates) {
-        // The row is under way while the sample is read and ranked.
-        for (uint32 i = 0; i < kAhead; ++i) {
-            const uint32 at = part.begin + (i * kThreads + threadIdx.x) * 32;
-            if (at < part.end && at >= row.lead) prefetch_l2(row.base + at);
-        }
-        floor = floor_of(p, row, s);
-        __syncthreads();
-        clear_histogram(s.select);
-    }
-    Ranks ranks{0, 0};
-    for_row(row, part, [&](const uint4(&x)[kVectors], uint32 first, int32 parity) {
-        uint32 chosen = 0;
-#pragma unroll
-        for (int32 v = 0; v < kVectors; ++v) {
-            // NaN is not below anything.
-            chosen |= mask_of(x[v], [&](uint32 bits) { return !(__uint_as_float(bits) < floor); }) << (4 * v);
-        }
-        put_in_order(s.select, chosen, 0, 0, ranks, parity, [&](uint32 rank, int32 i) {
-            if (rank >= kCandidates) return;
-            s.keys[rank] = key_of(__float_as_uint(__ldg(row.base + first + i)));
-            s.positions[rank] = first + i - row.lead;
-        });
-    });
-    bool fits;
-    const uint32 all = all_candidates(s, step, ranks.above, fits);
-    __syncthreads();
-    Selected found;
-    if (fits && (all >= uint32(p.k) || floor == kLowest)) {
-        digit_of_candidates<0>(p, ranks.above, s, step, found);
-        if (!found.done) digit_of_candidates<1>(p, ranks.above, s, step, found);
-        if (!found.done) digit_of_candidates<2>(p, ranks.above, s, step, found);
-        Ranks places{found.before, found.before_in};
-        const Threshold t = found.threshold;
-        for_candidates(s, ranks.above, [&](const uint4& keys, uint32 first, int32 parity) {
-            const uint32 above = mask_of(keys, [&](uint32 key) { return key > t.key; });
-            const uint32 ties = t.ties == 0 ? 0 : mask_of(keys, [&](uint32 key) { return key == t.key; });
-            put_in_order(s.select, above, ties, t.ties, places, parity,
-                         [&](uint32 rank, int32 i) { out.put(rank, s.positions[first + i]); });
-        });
-    } else {
-        digit_of_row<0>(p, row, part, s, step, found);
-        if (!found.done) digit_of_row<1>(p, row, part, s, step, found);
-        if (!found.done) digit_of_row<2>(p, row, part, s, step, found);
-        Ranks places{found.before, found.before_in};
-        const Threshold t = found.threshold;
-        for_row(row, part, [&](const uint4(&x)[kVectors], uint32 first, int32 parity) {
-            uint32 above = 0, ties = 0;
-#pragma unroll
-            for (int32 v = 0; v < kVectors; ++v) {
-                const uint4 keys = keys_of(x[v]);
-                above |= mask_of(keys, [&](uint32 key) { return key > t.key; }) << (4 * v);
-                if (t.ties != 0) ties |= mask_of(keys, [&](uint32 key) { return key == t.key; }) << (4 * v);
-            }
-            put_in_order(s.select, above, ties, t.ties, places, parity,
-                         [&](uint32 rank, int32 i) { out.put(rank, first + i - row.lead); });
-        });
+    digit_of_row<0>(p, row, part, s, step, found);
+    if (!found.done) digit_of_row<1>(p, row, part, s, step, found);
+    if (!found.done) digit_of_row<2>(p, row, part, s, step, found);
+    Ranks places{found.before, found.before_in};
+    const Threshold t = found.threshold;
+    int32 parity = 0;
+    for (uint32 at = part.begin; at < part.end; at += 4 * kThreads) {
+        const uint32 first = at + 4 * threadIdx.x;
+        const uint4 keys = keys_of(row.load(first < part.end ? first : row.end));
+        const uint32 above = mask_of(keys, [&](uint32 key) { return key > t.key; });
+        const uint32 ties = t.ties == 0 ? 0 : mask_of(keys, [&](uint32 key) { return key == t.key; });
+        put_in_order(s, above, ties, t.ties, places, parity,
+                     [&](uint32 rank, int32 i) { out.put(rank, first + i - row.lead); });
+        parity ^= 1;
     }
     out.fill(found.chosen, step.rank, step.size);
 }
@@ -345,7 +434,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, CTAS) top_k_sm80(const __
     if constexpr (kCluster) rank = cluster_rank(), size = cluster_size();
     const Step step{s.select, rank, size};
     const int32 at = int32(blockIdx.x / size);
-    clear_histogram(s.select);
-    select_row(p, Row(p, at), s, step, Positions(p, at));
-    if constexpr (kCluster) cluster_sync();  // others may still read this CTA's histograms
+    const Row row(p, at);
+    const Positions out(p, at);
+    if (!select_once(p, row, s.sampled, step, out)) {
+        select_by_digits(p, row, s.select, step, out);
+        if constexpr (kCluster) cluster_arrive();
+    }
+    if constexpr (kCluster) cluster_wait();  // others may still read this CTA's shared memory
 }

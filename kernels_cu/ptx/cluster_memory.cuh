@@ -23,6 +23,18 @@ OA_DEVICE uint32 load_cluster(uint32 addr, uint32 rank) {
         : "memory");
     return x;
 }
+// The same of two numbers, .v2.u32; the address a multiple of 8.
+OA_DEVICE uint2 load_cluster2(uint32 addr, uint32 rank) {
+    uint2 x;
+    asm volatile(
+        "{.reg .b32 remote;\n"
+        "mapa.shared::cluster.u32 remote, %2, %3;\n"
+        "ld.shared::cluster.v2.u32 {%0, %1}, [remote];}"
+        : "=r"(x.x), "=r"(x.y)
+        : "r"(addr), "r"(rank)
+        : "memory");
+    return x;
+}
 // The same of four numbers, .v4.u32; the address a multiple of 16.
 OA_DEVICE uint4 load_cluster4(uint32 addr, uint32 rank) {
     uint4 x;
@@ -35,3 +47,8 @@ OA_DEVICE uint4 load_cluster4(uint32 addr, uint32 rank) {
         : "memory");
     return x;
 }
+
+// The halves of cluster_sync: a thread arrives when it needs the others' shared memory no more, and waits before its own
+// may go.
+OA_DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+OA_DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }

@@ -139,6 +139,12 @@ inline T atomicAdd(T* p, T x) {
     *p += x;
     return old;
 }
+template <typename T>
+inline T atomicOr(T* p, T x) {
+    T old = *p;
+    *p |= x;
+    return old;
+}
 
 // Addresses of shared memory, as sm_90 has them: from 1024 on.
 inline uint64_t __cvta_generic_to_shared(const void* p) { return (const unsigned char*)p - smem_raw + 1024; }

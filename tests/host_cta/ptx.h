@@ -199,5 +199,8 @@ struct alignas(64) TensorMap {
 inline uint32 cluster_rank() { return 0; }
 inline uint32 cluster_size() { return 1; }
 inline void cluster_sync() { abort(); }
+inline void cluster_arrive() { abort(); }
+inline void cluster_wait() { abort(); }
 inline uint32 load_cluster(uint32, uint32) { abort(); }
+inline uint2 load_cluster2(uint32, uint32) { abort(); }
 inline uint4 load_cluster4(uint32, uint32) { abort(); }

@@ -55,6 +55,15 @@ def test_top_k(kernels: HostKernels, monkeypatch: pytest.MonkeyPatch, kind: str,
     np.testing.assert_array_equal(got, wanted_positions(logits, k))
 
 
+@pytest.mark.parametrize("kind", ["normal", "rounded", "crowded", "outliers"])
+def test_long_rows(kernels: HostKernels, kind: str) -> None:
+    """More elements than have bits at a time, and a sample of several rounds."""
+    for n, k in ((70_003, 2048), (262_200, 300)):
+        logits = row_of(kind, n)[None]
+        (got,) = kernels(oa.top_k, logits, k)
+        np.testing.assert_array_equal(got, wanted_positions(logits, k))
+
+
 @pytest.mark.parametrize("row", ["top_k_sm80_few", "top_k_sm80_many"])
 @pytest.mark.parametrize("pooled_rows", [False, True])
 def test_parts_of_rows(kernels: HostKernels, monkeypatch: pytest.MonkeyPatch, row: str, pooled_rows: bool) -> None:

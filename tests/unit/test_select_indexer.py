@@ -14,6 +14,7 @@ from omniattn.select.indexer import select_index_logits, select_top_k, span_of
 
 HOPPER = Target((9, 0), 227 << 10, 132)
 AMPERE = Target((8, 0), 163 << 10, 108)
+ADA = Target((8, 9), 99 << 10, 142)
 TURING = Target((7, 5), 64 << 10, 40)
 
 
@@ -71,10 +72,13 @@ def test_old_gpus() -> None:
 def test_rows_of_top_k() -> None:
     assert select_top_k(rows(4096, 32768), HOPPER)[0].spec.name == "top_k_sm80_many"
     assert select_top_k(rows(128, 32768), HOPPER)[0].spec.name == "top_k_sm80_few"
-    assert select_top_k(rows(4096, 131072), HOPPER)[0].spec.name == "top_k_sm80_few"  # more candidates
+    assert select_top_k(rows(4096, 131072), HOPPER)[0].spec.name == "top_k_sm80_few"
+    assert select_top_k(rows(1, 32768), ADA)[0].spec.name == "top_k_sm80_many"  # less shared memory
     one, ctas = select_top_k(rows(1, 131072), HOPPER)
     assert one.spec.name == "top_k_sm90_shared"
-    assert ctas > 1
+    assert ctas == 8
+    assert select_top_k(rows(16, 32768), HOPPER)[1] == 4
+    assert select_top_k(rows(16, 131072), HOPPER)[1] == 4  # 16 clusters of 8 do not fit at once
     assert select_top_k(rows(1, 131072), AMPERE)[1] == 1
     assert select_top_k(rows(1, 100), HOPPER)[1] == 1
 

@@ -18,20 +18,20 @@ _TWO, _FOUR, _MORE = (2, 64, 1, 6, 3), (4, 64, 2, 8, 2), (8, 128, 3, 8, 1)
 #: Keys that a CTA computes in one step.
 STEP = 128
 
-#: Of a CTA of top_k: threads, vectors of four elements that a thread asks for at once, CTAs of an SM, candidates in
-#: shared memory. For rows that are many, for few, and for those that a cluster shares.
-_MANY, _FEW, _SHARED = (512, 4, 2, 5120), (1024, 4, 1, 8192), (1024, 2, 1, 8192)
-#: Bytes of the histograms of the three digits, and of what stands behind them.
-_SELECT_BYTES = 4 * (4096 + 1024 + 1024) + 320
+#: Of a CTA of top_k: threads, vectors of four elements that a thread asks for at once, CTAs of an SM, candidates of a
+#: thread in shared memory. For rows that are many, for few, and for those that a cluster shares.
+_MANY, _FEW, _SHARED = (512, 6, 2, 16), (1024, 4, 1, 12), (512, 8, 1, 16)
+#: Words of its bits of positions; bytes of its bins, of candidates beyond those of a thread, and of what stands behind.
+_MASK, _BINS_BYTES, _SPILLED_BYTES, _SELECT_BYTES = 2048, 4 * (2048 + 1024 + 1024), 8 * 1024, 256
 #: CTAs that share a row at most.
 MAX_CLUSTER = 8
 #: Steps of a CTA of index_logits that are worth its queries' way into shared memory, and rounds of CTAs that even out
 #: sequences of different lengths.
 LEAST_STEPS, ROUNDS = 8, 3
 #: Elements of a row that a CTA of a cluster is worth; of a cluster of more than 4, which few places have room for.
-LEAST_PART, LEAST_PART_OF_MANY = 8192, 65536
-#: Elements of top_k's sample, and how many more candidates than it says there may be.
-SAMPLE, SPARE = 1024, 1.3
+LEAST_PART, LEAST_PART_OF_MANY = 8192, 16384
+#: Elements of rows from which on one CTA of an SM is faster than two, which have room for fewer candidates each.
+LONG_ROW = 1 << 17
 
 
 def _index_logits_sm90(shape: tuple[int, int, int, int, int], name: str) -> KernelSpec:
@@ -58,16 +58,18 @@ def _index_logits_sm80() -> KernelSpec:
 
 
 def _top_k(shape: tuple[int, int, int, int], name: str, cluster: bool) -> KernelSpec:
-    threads, vectors, ctas, candidates = shape
+    threads, vectors, ctas, depth = shape
     arch = "sm90" if cluster else "sm80"
     defines = {
-        "THREADS": threads, "VECTORS": vectors, "CANDIDATES": candidates, "CTAS": ctas, "CLUSTER": int(cluster),
+        "THREADS": threads, "VECTORS": vectors, "DEPTH": depth, "MASK": _MASK, "CTAS": ctas,
+        "CLUSTER": int(cluster),
     }  # fmt: skip
     return KernelSpec(
         name=f"top_k_{arch}_{name}", family=f"top_k_{arch}", op="top_k", source="entry/top_k_sm80.cu",
         symbol="top_k_sm80", defines=tuple((n, str(v)) for n, v in defines.items()), dtype="float32",
-        head_dim=INDEX_DIM, block_m=MAX_CLUSTER if cluster else 1, block_n=candidates, num_warps=threads // 32,
-        smem_bytes=_SELECT_BYTES + 8 * candidates, ctas_per_sm=ctas, min_arch=(9, 0) if cluster else (8, 0),
+        head_dim=INDEX_DIM, block_m=MAX_CLUSTER if cluster else 1, block_n=threads * depth, num_warps=threads // 32,
+        smem_bytes=_BINS_BYTES + 4 * _MASK + 8 * threads * depth + _SPILLED_BYTES + _SELECT_BYTES, ctas_per_sm=ctas,
+        min_arch=(9, 0) if cluster else (8, 0),
     )  # fmt: skip
 
 

@@ -9,10 +9,9 @@ from ..registry.indexer import (
     LEAST_PART,
     LEAST_PART_OF_MANY,
     LEAST_STEPS,
+    LONG_ROW,
     MAX_CLUSTER,
     ROUNDS,
-    SAMPLE,
-    SPARE,
     STEP,
 )
 from .choice import Selection, forced, only, the_one
@@ -68,18 +67,12 @@ def select_top_k(problem: TopKProblem, target: Target, force: str | None = None)
     if (chosen := forced(force, ("top_k",), lambda spec: fit(spec, None, target))) is not None:
         # A row for clusters takes rows of one CTA too.
         return chosen, ctas if chosen.spec.min_arch >= (9, 0) else 1
-    many = by_name("top_k_sm80_many")
-    is_many = problem.rows > target.sm_count and _candidates(problem) <= many.block_n
-    spec = by_name("top_k_sm90_shared") if ctas > 1 else many if is_many else by_name("top_k_sm80_few")
+    many, few = by_name("top_k_sm80_many"), by_name("top_k_sm80_few")
+    is_few = problem.rows <= target.sm_count or problem.width >= LONG_ROW
+    # The one for few takes more shared memory than some GPUs have.
+    spec = by_name("top_k_sm90_shared") if ctas > 1 else few if is_few and fit(few, None, target) is None else many
     why = f"{problem.rows} rows of {problem.width} elements on {target.sm_count} SMs, {ctas} CTAs a row"
     return the_one(spec, why, target, None), ctas
-
-
-def _candidates(problem: TopKProblem) -> float:
-    """How many elements of a row may reach the floor: as `floor_of` in device code has it, and some to spare."""
-    share = problem.k * SAMPLE / max(problem.width, 1)
-    rank = min(share + 4 * share**0.5 + 8, SAMPLE)
-    return min(SPARE * rank / SAMPLE * problem.width, problem.width)
 
 
 def _ctas_of_row(problem: TopKProblem, target: Target) -> int:
@@ -87,6 +80,8 @@ def _ctas_of_row(problem: TopKProblem, target: Target) -> int:
     ctas = 1
     while target.cc >= (9, 0) and ctas < MAX_CLUSTER and problem.rows * 2 * ctas <= target.sm_count:
         if problem.width < 2 * ctas * (LEAST_PART if ctas < 4 else LEAST_PART_OF_MANY):
+            break
+        if ctas >= 4 and problem.rows * 4 * ctas > target.sm_count:  # so many large clusters do not fit at once
             break
         ctas *= 2
     return ctas
