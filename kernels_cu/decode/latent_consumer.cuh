@@ -182,9 +182,7 @@ class LatentConsumer {
 #pragma unroll
         for (int n = 0; n < Config::kHalfPanels; ++n) wait_panel(buffer, kOwn * Config::kHalfPanels + n);
     }
-    OA_DEVICE void release(uint64& bar) const {
-        if (lane_ == 0) mbarrier_arrive(smem_addr_of(&bar));
-    }
+    OA_DEVICE void release(uint64& bar) const { arrive_for_warp(bar, lane_); }
     // TMA brings whole chunks, and leaves what is behind them: rows that are no keys of the split would be NaN times 0.
     OA_DEVICE void clear_tail(const LatentSplit& split, int32 block, int buffer) const {
         const int32 rows = split.end - split.begin - block * Config::kKeys;

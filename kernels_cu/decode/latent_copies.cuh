@@ -19,6 +19,16 @@ enum LatentBarrier : int32 { kEvenP = 1, kOddP = 2, kSplitEnd = 3, kAlone = 4, k
 
 constexpr uint32 kPanelBytes = 64 * 128;  // 64 rows of 64 channels
 
+// Of a warp one lane arrives for all of them.
+#ifdef EVERY_LANE_ARRIVES  // for race checkers that do not follow that
+constexpr uint32 kArrivalsOfWarp = 32;
+#else
+constexpr uint32 kArrivalsOfWarp = 1;
+#endif
+OA_DEVICE void arrive_for_warp(uint64& bar, int32 lane) {
+    if (lane < int32(kArrivalsOfWarp)) mbarrier_arrive(smem_addr_of(&bar));
+}
+
 template <typename Config>
 struct LatentStorage {
     static constexpr uint32 kBlockBytes = Config::kPanels * kPanelBytes;
@@ -51,7 +61,7 @@ struct Rounds {
     OA_DEVICE void advance(int buffer) { parities ^= 1u << buffer; }
 };
 
-// Threads that copy Q; of one of them q_full has another arrival, with what it says of the split.
+// Threads that copy Q; q_full has another arrival of the first thread, with what it says of the split.
 template <typename Config>
 constexpr uint32 kQueryArrivals = Config::kProducers - (Config::kByMaps ? 32 : 0);
 
@@ -81,6 +91,7 @@ class LatentProducer {
             named_barrier_sync(kProducersOnly, Config::kProducers);
             const bool exists = split.blocks > 0;
             if (Config::kByMaps && threadIdx.x < 32) {
+                wait_for_place(number);
                 if (!exists) return;
                 copy_by_maps(split);
                 continue;
@@ -103,7 +114,13 @@ class LatentProducer {
     // In a panel, swizzled.
     OA_DEVICE uint32 place(int i) const { return row(i) * 128 + ((chunk_ ^ (row(i) & 7)) << 4); }
 
-    // Q, and what consumers are told of the split. By the warps that have nothing else to do if TMA copies keys, each a
+    // Of Q. The thread that has written what consumers are told of the split says so.
+    OA_DEVICE void wait_for_place(uint32 number) const {
+        mbarrier_wait(smem_addr_of(&smem_.q_empty), (number & 1) ^ 1);
+        if (threadIdx.x == 0) mbarrier_arrive(smem_addr_of(&smem_.q_full));
+    }
+
+    // Q: by the warps that have nothing else to do if TMA copies keys, each a
     // part of the panels; else by all. Loops stay loops: at the kernel's begin every instruction comes from far away.
     OA_DEVICE void copy_queries(const LatentSplit& split, uint32 number) const {
         constexpr int kWarps = kQueryArrivals<Config> / 32,
@@ -111,8 +128,7 @@ class LatentProducer {
         // With rows in 8 bits the loop would take the registers that codes wait in.
         constexpr int kUnroll = Config::kFormat == kRows16 ? 1 : kSteps;
         static_assert(!Config::kByMaps || Config::kPanels % kWarps == 0, "whole panels of a warp");
-        mbarrier_wait(smem_addr_of(&smem_.q_empty), (number & 1) ^ 1);
-        if (threadIdx.x == Config::kProducers - 32) mbarrier_arrive(smem_addr_of(&smem_.q_full));
+        wait_for_place(number);
         const int first = Config::kByMaps ? (int32(threadIdx.x) / 32 - 1) * kOwnPanels : 0;
         const uint32 to = smem_addr_of(smem_.q) + first * kPanelBytes;
         const int32 stop = split.blocks > 0 ? Config::kRows : 0;
@@ -326,7 +342,7 @@ class LatentProducer {
         if constexpr (kHalf == 1 && Config::kFormat == kRows656) cp_async_wait_all();
         fence_proxy_async();
         __syncwarp();
-        if (lane_ == 0) mbarrier_arrive(smem_addr_of(&smem_.full[kBuffer][first_panel<Config>(kBuffer, kHalf)]));
+        arrive_for_warp(smem_.full[kBuffer][first_panel<Config>(kBuffer, kHalf)], lane_);
         if (kHalf == 1) rounds_.advance(kBuffer);
     }
 

@@ -61,7 +61,7 @@ struct Config {
 // Of a panel that is there: of the copy's lane, of each thread that copies, of each warp that converts.
 constexpr int32 kFullArrivals = Config::kByMaps              ? 1
                                 : Config::kFormat == kRows16 ? Config::kProducers
-                                                             : Config::kProducers / 32;
+                                                             : Config::kProducers / 32 * kArrivalsOfWarp;
 
 using SharedStorage = LatentStorage<Config>;
 static_assert(sizeof(SharedStorage) == SMEM_BYTES, "the registry's smem_bytes must be this struct's size");
@@ -79,10 +79,11 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, 1) mla_decode_sm9
 #pragma unroll 1
             for (int panel = 0; panel < Config::kPanels; ++panel)
                 mbarrier_init(smem_addr_of(&smem.full[buffer][panel]), kFullArrivals);
-            for (int half = 0; half < 2; ++half) mbarrier_init(smem_addr_of(&smem.empty[buffer][half]), 4);
+            for (int half = 0; half < 2; ++half)
+                mbarrier_init(smem_addr_of(&smem.empty[buffer][half]), 4 * kArrivalsOfWarp);
         }
         mbarrier_init(smem_addr_of(&smem.q_full), kQueryArrivals<Config> + 1);
-        mbarrier_init(smem_addr_of(&smem.q_empty), 8);
+        mbarrier_init(smem_addr_of(&smem.q_empty), 8 * kArrivalsOfWarp);
         fence_barrier_init();
     }
     Scan<Config::kThreads, kAllRows> scan(p, smem.scan);

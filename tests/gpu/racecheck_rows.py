@@ -6,9 +6,17 @@ import dataclasses
 
 from omniattn.registry import KernelSpec
 
+#: Of a source what its kernel is compiled with: pairs of warps wait for each other, as racecheck does not follow
+#: bar.arrive; every lane arrives at an mbarrier, where one does for its warp.
+FOLLOWED = {
+    "entry/attn_bwd_sm80.cu": "PAIRS_WAIT",
+    "entry/attn_bwd_wide_sm80.cu": "PAIRS_WAIT",
+    "entry/mla_decode_sm90.cu": "EVERY_LANE_ARRIVES",
+}
+
 
 def waits(spec: KernelSpec) -> KernelSpec:
-    """The row with pairs of warps that wait for each other: racecheck does not follow bar.arrive."""
-    if spec.source not in ("entry/attn_bwd_sm80.cu", "entry/attn_bwd_wide_sm80.cu"):
+    """The row with what racecheck needs."""
+    if spec.source not in FOLLOWED:
         return spec
-    return dataclasses.replace(spec, defines=(*spec.defines, ("PAIRS_WAIT", "1")))
+    return dataclasses.replace(spec, defines=(*spec.defines, (FOLLOWED[spec.source], "1")))

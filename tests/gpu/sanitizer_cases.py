@@ -440,6 +440,13 @@ def choose_from(rows: tuple[KernelSpec, ...]) -> None:
     PLANS.clear()
 
 
+def decode_by_rows_that_wait() -> None:
+    """Decoding has rows that racecheck can follow from here on."""
+    module: Any = importlib.import_module("omniattn.select.cache")
+    registered = module.registered
+    module.registered = lambda row: waits(registered(row))
+
+
 def generic(rows: tuple[KernelSpec, ...], waiting: bool) -> tuple[KernelSpec, ...]:
     """What every GPU gets; waiting: with pairs of warps that wait for each other, which racecheck can follow."""
     return tuple(waits(spec) if waiting else spec for spec in rows if not spec.arch_specific)
@@ -484,6 +491,8 @@ if __name__ == "__main__":
         known = "few_masks, caches, [few_]low_precision, [few_]factors, [few_ | cleared_]backward, faulty"
         raise SystemExit(f"not one of {known}: {which}")
     else:
+        if which == "few_masks":
+            decode_by_rows_that_wait()
         caches(np.random.default_rng(0))
         everything = select.REGISTRY
         # What this GPU gets, then what every GPU gets.
