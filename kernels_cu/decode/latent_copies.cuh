@@ -339,7 +339,7 @@ class LatentProducer {
             codes[0] = codes[1];
             load_codes<kNextBuffer, kNextHalf>(codes[1], kPair, kLanes + 8 * g);
         }
-        if constexpr (kHalf == 1 && Config::kFormat == kRows656) cp_async_wait_all();
+        if constexpr (kHalf == 1 && Config::kFormat == kRows656) cp_async_commit(), cp_async_wait<0>();
         fence_proxy_async();
         __syncwarp();
         arrive_for_warp(smem_.full[kBuffer][first_panel<Config>(kBuffer, kHalf)], lane_);

@@ -55,8 +55,5 @@ OA_DEVICE void cp_async_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
 }
 
-// cp.async.wait_all: all of this thread's copies have landed; the same of others.
-OA_DEVICE void cp_async_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
-
 // Shared-window byte address of a generic pointer into shared memory.
 OA_DEVICE uint32 smem_addr_of(const void* p) { return static_cast<uint32>(__cvta_generic_to_shared(p)); }
