@@ -65,14 +65,14 @@ struct Rounds {
 template <typename Config>
 constexpr uint32 kQueryArrivals = Config::kProducers - (Config::kByMaps ? 32 : 0);
 
-// The producer warps: all of them bring each half of a block, in the order in which halves become free. A lane looks up
-// one row of a pair of blocks, of which a warp brings 16 rows each, and asks for it in L2 pairs ahead of its copy.
+// The producer warps: all of them bring each half of a block, in the order in which halves become free. A lane reads
+// where one row of a pair of blocks is, of which a warp brings 16 rows each, a pair ahead of its copy.
 template <typename Config>
 class LatentProducer {
     static constexpr int kRowsAtOnce = Config::kProducers / 8;  // 8 threads have a row
     static constexpr int kSteps = Config::kKeys / kRowsAtOnce;  // rows of a thread
     static constexpr int kBlockRows = Config::kKeys / (Config::kProducers / 32);  // rows of a warp
-    static_assert(kBlockRows == 16 && kSteps == 4, "a lane looks up one row of a pair of blocks");
+    static_assert(kBlockRows == 16 && kSteps == 4, "a lane has one row of a pair of blocks");
     static constexpr int kAhead = 1;  // pairs of blocks whose rows are known before their copy
 
   public:
@@ -120,8 +120,8 @@ class LatentProducer {
         if (threadIdx.x == 0) mbarrier_arrive(smem_addr_of(&smem_.q_full));
     }
 
-    // Q: by the warps that have nothing else to do if TMA copies keys, each a
-    // part of the panels; else by all. Loops stay loops: at the kernel's begin every instruction comes from far away.
+    // Q: by the warps that have nothing else to do if TMA copies keys, each a part of the panels; else by all. Loops
+    // stay loops: at the kernel's begin every instruction comes from far away.
     OA_DEVICE void copy_queries(const LatentSplit& split, uint32 number) const {
         constexpr int kWarps = kQueryArrivals<Config> / 32,
                       kOwnPanels = Config::kByMaps ? Config::kPanels / kWarps : Config::kPanels;
@@ -148,29 +148,29 @@ class LatentProducer {
         mbarrier_arrive_after_copies(smem_addr_of(&smem_.q_full));
     }
 
-    // Row r of the 16 that a warp brings of a block. Copies: 4 rows at a time, of which the next 4 are 16 further. Rows in
-    // 8 bits: 8 rows at a time, one after the other.
+    // Row r of the 16 that a warp brings of a block. Copies: 4 rows at a time, of which the next 4 are 16 further.
+    // Rows in 8 bits: 8 rows at a time, one after the other.
     OA_DEVICE int32 warp_row(int32 r) const {
         const int32 warp = int32(threadIdx.x) >> 5;
         if constexpr (Config::kFormat == kRows16) return 4 * warp + (r & 3) + kRowsAtOnce * (r >> 2);
         return kBlockRows * warp + r;
     }
-    OA_DEVICE int32 looked_up_row() const { return warp_row(lane_ & (kBlockRows - 1)); }
-    OA_DEVICE int32 looked_up_block() const { return lane_ / kBlockRows; }
-    OA_DEVICE int32 looked_up_key(const LatentSplit& split, int32 pair) const {
-        return split.begin + (2 * pair + looked_up_block()) * Config::kKeys + looked_up_row();
+    OA_DEVICE int32 lane_row() const { return warp_row(lane_ & (kBlockRows - 1)); }
+    OA_DEVICE int32 lane_block() const { return lane_ / kBlockRows; }
+    OA_DEVICE int32 lane_key(const LatentSplit& split, int32 pair) const {
+        return split.begin + (2 * pair + lane_block()) * Config::kKeys + lane_row();
     }
     // What tables say, in global memory, is asked for a pair before the row.
     OA_DEVICE int32 entry_of(const LatentSplit& split, int32 pair) const {
-        return table_entry(params_, split, looked_up_key(split, pair));
+        return table_entry(params_, split, lane_key(split, pair));
     }
-    OA_DEVICE void look_up(const LatentSplit& split, int32 pair, int32 entry, int at) {
-        const KeyPlace own = key_place(params_, split, looked_up_key(split, pair), entry);
+    OA_DEVICE void read_place(const LatentSplit& split, int32 pair, int32 entry, int at) {
+        const KeyPlace own = key_place(params_, split, lane_key(split, pair), entry);
         places_[at] = own.place;
         exist_[at] = __ballot_sync(0xffffffffu, own.exists);
     }
-    // Rows in 8 bits, to L2: they wait in registers for less time than memory takes. (For copies this costs more than it
-    // saves.) Of the CTAs with the same keys one does it.
+    // Rows in 8 bits, to L2: they wait in registers for less time than memory takes. Of the CTAs with the same keys one
+    // does it. Copies would lose more than they gain.
     static constexpr bool kPrefetches = Config::kFormat != kRows16;
     OA_DEVICE void prefetch_row(int at) const {
         if (blockIdx.x != 0 || (exist_[at] >> lane_ & 1) == 0) return;
@@ -188,13 +188,13 @@ class LatentProducer {
         for (int i = 0; i <= kAhead; ++i) entries[i] = entry_of(split, i);
 #pragma unroll
         for (int i = 0; i < kAhead; ++i) {
-            look_up(split, i, entries[i], i);
+            read_place(split, i, entries[i], i);
             if (kPrefetches && i > 0) prefetch_row(i);
         }
         entry_ = entries[kAhead];
     }
-    OA_DEVICE void look_ahead(const LatentSplit& split, int32 pair) {
-        look_up(split, pair + kAhead, entry_, kAhead);
+    OA_DEVICE void read_ahead(const LatentSplit& split, int32 pair) {
+        read_place(split, pair + kAhead, entry_, kAhead);
         entry_ = entry_of(split, pair + kAhead + 1);
         if constexpr (kPrefetches) prefetch_row(kAhead);
     }
@@ -202,7 +202,7 @@ class LatentProducer {
 #pragma unroll
         for (int i = 0; i < kAhead; ++i) places_[i] = places_[i + 1], exist_[i] = exist_[i + 1];
     }
-    // A row that a lane of the warp has looked up.
+    // A row whose place a lane of the warp has.
     OA_DEVICE const uint8* row_address(int at, int lane) const {
         return p_.k + uint64(__shfl_sync(0xffffffffu, places_[at], lane)) * p_.place_bytes;
     }
@@ -212,8 +212,8 @@ class LatentProducer {
     }
     // Which keys of a block there are, where lists say it; behind the wait for its first half.
     OA_DEVICE void note_listed(int buffer) const {
-        if (params_.lists_rows != 0 && looked_up_block() == buffer)
-            smem_.listed[buffer][looked_up_row()] = exist_[0] >> lane_ & 1;
+        if (params_.lists_rows != 0 && lane_block() == buffer)
+            smem_.listed[buffer][lane_row()] = exist_[0] >> lane_ & 1;
     }
     OA_DEVICE static constexpr int panel_of(int buffer, int half, int n) {
         return n == Config::kHalfPanels ? Config::kPanels - 1 : first_panel<Config>(buffer, half) + n;
@@ -222,7 +222,7 @@ class LatentProducer {
     OA_DEVICE void copy_blocks(const LatentSplit& split) {
         for (int32 pair = 0;; ++pair) {
             copy_block<0>();
-            look_ahead(split, pair);
+            read_ahead(split, pair);
             if (2 * pair + 1 >= split.blocks) return;
             copy_block<1>();
             if (2 * pair + 2 >= split.blocks) return;
@@ -306,8 +306,8 @@ class LatentProducer {
     }
 
     // Rows in 8 bits. 8 lanes of a warp have a row each of 8, and store 16 bytes of it at a time: to all banks, as rows
-    // are swizzled. Of a half a lane has 16 codes of each panel. While a half is converted, the next one is loaded row by
-    // row to the registers that become free.
+    // are swizzled. Of a half a lane has 16 codes of each panel. While a half is converted, the next one is loaded, row
+    // by row, to the registers that become free.
     static constexpr int kGroups = kBlockRows / 8;  // 8 lanes have a row each
     OA_DEVICE void convert_blocks(const LatentSplit& split) {
         LatentCodes codes[kGroups];
@@ -315,7 +315,7 @@ class LatentProducer {
         for (int g = 0; g < kGroups; ++g) load_codes<0, 0>(codes[g], 0, 8 * g);
         for (int32 pair = 0;; ++pair) {
             convert_half<0, 0>(codes);
-            look_ahead(split, pair);
+            read_ahead(split, pair);
             convert_half<0, 1>(codes);
             if (2 * pair + 1 >= split.blocks) return;
             convert_half<1, 0>(codes);
@@ -327,7 +327,7 @@ class LatentProducer {
     template <int kBuffer, int kHalf>
     OA_DEVICE void convert_half(LatentCodes (&codes)[kGroups]) {
         constexpr int kNextBuffer = kHalf == 0 ? kBuffer : kBuffer ^ 1, kNextHalf = kHalf ^ 1;
-        // Where the rows of the half that is loaded were looked up.
+        // Where the places of the half that is loaded are.
         constexpr int kPair = kBuffer & kHalf, kLanes = kBlockRows * kNextBuffer;
         wait_empty(kBuffer, kHalf);
         if constexpr (kHalf == 0) note_listed(kBuffer);
@@ -346,7 +346,7 @@ class LatentProducer {
         if (kHalf == 1) rounds_.advance(kBuffer);
     }
 
-    // lanes: the first of the 8 that have looked up these rows.
+    // lanes: the first of the 8 that have the places of these rows.
     template <int kBuffer, int kHalf>
     OA_DEVICE void load_codes(LatentCodes& own, int at, int lanes) const {
         constexpr int kFirst = first_panel<Config>(kBuffer, kHalf);

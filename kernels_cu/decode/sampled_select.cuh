@@ -74,8 +74,8 @@ struct SampledSelect {
         return sum - own + __reduce_add_sync(0xffffffffu, lane < warp ? of_lane : 0u);
     }
 
-    // This thread's bins from the top, count[0] that of `top`, `above` elements in the bins above: the bin of the element
-    // of rank `rank`, from 1 on, if it is one of them.
+    // This thread's bins from the top, count[0] that of `top`, `above` elements in the bins above: the bin of the
+    // element of rank `rank`, from 1 on, if it is one of them.
     template <int32 kOwn>
     static OA_DEVICE void find(Rank& to, uint32 rank, const uint32 (&count)[kOwn], uint32 top, uint32 above) {
 #pragma unroll

@@ -216,8 +216,8 @@ OA_DEVICE void digit_of_row(const TopKParams& p, const Row& row, const Part& par
     found.template take<kDigit>(s, p.k);
 }
 
-// A sample is of kSampled of four neighbours at equal distances, kThreads times; of long rows kLongRounds times as often.
-// The CTAs of a cluster have room for more candidates of a row.
+// A sample is of kSampled of four neighbours at equal distances, kThreads times; of long rows kLongRounds times as
+// often. The CTAs of a cluster have room for more candidates of a row.
 constexpr int32 kSampled = kThreads >= 1024 ? 2 : 4;
 constexpr uint32 kSampleSize = kSampled * kThreads, kLongRow = kCluster ? 1 << 21 : 1 << 17;
 constexpr int32 kLongShift = 2, kLongRounds = 1 << kLongShift;

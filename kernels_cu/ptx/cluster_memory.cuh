@@ -48,7 +48,7 @@ OA_DEVICE uint4 load_cluster4(uint32 addr, uint32 rank) {
     return x;
 }
 
-// The halves of cluster_sync: a thread arrives when it needs the others' shared memory no more, and waits before its own
-// may go.
+// The halves of cluster_sync: a thread arrives when it needs the others' shared memory no more, and waits before its
+// own may go.
 OA_DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
 OA_DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
