@@ -20,7 +20,7 @@ from typing import Any
 
 import cupy
 import numpy as np
-from racecheck_rows import waits
+from racecheck_rows import decode_by_rows_that_wait, waits
 from sanitizer_arrays import check, poisoned, to_gpu
 from sanitizer_packed import stream_k
 from sanitizer_pools import eight_bits, indexer, latent, pools
@@ -438,13 +438,6 @@ def choose_from(rows: tuple[KernelSpec, ...]) -> None:
         if hasattr(module, "REGISTRY"):
             module.REGISTRY = rows
     PLANS.clear()
-
-
-def decode_by_rows_that_wait() -> None:
-    """Decoding has rows that racecheck can follow from here on."""
-    module: Any = importlib.import_module("omniattn.select.cache")
-    registered = module.registered
-    module.registered = lambda row: waits(registered(row))
 
 
 def generic(rows: tuple[KernelSpec, ...], waiting: bool) -> tuple[KernelSpec, ...]:
