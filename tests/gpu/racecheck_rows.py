@@ -29,3 +29,8 @@ def decode_by_rows_that_wait() -> None:
     module: Any = importlib.import_module("omniattn.select.cache")
     registered = module.registered
     module.registered = lambda row: waits(registered(row))
+
+
+def generic(rows: tuple[KernelSpec, ...], waiting: bool) -> tuple[KernelSpec, ...]:
+    """What every GPU gets; waiting: with pairs of warps that wait for each other, which racecheck can follow."""
+    return tuple(waits(spec) if waiting else spec for spec in rows if not spec.arch_specific)

@@ -20,7 +20,7 @@ from typing import Any
 
 import cupy
 import numpy as np
-from racecheck_rows import decode_by_rows_that_wait, waits
+from racecheck_rows import decode_by_rows_that_wait, generic
 from sanitizer_arrays import check, poisoned, to_gpu
 from sanitizer_packed import stream_k
 from sanitizer_pools import eight_bits, indexer, latent, pools
@@ -438,11 +438,6 @@ def choose_from(rows: tuple[KernelSpec, ...]) -> None:
         if hasattr(module, "REGISTRY"):
             module.REGISTRY = rows
     PLANS.clear()
-
-
-def generic(rows: tuple[KernelSpec, ...], waiting: bool) -> tuple[KernelSpec, ...]:
-    """What every GPU gets; waiting: with pairs of warps that wait for each other, which racecheck can follow."""
-    return tuple(waits(spec) if waiting else spec for spec in rows if not spec.arch_specific)
 
 
 if __name__ == "__main__":
