@@ -16,6 +16,7 @@ from typing import NamedTuple
 import pytest
 
 from omniattn.registry import REGISTRY
+from omniattn.runtime.folder import default_folder
 
 from .installations import ROOT, clean_environment, compile_missing
 from .memory_turns import in_background
@@ -97,7 +98,11 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, sub
 
 
 def fill_cache(folder: Path) -> None:
-    """Compile what the script needs where it is not prebuilt; all runs would each do it, one by one."""
+    """What the script needs and no wheel has: all runs would each compile it. The user's cache may have some."""
+    own = default_folder()
+    for path in own.glob("??/*.nvrtc*") if own is not None else ():
+        (folder / path.parent.name).mkdir(mode=0o700, exist_ok=True)
+        shutil.copy2(path, folder / path.parent.name)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMNIATTN_CACHE_DIR", str(folder))
         rows = [spec for spec in REGISTRY if spec.dtype != "bfloat16"]
