@@ -13,8 +13,9 @@ from .outputs import Output
 OLDER, NEWEST = 1, 2
 #: `kSharedPrefix` of device code.
 SHARED_PREFIX = -1
-#: Keys of the smallest chunk of a sequence that work is divided into; and of every split with ``deterministic``.
-CHUNK, FIXED_SPLIT = 128, 512
+#: Keys of the smallest chunk of a sequence that work is divided into; and of every split with ``deterministic``, of
+#: latent caches more: a partial result of theirs has 512 channels of every head in fp32.
+CHUNK, FIXED_SPLIT, LATENT_FIXED_SPLIT = 128, 512, 1024
 #: New tokens of a sequence at most; longer ones are prompts.
 MAX_Q_LEN = 16
 #: Warps of a row that merge partial results with ``deterministic``: the order of the sum depends on it, so that it is
@@ -222,7 +223,9 @@ class KeyPass:
         p = self.problem
         if p.num_splits:
             return max(CHUNK, 1 << max(-(-self.keys // p.num_splits) - 1, 0).bit_length())
-        return FIXED_SPLIT if p.deterministic else CHUNK
+        if not p.deterministic:
+            return CHUNK
+        return LATENT_FIXED_SPLIT if p.cache.is_latent else FIXED_SPLIT
 
     def row_blocks(self, tile_rows: int) -> int:
         """Blocks of so many query rows of a kv head."""
