@@ -30,8 +30,6 @@ MAX_CLUSTER = 8
 LEAST_STEPS, ROUNDS = 8, 3
 #: Elements of a row that a CTA of a cluster is worth; of a cluster of more than 4, which few places have room for.
 LEAST_PART, LEAST_PART_OF_MANY = 8192, 16384
-#: Elements of rows from which on one CTA of an SM is faster than two, which have room for fewer candidates each.
-LONG_ROW = 1 << 17
 
 
 def _index_logits_sm90(shape: tuple[int, int, int, int, int], name: str) -> KernelSpec:

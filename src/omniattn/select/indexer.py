@@ -9,7 +9,6 @@ from ..registry.indexer import (
     LEAST_PART,
     LEAST_PART_OF_MANY,
     LEAST_STEPS,
-    LONG_ROW,
     MAX_CLUSTER,
     ROUNDS,
     STEP,
@@ -68,7 +67,7 @@ def select_top_k(problem: TopKProblem, target: Target, force: str | None = None)
         # A row for clusters takes rows of one CTA too.
         return chosen, ctas if chosen.spec.min_arch >= (9, 0) else 1
     many, few = by_name("top_k_sm80_many"), by_name("top_k_sm80_few")
-    is_few = problem.rows <= target.sm_count or problem.width >= LONG_ROW
+    is_few = problem.rows <= target.sm_count
     # The one for few takes more shared memory than some GPUs have.
     spec = by_name("top_k_sm90_shared") if ctas > 1 else few if is_few and fit(few, None, target) is None else many
     why = f"{problem.rows} rows of {problem.width} elements on {target.sm_count} SMs, {ctas} CTAs a row"
