@@ -1,13 +1,11 @@
 // Channels of a latent cache's rows in 8 bits, to 16 bits.
 #pragma once
 #include "ptx/cvt.cuh"
-#include "ptx/cvt_quant.cuh"
 #include "ptx/shared.cuh"
 
-// cvt.rn.f16x2.e4m3x2 of either half of a register, which the instruction can name.
+// cvt.rn.f16x2.e4m3x2, of sm_89 and newer, of either half of a register, which the instruction can name.
 template <bool kHigh>
 OA_DEVICE uint32 half2_of(uint32 codes) {
-#if __CUDA_ARCH__ >= 890
     uint32 d;
     if constexpr (kHigh) {
         asm("{.reg .b16 low, high;\nmov.b32 {low, high}, %1;\ncvt.rn.f16x2.e4m3x2 %0, high;}" : "=r"(d) : "r"(codes));
@@ -15,9 +13,6 @@ OA_DEVICE uint32 half2_of(uint32 codes) {
         asm("{.reg .b16 low, high;\nmov.b32 {low, high}, %1;\ncvt.rn.f16x2.e4m3x2 %0, low;}" : "=r"(d) : "r"(codes));
     }
     return d;
-#else
-    return half2_of_e4m3x2<kHigh>(codes);
-#endif
 }
 
 // 8 channels.
