@@ -125,5 +125,9 @@ def check_same(
         ids = torch.tensor([requests[i] + want[i][:at]], device=exact.device)
         with torch.no_grad():
             logits = exact(ids, use_cache=False).logits[0, -1].float()
-        gap = abs(float(logits[want[i][at]] - logits[got[i][at]]))
-        assert gap <= rounding * float(logits.abs().max()), f"request {i}, token {at}: {gap} apart"
+        top, wanted, given = logits.max(), logits[want[i][at]], logits[got[i][at]]
+        # Which of the two is wrong, it says too.
+        behind = f"{float(top - wanted):.3f} and {float(top - given):.3f} below the largest logit, {float(top):.3f}"
+        assert abs(float(wanted - given)) <= rounding * float(logits.abs().max()), (
+            f"request {i} of {len(requests[i])} tokens, token {at}: {behind}; {want[i]} and {got[i]}"
+        )

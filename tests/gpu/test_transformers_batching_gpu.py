@@ -77,6 +77,25 @@ def test_bfloat16() -> None:
     check_same(model_of("llama", torch.float32), requests, want, got, 0.08, most=0.4)
 
 
+@pytest.mark.parametrize("graphs", [False, True])
+def test_late_clearing(graphs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a manager's inputs, on a stream for which copies of its first batch do not wait."""
+    from transformers.generation.continuous_batching.input_outputs import ContinuousBatchingIOs
+
+    clear = ContinuousBatchingIOs._reset_static_tensors
+
+    def late(self: Any, *arguments: Any, **keywords: Any) -> None:
+        if self.device.type == "cuda":
+            torch.cuda._sleep(100_000_000)  # cycles, about 60 ms
+        clear(self, *arguments, **keywords)
+
+    model, requests = model_of("llama", torch.float16), requests_of()[:8]
+    want = reference("llama", model, requests)
+    monkeypatch.setattr(ContinuousBatchingIOs, "_reset_static_tensors", late)
+    got = generate_batch(model, "omniattn", requests, use_cuda_graph=graphs, use_async_batching=True, **SIZES)
+    check_same(model_of("llama", torch.float32), requests, want, got, 0.01)
+
+
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_graphs_of_other_requests(name: str, calls: list[tuple[str, dict[str, Any]]]) -> None:
     """A manager that stays replays its graphs with other lengths, tables and tokens."""

@@ -319,7 +319,11 @@ def test_steps_that_are_not_known() -> None:
 def test_other_flash_attentions_are_imported_as_before() -> None:
     imports = transformers.modeling_flash_attention_utils._lazy_imports
     switch = continuous_batching.ContinuousBatchingManager.switch_to_cb_friendly_attn
+    inputs = continuous_batching.input_outputs.ContinuousBatchingIOs
+    filling = inputs.prepare_batch_tensors, inputs._reset_static_tensors
+    assert all(hasattr(function, "of_omniattn") for function in filling)
     integration.register()
+    assert (inputs.prepare_batch_tensors, inputs._reset_static_tensors) == filling
     assert transformers.modeling_flash_attention_utils._lazy_imports is imports
     assert continuous_batching.ContinuousBatchingManager.switch_to_cb_friendly_attn is switch
     with pytest.raises(ImportError):

@@ -50,10 +50,10 @@ _OF_BATCHES = frozenset((
 def register() -> None:
     """Register `BATCHING`'s names, and let managers of batches find them.
 
-    Two functions of transformers are wrapped: the one that imports flash attention by its name, which otherwise asks a
-    hub for a kernel of that name, and the one by which a manager of batches judges a model's attention. Both do what
-    they did for other names. Where this version of transformers has none of the interfaces that are known, they raise
-    for these names.
+    Functions of transformers are wrapped: the one that imports flash attention by its name, which otherwise asks a hub
+    for a kernel of that name, and the one by which a manager of batches judges a model's attention. Both do what they
+    did for other names. Where this version of transformers has none of the interfaces that are known, they raise for
+    these names. Those that fill the inputs of a step return when they are filled, see `_filling`.
     """
     what = _what_is_missing()
     for name, batching in BATCHING.items():
@@ -67,6 +67,9 @@ def register() -> None:
         _wrap(_flash(), "_lazy_imports", _importing)
     if hasattr(_manager(), "switch_to_cb_friendly_attn"):
         _wrap(_manager(), "switch_to_cb_friendly_attn", _switching)
+    for name in ("_reset_static_tensors", "prepare_batch_tensors"):
+        if hasattr(_inputs(), name):
+            _wrap(_inputs(), name, _filling)
 
 
 def _part(module: str, name: str | None = None) -> Any:
@@ -81,6 +84,7 @@ def _part(module: str, name: str | None = None) -> Any:
 _flash = functools.partial(_part, "modeling_flash_attention_utils")
 _manager = functools.partial(_part, "generation.continuous_batching", "ContinuousBatchingManager")
 _cache = functools.partial(_part, "generation.continuous_batching", "PagedAttentionCache")
+_inputs = functools.partial(_part, "generation.continuous_batching.input_outputs", "ContinuousBatchingIOs")
 
 
 def _what_is_missing() -> str | None:
@@ -159,6 +163,22 @@ def _switching(original: Callable[..., Any]) -> Callable[..., Any]:
         self._original_attn_impl = own
 
     return switch_to_cb_friendly_attn
+
+
+def _filling(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wait for what fills tensors of the GPU.
+
+    It runs on the current stream; copies of the next inputs, and steps, are on streams of their own, which do not wait
+    for it (5.17 to 5.23). When a manager begins, inputs that it clears could be those of its first batch, whose
+    requests then had wrong tokens, with any attention: seen where many processes share a GPU.
+    """
+
+    def fill(self: Any, *arguments: Any, **keywords: Any) -> None:
+        original(self, *arguments, **keywords)
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+
+    return fill
 
 
 def _attention_function(precision: str) -> Callable[..., tuple[torch.Tensor, None]]:
