@@ -84,9 +84,13 @@ class ArgumentError(OmniattnError, ValueError):
         tail = f". {hint}" if hint else ""
         super().__init__(f"{where}argument {argument!r}: expected {expected}, received {received}{tail}")
 
-    def named(self, function: str) -> ArgumentError:
-        """The same error, told of the public function ``function``, which left the check to another one."""
-        return type(self)(self.argument, self.expected, self.received, function=function, hint=self.hint)
+    def named(self, function: str, **arguments: str) -> ArgumentError:
+        """The same error, told of the public function ``function``, which left the check to another one.
+
+        ``arguments``: what that function calls arguments of the other one, ``other="own"``.
+        """
+        argument = arguments.get(self.argument, self.argument)
+        return type(self)(argument, self.expected, self.received, function=function, hint=self.hint)
 
 
 class DtypeError(ArgumentError, TypeError):

@@ -12,7 +12,7 @@ import pytest
 import omniattn as oa
 from omniattn import arrays as library
 from omniattn import runtime
-from omniattn.errors import ArgumentError, DtypeError, ShapeError, UnsupportedError
+from omniattn.errors import ArgumentError, DtypeError, ShapeError, StrideError, UnsupportedError
 from omniattn.launch.structs import MLA_DECODE
 from omniattn.plan.others import plan_decode
 from omniattn.problems import DecodeProblem, Target
@@ -194,12 +194,14 @@ def decode(**given: Any) -> Any:
 
 
 LIST = np.zeros((2, 4), np.int32)
+CACHE = oa.PagedKVCache.from_arrays(np.zeros((3, 4, 1, DIM), np.float16), head_dim_v=DIM_V)
 
 
 @pytest.mark.parametrize(
     ("given", "error", "said"),
     [
-        ({"q": np.zeros((2, DIM), np.float16)}, ShapeError, "'q': expected .*num_q_heads, head_dim"),
+        ({"q": np.zeros((2, DIM), np.float16)}, ShapeError, "'q': expected 3 dimensions .*num_q_heads, head_dim"),
+        ({"q": np.zeros((2, 1, 3, DIM), np.float16)}, ShapeError, r"'q': expected 3 dimensions .*\(2, 1, 3, 24\)"),
         ({"q": np.zeros((2, 3, 32), np.float16)}, ShapeError, "'q': expected head_dim 24, like the cache"),
         ({"q": np.zeros((2, 0, DIM), np.float16)}, ShapeError, "'q': expected a multiple"),
         ({"q": np.zeros((2, 3, DIM), np.int32)}, DtypeError, "'q'"),
@@ -207,11 +209,16 @@ LIST = np.zeros((2, 4), np.int32)
         ({"kv": np.zeros((4, 2, DIM), np.float16)}, ShapeError, r"'kv': expected \(rows, 1, head_dim\)"),
         ({"kv": np.zeros(DIM, np.float16)}, ShapeError, r"'kv': .*shape \(24,\)"),
         ({"kv": np.zeros((1, 4, 1, DIM), np.float16)}, ShapeError, "'kv'"),
-        ({"kv": np.zeros((0, DIM), np.float16)}, ShapeError, "from 1 to"),
+        ({"kv": np.zeros((0, DIM), np.float16)}, ShapeError, r"'kv': expected 1 or more rows, received shape \(0, 24"),
+        ({"kv": np.zeros((4, 2 * DIM), np.float16)[:, ::2]}, StrideError, "'kv': expected a contiguous last dim"),
+        ({"kv": np.zeros((4, 20), np.float16)}, ShapeError, "'kv': expected head_dim, .* a multiple of 8"),
         ({"kv": np.zeros((4, DIM), np.float32)}, UnsupportedError, "float32 rows"),
         ({"kv": None}, ArgumentError, "'kv'"),
         ({"head_dim_v": DIM}, ArgumentError, "'head_dim_v': expected a multiple of 8 below 24"),
-        ({"head_dim_v": None}, ArgumentError, "head_dim_v"),
+        ({"head_dim_v": 1.5}, ArgumentError, "'head_dim_v': expected an integer"),
+        ({"head_dim_v": None}, ArgumentError, "'head_dim_v': expected a multiple of 8 below 24.*received 512"),
+        ({"kv": CACHE, "head_dim_v": 8}, ArgumentError, "'head_dim_v': expected None or 16 with a cache.*received 8"),
+        ({"kv": CACHE, "head_dim_v": "16"}, ArgumentError, "'head_dim_v': expected an integer"),
         ({"indices": LIST[:1]}, ShapeError, r"'indices': expected shape \(2, topk\)"),
         ({"indices": LIST[:, :0]}, ShapeError, "topk >= 1"),
         ({"indices": LIST[:, None, None]}, ShapeError, "'indices'"),
@@ -240,9 +247,9 @@ LIST = np.zeros((2, 4), np.int32)
 def test_what_attention_sparse_may_be_given(given: dict[str, Any], error: type[Exception], said: str) -> None:
     with pytest.raises(error, match=said) as raised:
         call(**given)
-    # What is no array is found before anybody knows whose it is.
+    # What is no array is found before anybody knows whose it is; what a cache cannot be, when one is made.
     found = str(raised.value)
-    assert any(name in found for name in ("attention_sparse()", "from_arrays()", "expected an array"))
+    assert any(name in found for name in ("attention_sparse()", "float32 rows", "expected an array"))
 
 
 @pytest.mark.parametrize(
@@ -253,6 +260,13 @@ def test_what_attention_sparse_may_be_given(given: dict[str, Any], error: type[E
         ({"window": (5, 0)}, ArgumentError, "'window': expected nothing with indices"),
         ({"recent_slots": np.zeros(2, np.int32)}, ArgumentError, "'recent_slots': expected nothing with indices"),
         ({"shared_prefix": 4}, ArgumentError, "'shared_prefix': expected nothing with indices"),
+        ({"shared_prefix": None}, ArgumentError, "'shared_prefix': expected an integer"),
+        ({"shared_prefix": np.zeros(2, np.int32)}, ArgumentError, "'shared_prefix': expected an integer"),
+        ({"q": np.zeros((2, 3, DIM), np.float16), "indices": LIST}, ShapeError, "'q': expected 4 dimensions"),
+        (
+            {"q": np.zeros((2, 0, 3, DIM), np.float16), "indices": np.zeros((2, 0, 4), np.int32)}, ShapeError,
+            "'q': expected q_len of 1 or more, received 0",
+        ),
         ({"indices": None, "topk_length": np.zeros(2, np.int32)}, ArgumentError, "'topk_length': .*without indices"),
         ({"indices": LIST}, ShapeError, r"'indices': expected shape \(2, 2, topk\)"),
         ({"topk_length": np.zeros(2, np.int32)}, ShapeError, r"'topk_length': expected shape \(2, 2\)"),

@@ -47,7 +47,7 @@ def check_decode(call: Call, tensors: dict[str, Tensor]) -> DecodeProblem:
     arrays.require_same_device(
         [q, tensors["seq_lens"], *cache.tensors, *(t for n, t in tensors.items() if n not in ("q", "seq_lens"))]
     )
-    _check_extents(q)
+    _check_extents(q, cache)
     check_queries(q, cache, _NAME)
     batch, q_len, heads, dim = q.shape
     check_int32(tensors["seq_lens"], (batch,), f"({batch},)", _NAME)
@@ -66,13 +66,17 @@ def check_decode(call: Call, tensors: dict[str, Tensor]) -> DecodeProblem:
     )  # fmt: skip
 
 
-def _check_extents(q: Tensor) -> None:
+def _check_extents(q: Tensor, cache: KVCache) -> None:
     if len(q.shape) != 4:
         expected = "4 dimensions (batch, q_len, num_q_heads, head_dim)"
         raise ShapeError("q", expected, f"shape {tuple(q.shape)}", function=_NAME)
     q_len = q.shape[1]
     if not 1 <= q_len <= MAX_Q_LEN:
-        hint = "attention_with_kvcache() takes prompts too"
+        hint = None
+        if q_len > MAX_Q_LEN:
+            hint = "attention_with_kvcache() takes prompts too"
+            if cache.facts.is_latent:
+                hint = "Prompts of latent attention are attention() over keys and values made of the rows"
         raise ShapeError("q", f"q_len from 1 to {MAX_Q_LEN}", f"{q_len}", function=_NAME, hint=hint)
 
 

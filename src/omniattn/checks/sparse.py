@@ -45,9 +45,7 @@ def check_sparse(call: Call, tensors: dict[str, Tensor]) -> DecodeProblem:
         [q, indices, *cache.tensors, *(t for n, t in tensors.items() if n not in ("q", "indices"))]
     )
     _check_cache(cache, name)
-    if len(q.shape) not in (3, 4):
-        expected = "(tokens, num_q_heads, head_dim), or (batch, q_len, num_q_heads, head_dim)"
-        raise ShapeError("q", expected, f"shape {tuple(q.shape)}", function=name)
+    _check_extents(q, name)
     check_queries(q, cache, name)
     lead = tuple(q.shape[:-2])
     check_int32(indices, (*lead, None), f"({', '.join(map(str, lead))}, topk), topk >= 1", name)
@@ -69,7 +67,19 @@ def check_sparse(call: Call, tensors: dict[str, Tensor]) -> DecodeProblem:
     )  # fmt: skip
 
 
+def _check_extents(q: Tensor, function: str) -> None:
+    """Query tokens one behind the other, or those of sequences: `decode` has the latter."""
+    expected = "3 dimensions (tokens, num_q_heads, head_dim)"
+    if function == "decode":
+        expected = "4 dimensions (batch, q_len, num_q_heads, head_dim)"
+    if not expected.startswith(f"{len(q.shape)} "):
+        raise ShapeError("q", expected, f"shape {tuple(q.shape)}", function=function)
+    if len(q.shape) == 4 and q.shape[1] < 1:
+        raise ShapeError("q", "q_len of 1 or more", f"{q.shape[1]}", function=function)
+
+
 def _check_cache(cache: KVCache, function: str) -> None:
+    argument = "cache" if function == "decode" else "kv"
     if not cache.facts.is_latent:
         raise UnsupportedError(
             f"{function}(): lists of rows of a cache with K and V of their own",
@@ -77,7 +87,7 @@ def _check_cache(cache: KVCache, function: str) -> None:
         )
     if cache.num_blocks * cache.block_size > arguments.MAX_ROWS:
         expected = f"at most {arguments.MAX_ROWS} rows, which int32 numbers can name"
-        raise ArgumentError("cache", expected, f"{cache.num_blocks * cache.block_size}", function=function)
+        raise ArgumentError(argument, expected, f"{cache.num_blocks * cache.block_size}", function=function)
 
 
 def _check_length(length: Tensor, lead: tuple[int, ...], function: str) -> None:

@@ -123,7 +123,7 @@ def check_with_cache(call: Call, tensors: dict[str, Tensor]) -> WithCacheProblem
     texts = call.facts
     few = few_queries(q.shape[-2] // cache.num_kv_heads, rows=_fixed_rows(cache) if deterministic else 8)
     most = MAX_Q_LEN
-    if _is_quantized(cache):
+    if _is_quantized(cache) and not cache.facts.is_latent:
         most = max(most, rules().rows_of_codes // (q.shape[-2] // cache.num_kv_heads))
     if deterministic and queries.packed:
         most = few

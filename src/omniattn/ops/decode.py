@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from .. import arguments
 from ..checks import decode as checks
 from ..checks.caches import check_cache
 from ..checks.decode import DecodeOptions
@@ -53,7 +54,8 @@ def decode(
     Parameters
     ----------
     q : array, (batch, q_len, num_q_heads, head_dim), float16 or bfloat16, on the CPU float32 and float64 too
-        The last q_len tokens of each sequence, 1 to 16 (several in speculative decoding). head_dim is contiguous; the
+        The last q_len tokens of each sequence, 1 to 16 (several in speculative decoding; with ``indices`` any number).
+        head_dim is contiguous; the
         other strides are free (on a GPU multiples of 8 elements, addresses multiples of 16 bytes). Query head h reads
         kv head h // (num_q_heads // num_kv_heads). On a GPU a 16-bit cache and a recent window have to have q's own
         type.
@@ -68,10 +70,12 @@ def decode(
         Only the entries that seq_lens reaches are looked at.
     indices : array, (batch, q_len, topk), int32, on q's device
         With a latent cache, in the place of seq_lens and block_table: each query token attends to the rows of the cache
-        that its list names, block * block_size + token (DeepSeek sparse attention, DeepSeek-V3.2 2025). Numbers below 0
-        or beyond the cache are no keys. q_len is any; on a GPU q's first two dimensions have to lie as one.
+        that its list names, block * block_size + token (DeepSeek sparse attention, DeepSeek-V3.2 2025). Contiguous,
+        topk 1 or more. Numbers below 0 or beyond the cache are no keys, and a row that is named twice counts twice.
+        q_len is any from 1 on; on a GPU the first two dimensions of q, and of out, have to lie as one.
     topk_length : array, (batch, q_len), or (batch,) where q_len is 1, int32, on q's device, optional
-        Entries of each list that count, from the first on; all unless given.
+        Entries of each list that count, from the first on; all unless given. From 0 to topk: checked on the CPU; on a
+        GPU more than topk count as topk, and less than 0 as 0.
     window : (left, right), optional
         A query sees at most ``left`` keys before its own; -1 is unlimited. right is 0 or -1: no key is in the future.
     softmax_scale : float, optional
@@ -83,7 +87,7 @@ def decode(
     return_lse : bool
         Also return the log-sum-exp.
     out : array, optional
-        Where o goes; q's shape and dtype. On a GPU it shares no element with q, the cache or another array. A torch
+        Where o goes; o's shape and q's dtype. On a GPU it shares no element with q, the cache or another array. A torch
         tensor counts as changed in place.
     recent_slots : array, (batch,), int32, on q's device
         With a `PagedKVCache` that has a recent_window, as in `append`.
@@ -92,8 +96,8 @@ def decode(
     deterministic : bool
         The bits of a sequence's result depend on that sequence only, not on the batch it is in. Repeated calls give the
         same bits in any case. On a GPU it takes scratch memory for the whole capacity, not for the lengths: for each
-        sequence, kv head and 512 tokens 4 * head_dim + 8 bytes a query row (q_len times the query heads of a kv head,
-        rounded up to whole tiles of 8 to 72).
+        sequence, kv head and 512 tokens (of latent caches 1024) 4 * head_dim + 8 bytes a query row (q_len times the
+        query heads of a kv head, rounded up to whole tiles of 8 to 72).
     shared_prefix : int
         With a `PagedKVCache`: so many first tokens, a multiple of block_size, are in the same blocks for all sequences
         (`BlockManager.fork`), and no query is one of them. Their keys are read for the whole batch together, as those
@@ -105,8 +109,8 @@ def decode(
 
     Returns
     -------
-    o : array
-        Of q's framework, shape and dtype. A row that attends to nothing is 0.
+    o : array, (batch, q_len, num_q_heads, head_dim)
+        Of q's framework and dtype; of a latent cache with head_dim_v channels. A row that attends to nothing is 0.
     lse : array, (batch, num_q_heads, q_len), float32, natural logarithm
         Only with ``return_lse``. A row that attends to nothing has -inf (with sinks: the sink).
 
@@ -125,7 +129,7 @@ def decode(
     if indices is not None:
         _refuse_with_lists(
             seq_lens=seq_lens, block_table=block_table, window=window, recent_slots=recent_slots,
-            shared_prefix=shared_prefix or None,
+            shared_prefix=_given_prefix(shared_prefix),
         )  # fmt: skip
         options = SparseOptions(softmax_scale, softcap, return_lse, False, deterministic)
         return decode_listed(q, cache, (indices, topk_length, sinks, out), options, stream)
@@ -144,6 +148,13 @@ def decode(
             run(Call(_DECODE, objects, DecodeOptions(*said), stream, cache), is_asked=True) if known is None else known
         )
     return results[0] if len(results) == 1 else tuple(results)
+
+
+def _given_prefix(shared_prefix: Any) -> int | None:
+    """Tokens of a prefix, None for 0."""
+    if shared_prefix.__class__ is int and shared_prefix == 0:
+        return None
+    return arguments.check_int(shared_prefix, "shared_prefix", "decode") or None
 
 
 def _refuse_with_lists(**given: Any) -> None:

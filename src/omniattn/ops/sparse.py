@@ -34,6 +34,8 @@ def _operation(name: str) -> Operation:
     )  # fmt: skip
 
 
+#: Channels of the value of rows in an array, unless given: those of DeepSeek's and Kimi's models.
+_HEAD_DIM_V = 512
 _SPARSE = _operation("attention_sparse")
 #: The same, with the name that errors say.
 _DECODE = _operation("decode")
@@ -45,7 +47,7 @@ def attention_sparse(
     *,
     indices: Any,
     topk_length: Any = None,
-    head_dim_v: int = 512,
+    head_dim_v: int | None = None,
     softmax_scale: float | None = None,
     softcap: float = 0.0,
     sinks: Any = None,
@@ -72,12 +74,13 @@ def attention_sparse(
         Rows, of which the first head_dim_v channels are the value too, in the formats of a latent cache
         (`KVCache.from_arrays`): 16 bits, float8_e4m3fn, or 656 bytes. On a GPU head_dim is 576 and head_dim_v 512.
     indices : array, (tokens, topk) or (tokens, 1, topk), int32, on q's device
-        Numbers of rows; of a cache block * block_size + token. Those below 0 or beyond the last row are no keys, and
-        may stand anywhere. A row that is named twice counts twice.
+        Numbers of rows; of a cache block * block_size + token. Contiguous, topk 1 or more. Those below 0 or beyond the
+        last row are no keys, and may stand anywhere. A row that is named twice counts twice.
     topk_length : array, (tokens,), int32, on q's device, optional
-        Entries of each list that count, from the first on. Checked on the CPU; on a GPU more than topk count as topk.
-    head_dim_v : int
-        Of ``kv`` as an array; of a cache its own.
+        Entries of each list that count, from the first on; all unless given. From 0 to topk: checked on the CPU; on a
+        GPU more than topk count as topk, and less than 0 as 0.
+    head_dim_v : int, optional
+        Of ``kv`` as an array: channels of the value, 512 unless given. A cache has its own; another number raises.
     softmax_scale : float, optional
         1 / sqrt(head_dim) unless given.
     softcap : float
@@ -98,7 +101,7 @@ def attention_sparse(
     lse : array, (tokens, num_q_heads), float32, natural logarithm
         Only with ``return_lse``. A row without keys has -inf (with sinks: the sink).
     row_max : array, (tokens, num_q_heads), float32
-        Only with ``return_max``: the largest scaled score, without sinks; -inf without keys.
+        Only with ``return_max``: the largest score, after scale and softcap, without sinks; -inf without keys.
 
     Raises
     ------
@@ -111,6 +114,8 @@ def attention_sparse(
     gradients.
     """
     cache = kv if isinstance(kv, KVCache) else _cache_of(kv, head_dim_v)
+    if cache is kv and head_dim_v is not None and cache.facts.is_latent:
+        _check_width(head_dim_v, cache)
     said = SparseOptions(softmax_scale, softcap, return_lse, return_max, deterministic)
     return _run(_SPARSE, (q, _flat(indices, q), topk_length, sinks, out), said, stream, cache)
 
@@ -135,10 +140,24 @@ def _cache_of(kv: Any, head_dim_v: int) -> KVCache:
     if len(t.shape) not in (2, 3) or (len(t.shape) == 3 and t.shape[1] != 1):
         expected = "(rows, 1, head_dim) or (rows, head_dim)"
         raise ShapeError("kv", expected, f"shape {tuple(t.shape)}", function="attention_sparse")
+    if t.shape[0] < 1:
+        raise ShapeError("kv", "1 or more rows", f"shape {tuple(t.shape)}", function="attention_sparse")
     rows = kv.reshape(1, t.shape[0], 1, t.shape[-1]) if len(t.shape) == 2 else kv[None]
-    width = arguments.check_int(head_dim_v, "head_dim_v", "attention_sparse", least=1)
-    cache: KVCache = PagedKVCache.from_arrays(rows, head_dim_v=width)
+    try:
+        cache: KVCache = PagedKVCache.from_arrays(rows, head_dim_v=_HEAD_DIM_V if head_dim_v is None else head_dim_v)
+    except ArgumentError as error:
+        raise error.named("attention_sparse", k="kv") from None
     return cache
+
+
+def _check_width(head_dim_v: Any, cache: KVCache) -> None:
+    """``head_dim_v`` beside a cache, which has one."""
+    own = cache.v_format.head_dim
+    if arguments.check_int(head_dim_v, "head_dim_v", "attention_sparse") != own:
+        raise ArgumentError(
+            "head_dim_v", f"None or {own} with a cache, which has its own", repr(head_dim_v),
+            function="attention_sparse",
+        )  # fmt: skip
 
 
 def _flat(indices: Any, q: Any) -> Any:

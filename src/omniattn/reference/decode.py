@@ -288,22 +288,24 @@ def sparse(
     Returns
     -------
     o : (tokens, heads, head_dim_v)
-    lse, maximum : (tokens, heads)
-        The largest score, -inf where there is no key; sinks do not count.
+    lse : (tokens, heads)
+        Natural logarithm, sinks counted.
+    maximum : (tokens, heads)
+        The largest score, after scale and softcap, -inf where there is no key; sinks do not count.
     """
     tokens, heads, dim = q.shape
     scale = dim**-0.5 if softmax_scale is None else softmax_scale
     o = np.zeros((tokens, heads, cache.v_format.head_dim), dtype=compute_dtype)
     lse, maximum = (np.full((tokens, heads), -np.inf, dtype=compute_dtype) for _ in range(2))
     rows = cache.k.shape[0] * cache.block_size
+    # The blocks of a table are rows: those of a list, one after the other.
+    single = dataclasses.replace(cache, **{
+        name: x.swapaxes(1, 2).reshape(rows, 1, 1, x.shape[-1])
+        for name, x in vars(cache).items() if name in ("k", "v", "k_params", "v_params")
+    })  # fmt: skip
     for i in range(tokens):
         listed = np.asarray(indices[i] if lengths is None else indices[i, : max(int(lengths[i]), 0)], dtype=np.int64)
         listed = listed[(listed >= 0) & (listed < rows)]
-        # The blocks of a table are rows: those of the list, one after the other.
-        single = dataclasses.replace(cache, **{
-            name: x.swapaxes(1, 2).reshape(rows, 1, 1, x.shape[-1])
-            for name, x in vars(cache).items() if name in ("k", "v", "k_params", "v_params")
-        })  # fmt: skip
         k, v = read_tokens(single, listed, len(listed))
         found = attention(
             q[i][None, None], k[None], v[None], softmax_scale=scale, softcap=softcap, sinks=sinks,

@@ -78,10 +78,11 @@ def _sparse(
     planes: Any, key_arrays: Any, number: int, q: Any, indices: Any, topk_length: Any, sinks: Any, softmax_scale: Any,
     softcap: float, return_lse: bool, return_max: bool, deterministic: bool,
 ) -> list[torch.Tensor]:  # fmt: skip
-    results = FUNCTIONS["attention_sparse"](
-        q, cache_of(number, planes, key_arrays, "attention_sparse"), indices=indices, topk_length=topk_length,
-        sinks=sinks, softmax_scale=softmax_scale, softcap=softcap, return_lse=return_lse, return_max=return_max,
-        deterministic=deterministic,
+    function = "attention_sparse" if q.dim() == 3 else "decode"
+    options = {"return_max": return_max} if function == "attention_sparse" else {}
+    results = FUNCTIONS[function](
+        q, cache_of(number, planes, key_arrays, function), indices=indices, topk_length=topk_length, sinks=sinks,
+        softmax_scale=softmax_scale, softcap=softcap, return_lse=return_lse, deterministic=deterministic, **options,
     )  # fmt: skip
     return list(results) if isinstance(results, tuple) else [results]
 
@@ -150,6 +151,9 @@ def run(call: Call) -> list[Any]:
     assert cache is not None
     planes, key_arrays = cache.operands
     if "indices" in given:
+        if (given["q"].dim() == 3) != (function == "attention_sparse"):
+            expected = "3 dimensions" if function == "attention_sparse" else "4 dimensions"
+            fail("argument", "q", expected, f"{given['q'].dim()}", function=function)
         x = plain(call.options)
         return list(torch.ops.omniattn.attention_sparse.default(
             list(planes), list(key_arrays), cache.key, given["q"], given["indices"], given["topk_length"],
