@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from omniattn.errors import ArgumentError, DtypeError, ShapeError, UnsupportedError
+from omniattn.errors import ArgumentError, DtypeError, ShapeError, StrideError, UnsupportedError
 
 torch = pytest.importorskip("torch")
 from omniattn.compat import flash_mla  # noqa: E402
@@ -238,7 +238,18 @@ INDICES = torch.zeros(1, 1, 4, dtype=torch.int32)
         ({"tile_scheduler_metadata": torch.zeros(2)}, ArgumentError, "tile_scheduler_metadata"),
         ({"block_table": None}, ArgumentError, "block_table"),
         ({"cache_seqlens": None}, ArgumentError, "cache_seqlens"),
+        ({"cache_seqlens": torch.tensor([5])}, DtypeError, "'cache_seqlens': expected int32, received int64"),
+        ({"cache_seqlens": torch.tensor([50], dtype=torch.int32)}, ArgumentError, "'cache_seqlens': .*50 at 0"),
         ({"head_dim_v": "512"}, ArgumentError, "head_dim_v"),
+        ({"head_dim_v": None}, ArgumentError, "'head_dim_v': expected an integer"),
+        ({"k_cache": torch.zeros(2, 4, 2, DIM).bfloat16()}, ShapeError, "'k_cache': expected one head"),
+        (
+            {"k_cache": torch.zeros(2, 4, 1, 2 * DIM).bfloat16()[..., ::2]}, StrideError,
+            "'k_cache': expected a contiguous last dimension",
+        ),
+        ({"q": torch.zeros(1, 17, 2, DIM).bfloat16(), "causal": True}, ShapeError, "'q': expected q_len from 1 to 16"),
+        ({"q": torch.zeros(1, 0, 2, DIM).bfloat16()}, ShapeError, "'q': expected q_len from 1"),
+        ({"q": torch.zeros(1, 0, 2, DIM).bfloat16(), "indices": INDICES[:, :0]}, ShapeError, "'q': expected q_len of 1"),
         ({"q": torch.zeros(1, 2, DIM)}, ShapeError, "'q'"),
         ({"q": torch.zeros(1, 1, 2, 512, dtype=torch.bfloat16)}, ShapeError, "'k_cache'"),
         ({"k_cache": torch.zeros(2, 4, DIM)}, ShapeError, "'k_cache'"),
@@ -257,6 +268,10 @@ INDICES = torch.zeros(1, 1, 4, dtype=torch.int32)
         ({"indices": [[[1]]]}, ArgumentError, "'indices'.*Tensor"),
         ({"indices": INDICES, "attn_sink": torch.zeros(3)}, ShapeError, r"'attn_sink': expected shape \(2,\)"),
         ({"indices": INDICES, "attn_sink": torch.zeros(2).half()}, DtypeError, "'attn_sink': expected float32"),
+        (
+            {"indices": INDICES, "attn_sink": torch.zeros(2, device="meta")}, ArgumentError,
+            "'attn_sink': expected a tensor on cpu, like q, received meta",
+        ),
         ({"indices": INDICES, "topk_length": torch.zeros(2)}, ShapeError, r"'topk_length': expected shape \(1,\)"),
         ({"indices": INDICES, "topk_length": torch.zeros(1)}, DtypeError, "'topk_length'"),
         ({"indices": INDICES, "topk_length": torch.tensor([5], dtype=torch.int32)}, ArgumentError, "topk_length"),
@@ -269,8 +284,9 @@ def test_what_raises(options: dict[str, Any], error: type[Exception], words: str
         "q": torch.zeros(1, 1, 2, DIM, dtype=torch.bfloat16), "k_cache": pool, "block_table": table,
         "cache_seqlens": torch.tensor([5], dtype=torch.int32), "head_dim_v": DIM_V, "tile_scheduler_metadata": None,
     }  # fmt: skip
-    with pytest.raises(error, match=words):
+    with pytest.raises(error, match=words) as raised:
         flash_mla.flash_mla_with_kvcache(**{**call, **options})
+    assert "flash_mla_with_kvcache()" in str(raised.value)
 
 
 @pytest.mark.parametrize(
@@ -283,7 +299,8 @@ def test_what_raises(options: dict[str, Any], error: type[Exception], words: str
         ({"indices": torch.zeros(2, 4, dtype=torch.int32)}, ShapeError, "'indices'"),
         ({"indices": torch.zeros(3, 1, 4, dtype=torch.int32)}, ShapeError, "'indices'"),
         ({"sm_scale": None}, ArgumentError, "sm_scale"),
-        ({"d_v": 576}, ArgumentError, "head_dim_v"),
+        ({"d_v": 576}, ArgumentError, "'d_v': expected a multiple of 8 below 576"),
+        ({"kv": torch.zeros(0, 1, DIM).bfloat16()}, ShapeError, "'kv': expected 1 or more rows"),
         ({"attn_sink": torch.zeros(2)}, ShapeError, "attn_sink"),
         ({"topk_length": torch.zeros(3, dtype=torch.int32)}, ShapeError, "topk_length"),
         ({"topk_length": 3}, ArgumentError, "topk_length"),
@@ -295,8 +312,9 @@ def test_what_sparse_prefill_refuses(options: dict[str, Any], error: type[Except
         "q": torch.zeros(2, 3, DIM, dtype=torch.bfloat16), "kv": torch.zeros(5, 1, DIM, dtype=torch.bfloat16),
         "indices": torch.zeros(2, 1, 4, dtype=torch.int32), "sm_scale": 0.1,
     }  # fmt: skip
-    with pytest.raises(error, match=words):
+    with pytest.raises(error, match=words) as raised:
         flash_mla.flash_mla_sparse_fwd(**{**call, **options})
+    assert "flash_mla_sparse_fwd()" in str(raised.value)
 
 
 @pytest.mark.parametrize("causal", [False, True])

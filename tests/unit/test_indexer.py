@@ -84,6 +84,14 @@ def test_parts_of_rows_and_rows_of_a_pool() -> None:
     np.testing.assert_array_equal(got, np.where(wanted >= 0, mapped, -1))
 
 
+def test_entries_of_no_chosen_position_are_not_read() -> None:
+    logits = np.full((2, 6), -np.inf, np.float32)
+    logits[:, :2] = 1.0
+    table = np.array([[3, -7, 2**31 - 1], [2**30 - 1, -1, -1]], np.int32)
+    found = oa.top_k(logits, 3, block_table=table, block_size=2)
+    np.testing.assert_array_equal(found, [[6, 7, -1], [2**31 - 2, 2**31 - 1, -1]])
+
+
 def test_the_keys_of_decode() -> None:
     """What a query does not see is never chosen, with lengths or without."""
     call = paged_call(64, 2, 16, True)
@@ -141,7 +149,19 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
     "one row": (_chosen(logits=np.zeros(50, np.float32)), ShapeError, "'logits': expected .rows, elements."),
     "lengths in 64 bits": (_chosen(lengths=np.zeros(6, np.int64)), DtypeError, "'lengths'"),
     "lengths of other rows": (_chosen(lengths=np.zeros(5, _I)), ShapeError, "'lengths'"),
-    "long lengths": (_chosen(lengths=np.full(6, 51, _I)), ArgumentError, "'lengths'.*received 51"),
+    "long lengths": (
+        _chosen(lengths=np.full(6, 51, _I)), ArgumentError, "at most the 50 elements of row 0, from 0 on, received 51",
+    ),
+    "long lengths of starts": (
+        _chosen(lengths=np.full(6, 9, _I), starts=np.array([0, 0, 42, 0, 0, 0], _I)), ArgumentError,
+        "at most the 8 elements of row 2, from 42 on, received 9",
+    ),
+    "no block of the pool": (
+        _chosen(block_table=np.full((6, 4), -1, _I), block_size=16), ArgumentError, "blocks 0 to .*received -1 at row 0",
+    ),
+    "rows beyond int32": (
+        _chosen(block_table=np.full((6, 4), 2**27, _I), block_size=16), ArgumentError, "0 to 134217727, .*134217728 at",
+    ),
     "negative lengths": (_chosen(lengths=np.full(6, -1, _I)), ArgumentError, "'lengths': expected 0 or more"),
     "late starts": (_chosen(starts=np.full(6, 51, _I)), ArgumentError, "'starts': expected 0 to 50, received 51"),
     "next_n": (_chosen(next_n=4, lengths=np.zeros(1, _I)), ArgumentError, "a divisor of the 6 rows of logits"),

@@ -237,7 +237,7 @@ LIKE = np.zeros(1, np.float16)
         ({"recent_window": 16}, "'recent_window': expected 0"),
         ({"recent_slots": 2}, "'recent_slots': expected None"),
         ({"k_scale": np.ones(1, np.float32)}, "'k_scale': expected None but with k_dtype 'fp8'"),
-        ({"k_dtype": "fp8", "k_scale": np.ones(2, np.float32)}, "'k_scale'"),
+        ({"k_dtype": "fp8", "k_scale": np.ones(2, np.float32)}, r"'k_scale': expected shape \(1,\), .*received \(2,\)"),
         ({"k_dtype": "fp8", "k_scale": np.ones(1)}, "'k_scale': expected float32"),
     ],
 )  # fmt: skip

@@ -353,7 +353,7 @@ def test_rows_in_8_bits_that_are_none(rows: Any, given: dict[str, Any], error: t
 @pytest.mark.parametrize(
     ("scale", "error", "said"),
     [
-        (np.ones(2, np.float32), ArgumentError, "k_scale"),
+        (np.ones(2, np.float32), ShapeError, r"'k_scale': expected shape \(1,\), one for all rows"),
         (np.ones((3, 4, 1), np.float32), ShapeError, r"'k_scale': expected shape \(1,\), one for all rows"),
         (np.ones((3, 1), np.float32), ShapeError, r"'k_scale': expected shape \(1,\), one for all rows"),
         (np.ones(1, np.float64), DtypeError, "'k_scale'"),

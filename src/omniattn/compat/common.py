@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import operator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -45,6 +47,15 @@ def check_tensors(function: str, **given: Any) -> None:
     for name, x in given.items():
         if not isinstance(x, torch.Tensor):
             raise ArgumentError(name, "a torch.Tensor", type(x).__name__, function=function)
+
+
+@contextlib.contextmanager
+def told(function: str, **names: str) -> Iterator[None]:
+    """Errors of our functions, told of ``function``, which calls some arguments otherwise: ``ours="theirs"``."""
+    try:
+        yield
+    except ArgumentError as error:
+        raise error.named(function, **names) from None
 
 
 def check_rank(x: torch.Tensor, name: str, dims: str, function: str) -> None:

@@ -124,7 +124,9 @@ def flash_mla_with_kvcache(
     common.check_rank(q, "q", "(batch_size, seq_len_q, num_heads_q, head_dim)", name)
     common.check_rank(k_cache, "k_cache", "(num_blocks, page_block_size, 1, head_dim)", name)
     rows = _rows(q, k_cache, common.flag(is_fp8_kvcache, "is_fp8_kvcache", name), name)
-    cache = PagedKVCache.from_arrays(rows, head_dim_v=arguments.check_int(head_dim_v, "head_dim_v", name))
+    width = arguments.check_int(head_dim_v, "head_dim_v", name)
+    with common.told(name, k="k_cache"):
+        cache = PagedKVCache.from_arrays(rows, head_dim_v=width)
     is_causal = common.flag(causal, "causal", name)
     if indices is not None:
         if is_causal:
@@ -139,10 +141,11 @@ def flash_mla_with_kvcache(
     if is_one:
         # Rows that see the same keys are heads of one token.
         q = q.reshape(batch, 1, tokens * heads, q.shape[-1])
-    out, lse = decode(
-        common.contiguous_rows(q), cache, seq_lens=cache_seqlens, block_table=block_table,
-        softmax_scale=softmax_scale, return_lse=True,
-    )  # fmt: skip
+    with common.told(name, seq_lens="cache_seqlens"):
+        out, lse = decode(
+            common.contiguous_rows(q), cache, seq_lens=cache_seqlens, block_table=block_table,
+            softmax_scale=softmax_scale, return_lse=True,
+        )  # fmt: skip
     if is_one:
         out = out.reshape(batch, tokens, heads, out.shape[-1])
         lse = lse.reshape(batch, tokens, heads).transpose(1, 2).contiguous()
@@ -171,7 +174,7 @@ def _sparse(
     """Decoding over lists of rows."""
     common.check_tensors(name, indices=indices)
     batch, tokens, heads, _ = q.shape
-    _check_sink(attn_sink, heads, name)
+    _check_sink(attn_sink, q, name)
     if topk_length is not None:
         common.check_tensors(name, topk_length=topk_length)
         if tuple(topk_length.shape) != (batch,):
@@ -179,16 +182,21 @@ def _sparse(
         topk_length = topk_length[:, None].expand(batch, tokens).contiguous()
     if q.stride(-1) != 1 or q.stride(0) != tokens * q.stride(1):
         q = q.contiguous()
-    out, lse = decode(
-        q, cache, indices=indices.contiguous(), topk_length=topk_length, softmax_scale=softmax_scale, return_lse=True
-    )
+    with common.told(name):
+        out, lse = decode(
+            q, cache, indices=indices.contiguous(), topk_length=topk_length, softmax_scale=softmax_scale,
+            return_lse=True,
+        )  # fmt: skip
     return _with_sink(out, lse.transpose(1, 2), attn_sink), common.infinite(lse)
 
 
-def _check_sink(attn_sink: Any, heads: int, name: str) -> None:
+def _check_sink(attn_sink: Any, q: torch.Tensor, name: str) -> None:
     if attn_sink is None:
         return
+    heads = q.shape[-2]
     common.check_tensors(name, attn_sink=attn_sink)
+    if attn_sink.device != q.device:
+        raise ArgumentError("attn_sink", f"a tensor on {q.device}, like q", f"{attn_sink.device}", function=name)
     if attn_sink.dtype != torch.float32:
         raise DtypeError("attn_sink", "float32", str(attn_sink.dtype).removeprefix("torch."), function=name)
     if tuple(attn_sink.shape) != (heads,):
@@ -259,14 +267,15 @@ def flash_mla_sparse_fwd(
     if kv.dtype != q.dtype:
         expected, received = (str(x.dtype).removeprefix("torch.") for x in (q, kv))
         raise DtypeError("kv", f"{expected}, like q", received, function=name)
-    _check_sink(attn_sink, q.shape[1], name)
+    _check_sink(attn_sink, q, name)
     if topk_length is not None:
         common.check_tensors(name, topk_length=topk_length)
     width, scale = arguments.check_int(d_v, "d_v", name), arguments.check_number(sm_scale, "sm_scale", name)
-    out, lse, most = attention_sparse(
-        common.contiguous_rows(q), common.contiguous_rows(kv), indices=indices.contiguous(), topk_length=topk_length,
-        head_dim_v=width, softmax_scale=scale, return_lse=True, return_max=True,
-    )  # fmt: skip
+    with common.told(name, head_dim_v="d_v"):
+        out, lse, most = attention_sparse(
+            common.contiguous_rows(q), common.contiguous_rows(kv), indices=indices.contiguous(),
+            topk_length=topk_length, head_dim_v=width, softmax_scale=scale, return_lse=True, return_max=True,
+        )  # fmt: skip
     return _with_sink(out, lse, attn_sink), most, common.infinite(lse)
 
 

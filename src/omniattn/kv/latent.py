@@ -6,7 +6,7 @@ from typing import Any
 
 from .. import arguments, arrays
 from ..arrays import Tensor
-from ..errors import ArgumentError, ShapeError
+from ..errors import ArgumentError
 from .formats import (
     IN_ORDER,
     KV_ARRAY_DTYPES,
@@ -18,7 +18,7 @@ from .formats import (
     row_dim,
 )
 from .on_arrays import MAX_LATENT_DIM
-from .scales import describe_scales
+from .scales import describe_latent_scale
 
 #: Formats of a latent cache's rows: 16 bits; e4m3 with one scale for all; `LATENT_656`, by vLLM's name.
 LATENT_DTYPES: tuple[str, ...] = (*KV_ARRAY_DTYPES, "fp8", "fp8_ds_mla")
@@ -94,8 +94,5 @@ def latent_memory(
         return rows
     if k_dtype != "fp8":
         raise ArgumentError("k_scale", "None but with k_dtype 'fp8'", type(k_scale).__name__, function=name)
-    scale = describe_scales({"k_scale": k_scale, "v_scale": k_scale}, rows, 1, name)["k_scale"]
-    if tuple(scale.shape) not in ((), (1,)):
-        raise ShapeError("k_scale", "shape (1,), one for all rows", f"{tuple(scale.shape)}", function=name)
-    cache._key_arrays = {"k_scale": scale}
+    cache._key_arrays = {"k_scale": describe_latent_scale(k_scale, rows, name)}
     return rows

@@ -19,7 +19,7 @@ from .formats import (
     row_dim,
 )
 from .places import CHUNK_BYTES, ORDERS, by_position, row_places
-from .scales import describe_scales
+from .scales import describe_latent_scale, describe_scales
 
 #: Rows (tokens times kv heads) of a cache: the kernels count them in 32 bits.
 MAX_CACHE_ROWS = 2**32 - 1
@@ -127,8 +127,6 @@ def _on(cls: Any, k: Any, v: Any, layout: Any, scales: dict[str, Any], head_dim_
     if head_dim_v is not None:
         first = second = arrays.describe(k, "k")
         head_dim_v = _check_latent(first, v, scales, head_dim_v, layout, _name(cls))
-        # The value is scaled as the row that it is a part of.
-        scales = scales if scales["k_scale"] is None else {**scales, "v_scale": scales["k_scale"]}
     elif v is not None:
         first, second = arrays.describe(k, "k"), arrays.describe(v, "v")
     else:
@@ -139,14 +137,10 @@ def _on(cls: Any, k: Any, v: Any, layout: Any, scales: dict[str, Any], head_dim_
     of_rows: dict[str, Tensor] = {}
     others: dict[str, Tensor] = {}
     if any(x is not None for x in scales.values()):
-        found = describe_scales(scales, first, _heads(first, layout), _name(cls))
         if head_dim_v is not None:
-            if tuple(found["k_scale"].shape) not in ((), (1,)):
-                received = f"{tuple(found['k_scale'].shape)}"
-                raise ShapeError(
-                    "k_scale", "shape (1,), one for all rows, with head_dim_v", received, function=_name(cls)
-                )
-            del found["v_scale"]
+            found = {"k_scale": describe_latent_scale(scales["k_scale"], first, _name(cls))}
+        else:
+            found = describe_scales(scales, first, _heads(first, layout), _name(cls))
         facts += tuple((t.ptr - first.ptr, _facts_of(t)) for t in found.values())
         # Those of rows are written by `append`, as K and V are.
         (of_rows if len(found["k_scale"].shape) == 3 else others).update(found)

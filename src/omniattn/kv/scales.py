@@ -15,6 +15,15 @@ from .places import MAX_PLACES
 _SHAPES = "(1,), (heads,), (sequences of a call, heads), or the shape of k without its last dimension"
 
 
+def describe_latent_scale(k_scale: Any, k: Tensor, function: str) -> Tensor:
+    """The one scale of a latent cache's rows ``k``, checked."""
+    scale = arrays.describe(k_scale, "k_scale")
+    if tuple(scale.shape) not in ((), (1,)):
+        expected = "shape (1,), one for all rows, with head_dim_v"
+        raise ShapeError("k_scale", expected, f"{tuple(scale.shape)}", function=function)
+    return describe_scales({"k_scale": k_scale, "v_scale": k_scale}, k, 1, function)["k_scale"]
+
+
 def describe_scales(given: Mapping[str, Any], k: Tensor, heads: int, function: str) -> dict[str, Tensor]:
     """The scales ``k_scale`` and ``v_scale`` of arrays like ``k``, checked; nothing for None and None."""
     there = {name: x for name, x in given.items() if x is not None}

@@ -60,14 +60,15 @@ def index_logits(
         Of each key.
     seq_lens : array, (batch,), int32, optional
         Tokens of each sequence, the new ones included: query i sees the keys j <= seq_lens[b] - next_n + i. Checked on
-        the CPU; on a GPU lengths beyond the columns are taken as their end.
+        the CPU; on a GPU lengths beyond the columns are taken as their end, and those below 0 as 0.
     block_table : array, (batch, max_blocks), int32, with ``seq_lens``
         The block that holds keys block_size * j and on of sequence b is block_table[b, j]. Only the entries that
-        seq_lens reaches are read.
+        seq_lens reaches are read. Checked on the CPU; on a GPU a number that is no block is taken as the nearest one.
     max_keys : int, optional
         With ``seq_lens``: columns of the logits; max_blocks * block_size unless given.
     k_start, k_end : array, (rows,), int32, optional
-        Without ``seq_lens``: row t sees the keys k_start[t] <= s < k_end[t]; 0 and all keys unless given.
+        Without ``seq_lens``: row t sees the keys k_start[t] <= s < k_end[t]; 0 and all keys unless given. From 0 to
+        keys: checked on the CPU, on a GPU taken as the nearest of these. No key where k_start is not below k_end.
     out : array, (rows, max_keys), float32, optional
         Where the logits go; the last dimension contiguous. It shares no element with another array. A torch tensor
         counts as changed in place.

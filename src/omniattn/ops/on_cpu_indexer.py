@@ -111,13 +111,28 @@ def top_k(call: Call, problem: TopKProblem, tensors: Tensors) -> list[Any]:
         if given.size and given.min() < 0:
             raise ArgumentError("lengths", "0 or more", f"{given.min()}", function="top_k")
         own = (given[:, None] - p.next_n + 1 + np.arange(p.next_n)).reshape(-1)
-        bad = own[own > lengths]
-        if bad.size:
-            expected = f"elements that the rows of {p.width} have"
-            raise ArgumentError("lengths", expected, f"{bad[0]}", function="top_k")
+        if (bad := np.flatnonzero(own > lengths)).size:
+            row = int(bad[0])
+            expected = f"at most the {lengths[row]} elements of row {row}, from {starts[row]} on"
+            raise ArgumentError("lengths", expected, f"{own[row]}", function="top_k")
         lengths = np.maximum(own, 0)
     found = reference.top_k(arrays.to_numpy(tensors["logits"]), p.k, starts, lengths)
     if p.block_size:
         table = np.repeat(arrays.to_numpy(tensors["block_table"]), p.next_n, axis=0)
+        _check_rows(found, table, p.block_size)
         found = reference.pool_rows(found, table, p.block_size)
     return store_results(call, p, tensors, [found])
+
+
+def _check_rows(positions: Any, table: Any, block_size: int) -> None:
+    """Blocks of chosen positions; on a GPU that would need a synchronization."""
+    import numpy as np
+
+    row, column = np.nonzero(positions >= 0)
+    if not row.size:
+        return
+    blocks = table[row, positions[row, column] // block_size].astype(np.int64)
+    most = 2**31 // block_size - 1
+    if (bad := np.flatnonzero((blocks < 0) | (blocks > most))).size:
+        received = f"{blocks[bad[0]]} at row {row[bad[0]]}"
+        raise ArgumentError("block_table", f"blocks 0 to {most}, whose rows int32 can count", received, function="top_k")

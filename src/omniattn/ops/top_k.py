@@ -41,14 +41,17 @@ def top_k(
         1 or more.
     lengths : array, (rows / next_n,), int32, optional
         Elements of each row, from its first one on; all unless given. Checked on the CPU; on a GPU lengths beyond the
-        row are taken as its end.
+        row are taken as its end, and those below 0 as 0.
     starts : array, (rows,), int32, optional
-        First element of each row; 0 unless given.
+        First element of each row; 0 unless given. From 0 to elements: checked on the CPU, on a GPU taken as the nearest
+        of these.
     next_n : int
-        Rows of a sequence, as in `index_logits`: row i of so many has lengths[b] - next_n + i + 1 elements.
+        Rows of a sequence, as in `index_logits`: row i of so many has lengths[b] - next_n + i + 1 elements, none where
+        that is below 0. More than 1 needs ``lengths`` or ``block_table``.
     block_table : array, (rows / next_n, blocks), int32, optional
         With it the result are rows of a pool: block_table[b, position // block_size] * block_size + position %
-        block_size, below 2**31. Only the entries of chosen positions are read.
+        block_size, below 2**31. Contiguous rows, of any stride, with blocks for all elements. Only the entries of
+        chosen positions are read: checked on the CPU, and on a GPU taken as they are.
     block_size : int
         With ``block_table``.
     out : array, (rows, k), int32, optional
