@@ -52,6 +52,8 @@ def test_links_and_tables(page: Path) -> None:
         if not link.startswith("https://") and not (target.exists() and (not anchor or anchor in anchors(target))):
             broken.append(link)
     assert broken == []
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    assert sorted(headings) == sorted(set(headings)), "a link to a heading that comes twice leads to the first one"
     for table in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE):
         columns = {len(re.findall(r"(?<!\\)\|", row)) for row in table.splitlines()}
         assert len(columns) == 1, table.splitlines()[0]
@@ -140,7 +142,8 @@ def test_code_of_the_pages_about_precision() -> None:
 def test_code_of_the_page_about_latent_attention() -> None:
     """A layer of DeepSeek's sizes: absorbed and not, over lists of all rows, and in 656 bytes."""
     torch = pytest.importorskip("torch")
-    absorbed, whole, scaling, writing, sparse, indexed = code("mla.md")
+    first, absorbed, whole, scaling, writing, sparse, indexed = code("mla.md")
+    exec(first.replace('"cuda"', '"cpu"'), {})
     generator = torch.Generator().manual_seed(6)
 
     def array(*shape: int, scale: float = 1.0) -> Any:

@@ -252,6 +252,8 @@ def test_calls_without_queries() -> None:
     assert call((3, 0)).shape == (3, 0, 8, 16)
     assert [x.shape for x in call((0,), **nobody)] == [(0, 8, 16), (8, 0)]
     assert call((0,), 0, cu_seqlens_q=np.zeros(1, np.int32), max_seqlen_q=1).shape == (0, 8, 16)
+    with pytest.raises(UnsupportedError, match="a latent cache with rows and no sequence"):
+        call((5,), 0, cu_seqlens_q=np.zeros(1, np.int32), max_seqlen_q=1)
     o, lse = call((5,), **nobody)
     assert not o.any()
     assert (lse == -np.inf).all()

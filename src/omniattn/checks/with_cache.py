@@ -243,7 +243,9 @@ def _reason_against_decode(queries: Queries, right: int, has_mod: bool, most: in
     """
     if has_mod:
         return "score_mod"
-    if not 1 <= queries.longest <= most or queries.batch == 0:
+    if queries.batch == 0:
+        return "rows and no sequence"
+    if not 1 <= queries.longest <= most:
         return f"{'up to ' if queries.packed else ''}{queries.longest} queries a sequence"
     if queries.longest > 1 and right != 0:
         return "queries that see keys behind their own"

@@ -36,8 +36,8 @@ def register() -> None:
     v_scale, in SGLang's layout by tokens and by heads, of any page size; grouped-query attention; sliding windows, with
     and without a pool of their own; softcap; sinks; LSE; bidirectional attention over whole prompts; chains of guessed
     tokens; CUDA graphs of decoding and of verification, breakable graphs of prompts; deterministic inference; latent
-    attention (MLA) on pools of 512 and 64 channels. What is
-    not (docs/integrations/sglang.md) raises when the model is loaded, or at its first step.
+    attention (MLA) on pools of 512 and 64 channels. What is not (docs/integrations/sglang.md) raises when the model is
+    loaded, or at its first step.
     """
     from .sglang_backend import check_version
 

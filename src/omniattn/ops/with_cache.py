@@ -108,7 +108,7 @@ def attention_with_kvcache(
     return_lse : bool
         Also return the log-sum-exp.
     out : array, optional
-        Where o goes; q's shape and dtype, by q's rules. On a GPU it shares no element with q, the cache or another
+        Where o goes; o's shape and q's dtype, by q's rules. On a GPU it shares no element with q, the cache or another
         array. A torch tensor counts as changed in place.
     recent_slots : array, (batch,), int32, on q's device
         With a `PagedKVCache` that has a recent_window, as in `append`.
@@ -134,12 +134,14 @@ def attention_with_kvcache(
         ``score_mod``, ``leftpad_k`` or a recent window. On a GPU the first two dimensions of a batch lie as one.
     num_splits : int, optional
         Parts at most into which the keys of a sequence are divided among CTAs; for few queries a part has 128, 256, 512
-        ... keys. Unless given, selection finds how many are fastest. Not with deterministic, whose parts have 512 keys.
+        ... keys. Unless given, selection finds how many are fastest. Not with deterministic, whose parts have 512 keys,
+        of latent caches 1024.
 
     Returns
     -------
     o : array
-        Of q's framework, shape and dtype. A row that attends to nothing is 0.
+        Of q's framework, shape and dtype; of a latent cache with head_dim_v channels. A row that attends to nothing is
+        0.
     lse : array, (num_q_heads, rows) of packed queries, (batch, num_q_heads, q_len) of a batch, float32, natural log
         Only with ``return_lse``; it may be a view with other strides than a contiguous array's. A row that attends to
         nothing has -inf (with sinks: the sink).
@@ -151,7 +153,8 @@ def attention_with_kvcache(
 
     Notes
     -----
-    A few new tokens a sequence (16; of a quantized cache up to 128 rows a kv head) run the kernels of `decode`, prompts
+    A few new tokens a sequence (16; of a quantized cache up to 128 rows a kv head; of a latent cache 16, and no call has
+    more) run the kernels of `decode`, prompts
     and score_mod attention over pages; where packed queries are few beside batch times max_seqlen_q, both run at the
     same time: `explain` says which. The shape of the call alone decides. Scratch memory of prompts over quantized
     caches: up to 1 GiB, one sequence's keys and values at least (those of a window, where there is one), or a 64th of

@@ -91,10 +91,9 @@ def sdpa(
     Notes
     -----
     What the kernels do not take goes to torch's function, at every precision: dtypes without kernels (float32 on a GPU,
-    unless autocast makes it 16-bit), head dimensions above 512 (of a low
-    precision above 256), GPUs before compute capability 8.0, other devices,
-    nested tensors, DTensor and other subclasses. `fallback_reason` tells for a call. Torch's function is the one that
-    was there when this module was imported; in `use_sdpa`, when that was entered.
+    unless autocast makes it 16-bit), head dimensions above 512 (of a low precision above 256), GPUs before compute
+    capability 8.0, other devices, nested tensors, DTensor and other subclasses. `fallback_reason` tells for a call.
+    Torch's function is the one that was there when this module was imported; in `use_sdpa`, when that was entered.
     """
     return _sdpa(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, precision, _BEFORE)
 
