@@ -10,6 +10,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from omniattn.errors import ShapeError  # noqa: E402
+from omniattn.integrations.latent_limits import MOST_QUERIES, most_queries  # noqa: E402
 from omniattn.integrations.vllm import latent_calls  # noqa: E402
 from tests.vllm_mla_steps import Steps  # noqa: E402
 
@@ -40,10 +41,10 @@ def test_caches_of_another_shape() -> None:
 
 
 def test_how_many_queries_a_call_takes() -> None:
-    assert latent_calls.most_queries(128, deterministic=False, in_8_bits=True) == latent_calls.MOST_QUERIES
+    assert most_queries(128, deterministic=False, in_8_bits=True) == MOST_QUERIES
     run = Steps(heads=2, device="cpu", block=16, deterministic=True)
     run.prepare(("a", 20))
-    most = latent_calls.most_queries(2, deterministic=True, in_8_bits=False)
+    most = most_queries(2, deterministic=True, in_8_bits=False)
     run.prepare(("a", most))
     run.check(run.up(run.decode(most)))
 

@@ -22,7 +22,7 @@ from ..problems import (
 )
 from ..problems.decode import MAX_Q_LEN
 from ..problems.quantize import Strides3
-from ..problems.with_cache import few_queries
+from ..problems.with_cache import few_queries, fixed_rows
 from ..select.model import rules
 from . import values
 from .attention import describable
@@ -121,7 +121,7 @@ def check_with_cache(call: Call, tensors: dict[str, Tensor]) -> WithCacheProblem
         num_splits,
     )  # fmt: skip
     texts = call.facts
-    few = few_queries(q.shape[-2] // cache.num_kv_heads, rows=_fixed_rows(cache) if deterministic else 8)
+    few = few_queries(q.shape[-2] // cache.num_kv_heads, rows=fixed_rows(_is_quantized(cache)) if deterministic else 8)
     most = MAX_Q_LEN
     if _is_quantized(cache) and not cache.facts.is_latent:
         most = max(most, rules().rows_of_codes // (q.shape[-2] // cache.num_kv_heads))
@@ -225,14 +225,6 @@ def _check_places(cache: KVCache, tensors: dict[str, Tensor], batch: int) -> int
         raise ArgumentError("block_table", "None with a KVCache", "an array", function=_NAME)
     check_int32(index, (batch,), f"({batch},)", _NAME)
     return cache.block_size
-
-
-def _fixed_rows(cache: KVCache) -> int:
-    """Rows of a sequence's queries that the kernels of ``decode`` take with ``deterministic``.
-
-    In 16 bits tiles of 8 and of 16 rows add in the same order.
-    """
-    return 8 if cache.k_format.quantized or cache.v_format.quantized else 16
 
 
 def _reason_against_decode(queries: Queries, right: int, has_mod: bool, most: int) -> str | None:

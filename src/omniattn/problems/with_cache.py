@@ -25,6 +25,14 @@ def few_queries(group: int, *, rows: int = 8) -> int:
     return max(1, rows // group)
 
 
+def fixed_rows(quantized: bool) -> int:
+    """Rows of a packed sequence's queries that the kernels of ``decode`` take with ``deterministic``.
+
+    In 16 bits tiles of 8 and of 16 rows add in the same order. ``quantized``: the cache has K or V in 8 or 4 bits.
+    """
+    return 8 if quantized else 16
+
+
 def decode_of_pages(problem: AttentionProblem) -> DecodeProblem | None:
     """The call of ``decode``'s kernels on the sequences of few queries of packed ones over pages.
 

@@ -11,8 +11,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from ...errors import UnsupportedError
 from . import calls
+from .common import Common, dtype_of, refused
 from .versions import check_version
 
 check_version()  # before names are used that another version may not have
@@ -20,7 +20,6 @@ check_version()  # before names are used that another version may not have
 from vllm import envs  # noqa: E402
 from vllm.config import get_current_vllm_config_or_none  # noqa: E402
 from vllm.distributed.parallel_state import get_dcp_group, get_dcp_world_size_and_rank  # noqa: E402
-from vllm.platforms.interface import DeviceCapability  # noqa: E402
 from vllm.v1.attention.backend import (  # noqa: E402
     AttentionBackend,
     AttentionCGSupport,
@@ -35,7 +34,6 @@ from vllm.v1.worker.cp_utils import should_skip_dcp_context_attention  # noqa: E
 
 __all__ = ["ChosenBackend", "OmniattnBackend", "OmniattnImpl", "OmniattnMetadataBuilder"]
 
-_ANOTHER = "another --attention-backend"
 _ENCODERS = (AttentionType.ENCODER, AttentionType.ENCODER_ONLY)
 #: vLLM's modes of quantization that pack a scale into each row, and the formats' names.
 _PACKED = {"FP8_PER_TOKEN_HEAD": "fp8_per_token_head", "INT8_PER_TOKEN_HEAD": "int8_per_token_head"}
@@ -43,20 +41,12 @@ _PACKED = {"FP8_PER_TOKEN_HEAD": "fp8_per_token_head", "INT8_PER_TOKEN_HEAD": "i
 _INERT = {"chunk_lookback": -1}
 
 
-def _refused(what: str) -> UnsupportedError:
-    return UnsupportedError(f"omniattn's attention backend: {what}", instead=_ANOTHER)
-
-
-class OmniattnBackend(AttentionBackend):
+class OmniattnBackend(Common, AttentionBackend):
     """What vLLM may ask of the backend: layers that it refuses are refused by vLLM itself, with the reason."""
 
     supported_kv_cache_dtypes: ClassVar[list[str]] = list(calls.FORMATS)
+    why_not = staticmethod(calls.why_not)
     forward_includes_kv_cache_update = False
-
-    @staticmethod
-    def get_name() -> str:
-        """The member of vLLM's enumeration; it has one for all backends of others."""
-        return "CUSTOM"
 
     @staticmethod
     def get_impl_cls() -> type[OmniattnImpl]:
@@ -109,35 +99,9 @@ class OmniattnBackend(AttentionBackend):
         return True
 
     @classmethod
-    def supports_batch_invariance(cls) -> bool:
-        """By ``deterministic``."""
-        return True
-
-    @classmethod
     def supports_attn_type(cls, attn_type: str) -> bool:
         """All of vLLM's."""
         return attn_type in (AttentionType.DECODER, AttentionType.ENCODER_DECODER, *_ENCODERS)
-
-    @classmethod
-    def supports_compute_capability(cls, capability: Any) -> bool:
-        """Ampere and newer."""
-        return bool(capability >= DeviceCapability(8, 0))
-
-    @classmethod
-    def supports_combination(
-        cls,
-        head_size: int,
-        dtype: torch.dtype,
-        kv_cache_dtype: str | None,
-        block_size: int | None,
-        use_mla: bool,
-        has_sink: bool,
-        use_sparse: bool,
-        use_mm_prefix: bool,
-        device_capability: Any,
-    ) -> str | None:
-        """Why formats do not go together."""
-        return calls.why_not(head_size, dtype, kv_cache_dtype)
 
 
 #: Classes for latent attention, which import vLLM's own: dense, and of lists of rows.
@@ -177,9 +141,9 @@ class ChosenBackend(OmniattnBackend):
 def _check_spec(spec: Any) -> None:
     """Refuse what only the KV cache's description tells."""
     if getattr(spec, "head_size_v", spec.head_size) != spec.head_size:
-        raise _refused(f"head_size {spec.head_size} with values of {spec.head_size_v} (MLA, or values of another size)")
+        raise refused(f"head_size {spec.head_size} with values of {spec.head_size_v} (MLA, or values of another size)")
     if getattr(spec, "tokens_per_state", 1) != 1:
-        raise _refused(f"a KV cache with tokens_per_state {spec.tokens_per_state}")
+        raise refused(f"a KV cache with tokens_per_state {spec.tokens_per_state}")
 
 
 class OmniattnMetadataBuilder(AttentionMetadataBuilder[calls.Step]):
@@ -195,7 +159,7 @@ class OmniattnMetadataBuilder(AttentionMetadataBuilder[calls.Step]):
         _check_spec(kv_cache_spec)
         model = vllm_config.model_config
         if model is not None and getattr(model, "rswa_window", None) is not None:
-            raise _refused("a sliding window behind a reference (R-SWA)")
+            raise refused("a sliding window behind a reference (R-SWA)")
         sharded = bool(getattr(kv_cache_spec, "dcp_sharded", False))
         self._ranks, self._rank = get_dcp_world_size_and_rank(sharded)
         self._interleave = vllm_config.parallel_config.cp_kv_cache_interleave_size
@@ -210,9 +174,9 @@ class OmniattnMetadataBuilder(AttentionMetadataBuilder[calls.Step]):
         """The step's metadata; a common prefix is not used."""
         step = common_attn_metadata
         if not isinstance(step.causal, bool):
-            raise _refused("batches in which some requests are causal and others not")
+            raise refused("batches in which some requests are causal and others not")
         if step.mm_req_doc_ranges:
-            raise _refused("prompts of which parts see each other (mm_prefix)")
+            raise refused("prompts of which parts see each other (mm_prefix)")
         count = step.num_reqs
         made = calls.Step(
             step.num_actual_tokens, step.max_query_len, step.max_seq_len, step.query_start_loc[: count + 1],
@@ -280,21 +244,20 @@ class OmniattnImpl(AttentionImpl[calls.Step]):
         given = {name: value for name, value in others.items() if value is not None}
         unknown = sorted(name for name, value in given.items() if name not in _INERT or value != _INERT[name])
         if unknown:
-            raise _refused(f"layers with {', '.join(unknown)}")
+            raise refused(f"layers with {', '.join(unknown)}")
         if alibi_slopes is not None:
-            raise _refused("ALiBi slopes")
-        # The dtype comes with the first call; vLLM has asked supports_dtype before.
-        dtype = torch.float16 if kv_cache_dtype == "float16" else torch.bfloat16
-        reason = calls.why_not(head_size, dtype, None if attn_type in _ENCODERS else kv_cache_dtype)
+            raise refused("ALiBi slopes")
+        of_cache = None if attn_type in _ENCODERS else kv_cache_dtype
+        reason = calls.why_not(head_size, dtype_of(kv_cache_dtype), of_cache)
         if reason is not None:
-            raise _refused(reason)
+            raise refused(reason)
         if self.dcp_world_size > 1 and sliding_window is not None:
-            raise _refused("a sliding window with decode context parallelism")
+            raise refused("a sliding window with decode context parallelism")
         # New tokens attend to the layer's own k and v there, and those of such layers are not what the pool has.
         if self.dcp_world_size > 1 and kv_sharing_target_layer_name is not None:
-            raise _refused("a layer on another layer's KV cache with decode context parallelism")
+            raise refused("a layer on another layer's KV cache with decode context parallelism")
         if self.dcp_world_size > 1 and attn_type == AttentionType.ENCODER_DECODER:
-            raise _refused("cross attention with decode context parallelism")
+            raise refused("cross attention with decode context parallelism")
         self.layer = calls.Layer(
             num_heads, self.num_kv_heads, head_size, self.scale, float(logits_soft_cap or 0.0), sliding_window,
             kv_cache_dtype, bool(envs.VLLM_BATCH_INVARIANT),
@@ -329,7 +292,7 @@ class OmniattnImpl(AttentionImpl[calls.Step]):
     ) -> torch.Tensor:
         """Attention of the step's tokens, written into ``output`` (tokens, num_heads, head_size), which is returned."""
         if output_scale is not None or output_block_scale is not None:
-            raise _refused("an output that is quantized in the same call")
+            raise refused("an output that is quantized in the same call")
         if attn_metadata is None:  # vLLM looks how much memory a step needs
             return output.fill_(0)
         rows, scales = attn_metadata.num_actual_tokens, (layer._k_scale, layer._v_scale)
@@ -340,7 +303,7 @@ class OmniattnImpl(AttentionImpl[calls.Step]):
             )
         elif self.dcp_world_size > 1:
             if key is None or value is None:
-                raise _refused("decode context parallelism with keys that another operation has written")
+                raise refused("decode context parallelism with keys that another operation has written")
             group = get_dcp_group()
             calls.attend_divided(
                 q, _first(key, rows), _first(value, rows), kv_cache, self.layer, attn_metadata, out, self.sinks,

@@ -16,13 +16,13 @@ import omniattn
 
 from ...arguments import MAX_HEAD_DIM, MAX_QUANTIZED_HEAD_DIM
 from ...errors import ShapeError
+from .common import EXACT, FUNCTION
 
 __all__ = [
     "FORMATS", "Layer", "Scales", "Step", "attend", "attend_divided", "attend_encoder", "pool_of", "row_bytes",
     "why_not", "write",
 ]  # fmt: skip
 
-_FUNCTION = "omniattn.integrations.vllm"
 #: vLLM's names of cache formats: element type of the rows, and whether each row has a scale.
 _CODES = {
     "fp8": (torch.float8_e4m3fn, False),
@@ -30,9 +30,8 @@ _CODES = {
     "fp8_per_token_head": (torch.float8_e4m3fn, True),
     "int8_per_token_head": (torch.int8, True),
 }
-_EXACT = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 #: Formats that are served.
-FORMATS = ("auto", *_EXACT, *_CODES)
+FORMATS = ("auto", *EXACT, *_CODES)
 #: Of (o, lse) over some keys, those over all keys.
 Combine = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 #: Scales of K and of V, fp32, one or one for each kv head; read where the cache has none of its own.
@@ -109,7 +108,7 @@ class Layer:
 
 def why_not(head_size: int, dtype: torch.dtype, kv_cache_dtype: str | None) -> str | None:
     """Why a layer is not served, by its head and formats; None if it is."""
-    if dtype not in _EXACT.values():
+    if dtype not in EXACT.values():
         return f"{dtype}: only torch.float16 and torch.bfloat16"
     if kv_cache_dtype is not None and kv_cache_dtype not in FORMATS:
         return f"kv_cache_dtype {kv_cache_dtype!r}: only {', '.join(FORMATS)}"
@@ -119,7 +118,7 @@ def why_not(head_size: int, dtype: torch.dtype, kv_cache_dtype: str | None) -> s
     if head_size % step or not step <= head_size <= most:
         of = f" with kv_cache_dtype {kv_cache_dtype!r}" if codes else ""
         return f"head_size {head_size}{of}: only multiples of {step} up to {most}"
-    if _EXACT.get(str(kv_cache_dtype), dtype) != dtype:
+    if EXACT.get(str(kv_cache_dtype), dtype) != dtype:
         return f"kv_cache_dtype {kv_cache_dtype!r} with {dtype}: only 'auto', or that of the model"
     return None
 
@@ -138,7 +137,7 @@ def pool_of(kv_cache: torch.Tensor, layer: Layer, scales: Scales) -> Any:
     width = 2 * dim + (_SCALE_BYTES if each_row else 0)
     if kv_cache.dim() != 4 or kv_cache.shape[1] != layer.num_kv_heads or kv_cache.shape[3] != width:
         expected = f"(blocks, {layer.num_kv_heads} kv heads, tokens, {width})"
-        raise ShapeError("kv_cache", expected, tuple(kv_cache.shape), function=_FUNCTION)
+        raise ShapeError("kv_cache", expected, tuple(kv_cache.shape), function=FUNCTION)
     if dtype is None:
         return omniattn.PagedKVCache.from_arrays(kv_cache, layout="HND")
     if kv_cache.dtype != dtype:

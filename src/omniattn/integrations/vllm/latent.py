@@ -6,13 +6,15 @@ the results: these say what computes each.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 
-from ...errors import UnsupportedError
-from . import latent_calls
+from ..latent_limits import HEAD_DIM, HEAD_DIM_V, most_queries
+from . import common, latent_calls
+from .common import Common, dtype_of
 from .versions import check_latent_version
 
 check_latent_version()  # before names are used that another version may not have
@@ -26,23 +28,20 @@ from vllm.model_executor.layers.attention.mla_attention import (  # noqa: E402
     MLACommonMetadataBuilder,
     QueryLenSupport,
 )
-from vllm.platforms.interface import DeviceCapability  # noqa: E402
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionType, MultipleOf  # noqa: E402
 from vllm.v1.attention.backends.mla.prefill.base import MLAPrefillBackend  # noqa: E402
 
 __all__ = [
-    "OmniattnMLABackend", "OmniattnMLAImpl", "OmniattnMLAMetadataBuilder", "OmniattnMLAPrefill", "known",
-    "of_layer", "put_prefill", "refused",
+    "LatentImpl", "OmniattnMLABackend", "OmniattnMLAImpl", "OmniattnMLAMetadataBuilder", "OmniattnMLAPrefill",
+    "put_prefill", "refused",
 ]  # fmt: skip
 
-_ANOTHER = "another --attention-backend"
 #: What vLLM tells a layer of latent attention besides.
 _OF_MLA = ("q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "qk_head_dim", "v_head_dim", "kv_b_proj", "indexer")
 
 
-def refused(what: str) -> UnsupportedError:
-    """The error for what is not served with latent attention."""
-    return UnsupportedError(f"omniattn's attention backend for MLA: {what}", instead=_ANOTHER)
+#: The error for what is not served with latent attention.
+refused = functools.partial(common.refused, of=" for MLA")
 
 
 class OmniattnMLAPrefill(MLAPrefillBackend):
@@ -56,7 +55,7 @@ class OmniattnMLAPrefill(MLAPrefillBackend):
     @classmethod
     def supports_compute_capability(cls, device_capability: Any) -> bool:
         """Ampere and newer."""
-        return bool(device_capability is not None and device_capability >= DeviceCapability(8, 0))
+        return bool(device_capability is not None and device_capability.major >= 8)
 
     @classmethod
     def supports_mla_dimensions(cls, mla_dimensions: Any) -> bool:
@@ -98,17 +97,12 @@ class OmniattnMLAPrefill(MLAPrefillBackend):
         )  # fmt: skip
 
 
-def put_prefill(vllm_config: Any, layer_names: list[str]) -> Any:
-    """Give layers our attention of prompts, unless the user has chosen another by ``mla_prefill_backend``.
-
-    Returns
-    -------
-    A backend of prompts for the builder, or None where the user's choice stays.
-    """
+def put_prefill(builder: Any, vllm_config: Any, layer_names: list[str]) -> None:
+    """Give layers and their builder our attention of prompts, unless the user has chosen one, mla_prefill_backend."""
     chosen = vllm_config.attention_config.mla_prefill_backend
     layers = [vllm_config.compilation_config.static_forward_context[name] for name in layer_names]
     if chosen is not None or any(layer.prefill_backend is None for layer in layers):
-        return None
+        return
     for layer in layers:
         reason = latent_calls.why_not_prompt(layer.qk_nope_head_dim + layer.qk_rope_head_dim, layer.v_head_dim)
         if reason is not None:
@@ -119,48 +113,15 @@ def put_prefill(vllm_config: Any, layer_names: list[str]) -> Any:
             qk_nope_head_dim=layer.qk_nope_head_dim, qk_rope_head_dim=layer.qk_rope_head_dim,
             v_head_dim=layer.v_head_dim, vllm_config=vllm_config,
         )  # fmt: skip
-    return layers[0].prefill_backend.clone()
+    builder._prefill_backend = layers[0].prefill_backend.clone()
 
 
-def of_layer(scale: float, kv_cache_dtype: str, head_size: int, **given: Any) -> latent_calls.Latent:
-    """A layer's constants; refuse what it has and attention has not."""
-    if given["alibi_slopes"] is not None:
-        raise refused("ALiBi slopes")
-    if given["sliding_window"] is not None:
-        raise refused("a sliding window")
-    if given["logits_soft_cap"]:
-        raise refused("a softcap")
-    if given["attn_type"] != AttentionType.DECODER:
-        raise refused(f"attention of type {given['attn_type']}")
-    if given["kv_sharing_target_layer_name"] is not None:
-        raise refused("a layer on another layer's KV cache")
-    dtype = torch.float16 if kv_cache_dtype == "float16" else torch.bfloat16
-    reason = latent_calls.why_not_latent(head_size, dtype, kv_cache_dtype)
-    if reason is not None:
-        raise refused(reason)
-    if given["kv_lora_rank"] != latent_calls.HEAD_DIM_V:
-        raise refused(f"kv_lora_rank {given['kv_lora_rank']}: only {latent_calls.HEAD_DIM_V}")
-    return latent_calls.Latent(float(scale), kv_cache_dtype, bool(envs.VLLM_BATCH_INVARIANT))
-
-
-def known(of_mla: dict[str, Any], *more: str) -> dict[str, Any]:
-    """The options of a layer that are known; others that are given are refused."""
-    unknown = sorted(name for name, value in of_mla.items() if name not in (*_OF_MLA, *more) and value is not None)
-    if unknown:
-        raise refused(f"layers with {', '.join(unknown)}")
-    return {name: value for name, value in of_mla.items() if name in (*_OF_MLA, *more)}
-
-
-class OmniattnMLABackend(MLACommonBackend):
+class OmniattnMLABackend(Common, MLACommonBackend):
     """What vLLM may ask of the backend for latent attention."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16]
     supported_kv_cache_dtypes: ClassVar[list[str]] = list(latent_calls.LATENT_FORMATS)
-
-    @staticmethod
-    def get_name() -> str:
-        """The member of vLLM's enumeration; it has one for all backends of others."""
-        return "CUSTOM"
+    why_not = staticmethod(latent_calls.why_not_latent)
 
     @staticmethod
     def get_impl_cls() -> type[OmniattnMLAImpl]:
@@ -185,33 +146,7 @@ class OmniattnMLABackend(MLACommonBackend):
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:
         """DeepSeek's and Kimi's."""
-        return [latent_calls.HEAD_DIM]
-
-    @classmethod
-    def supports_compute_capability(cls, capability: Any) -> bool:
-        """Ampere and newer."""
-        return bool(capability >= DeviceCapability(8, 0))
-
-    @classmethod
-    def supports_batch_invariance(cls) -> bool:
-        """By ``deterministic``."""
-        return True
-
-    @classmethod
-    def supports_combination(
-        cls,
-        head_size: int,
-        dtype: torch.dtype,
-        kv_cache_dtype: str | None,
-        block_size: int | None,
-        use_mla: bool,
-        has_sink: bool,
-        use_sparse: bool,
-        use_mm_prefix: bool,
-        device_capability: Any,
-    ) -> str | None:
-        """Why formats do not go together."""
-        return latent_calls.why_not_latent(head_size, dtype, kv_cache_dtype)
+        return [HEAD_DIM]
 
 
 @dataclass
@@ -245,10 +180,8 @@ class OmniattnMLAMetadataBuilder(MLACommonMetadataBuilder[OmniattnMLAMetadata]):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device, OmniattnMLAMetadata)
         if self.q_data_type not in (torch.float16, torch.bfloat16):
             raise refused(f"queries of prompts in {self.q_data_type} (use_prefill_query_quantization)")
-        ours = put_prefill(vllm_config, layer_names)
-        if ours is not None:
-            self._prefill_backend = ours
-        limit = latent_calls.most_queries(
+        put_prefill(self, vllm_config, layer_names)
+        limit = most_queries(
             self.num_heads * self.dcp_world_size, deterministic=bool(envs.VLLM_BATCH_INVARIANT),
             in_8_bits=kv_cache_spec.dtype.itemsize == 1,
         )  # fmt: skip
@@ -278,9 +211,16 @@ class OmniattnMLAMetadataBuilder(MLACommonMetadataBuilder[OmniattnMLAMetadata]):
         """Nothing: `latent_calls` reads the arrays that vLLM writes."""
 
 
-class OmniattnMLAImpl(MLACommonImpl[OmniattnMLAMetadata]):
-    """Latent attention of one layer."""
+class LatentImpl:
+    """What dense and sparse attention of a layer have in common; it stands before vLLM's class.
 
+    Attributes
+    ----------
+    options : tuple of str
+        What vLLM tells a layer besides; anything else is refused.
+    """
+
+    options: ClassVar[tuple[str, ...]] = _OF_MLA
     can_return_lse_for_decode = True
     supports_dcp = True
     supports_pcp = False
@@ -301,16 +241,35 @@ class OmniattnMLAImpl(MLACommonImpl[OmniattnMLAMetadata]):
         kv_lora_rank: int,
         **of_mla: Any,
     ) -> None:
-        self.latent = of_layer(
-            scale, kv_cache_dtype, head_size, alibi_slopes=alibi_slopes, sliding_window=sliding_window,
-            logits_soft_cap=logits_soft_cap, attn_type=attn_type, kv_lora_rank=kv_lora_rank,
-            kv_sharing_target_layer_name=kv_sharing_target_layer_name,
-        )  # fmt: skip
-        super().__init__(
+        if alibi_slopes is not None:
+            raise refused("ALiBi slopes")
+        if sliding_window is not None:
+            raise refused("a sliding window")
+        if logits_soft_cap:
+            raise refused("a softcap")
+        if attn_type != AttentionType.DECODER:
+            raise refused(f"attention of type {attn_type}")
+        if kv_sharing_target_layer_name is not None:
+            raise refused("a layer on another layer's KV cache")
+        reason = latent_calls.why_not_latent(head_size, dtype_of(kv_cache_dtype), kv_cache_dtype)
+        if reason is not None:
+            raise refused(reason)
+        if kv_lora_rank != HEAD_DIM_V:
+            raise refused(f"kv_lora_rank {kv_lora_rank}: only {HEAD_DIM_V}")
+        unknown = sorted(name for name, value in of_mla.items() if name not in self.options and value is not None)
+        if unknown:
+            raise refused(f"layers with {', '.join(unknown)}")
+        self.latent = latent_calls.Latent(float(scale), kv_cache_dtype, bool(envs.VLLM_BATCH_INVARIANT))
+        super().__init__(  # type: ignore[call-arg]
             num_heads, head_size, scale, num_kv_heads, alibi_slopes, sliding_window, kv_cache_dtype, logits_soft_cap,
-            attn_type, kv_sharing_target_layer_name, kv_lora_rank=kv_lora_rank, **known(of_mla),
+            attn_type, kv_sharing_target_layer_name, kv_lora_rank=kv_lora_rank,
+            **{name: value for name, value in of_mla.items() if name in self.options},
         )  # fmt: skip
         self.supports_quant_query_input = False  # queries stay in 16 bits
+
+
+class OmniattnMLAImpl(LatentImpl, MLACommonImpl[OmniattnMLAMetadata]):
+    """Latent attention of one layer."""
 
     def forward_mqa(
         self,

@@ -16,27 +16,19 @@ import torch
 import omniattn
 
 from ...errors import ShapeError
+from ...kv.formats import LATENT_ROW_BYTES
+from ..latent_limits import HEAD_DIM, HEAD_DIM_V, MOST_CHANNELS, takes_heads
+from .common import EXACT, FUNCTION
 
 __all__ = [
-    "HEAD_DIM", "HEAD_DIM_V", "LATENT_FORMATS", "MOST_QUERIES", "Latent", "attend_latent", "attend_prompt",
-    "attend_rows", "joined", "latent_pool", "most_queries", "why_not_latent", "why_not_prompt",
+    "LATENT_FORMATS", "Latent", "attend_latent", "attend_prompt", "attend_rows", "joined", "latent_pool",
+    "why_not_latent", "why_not_prompt",
 ]  # fmt: skip
 
-_FUNCTION = "omniattn.integrations.vllm"
-#: Channels of a row, and of its value.
-HEAD_DIM, HEAD_DIM_V = 576, 512
-_ROW_BYTES = 656
-_EXACT = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 _CODES = ("fp8", "fp8_e4m3")
 _OWN_SCALES = "fp8_ds_mla"
 #: vLLM's names of cache formats that are served.
-LATENT_FORMATS = ("auto", *_EXACT, *_CODES, _OWN_SCALES)
-#: Tokens of a request that one call over the cache takes.
-MOST_QUERIES = 16
-#: Query rows of a request, tokens times heads, whose sums are in the same order in any batch.
-_ROWS_OF_ONE_ORDER = 8
-#: Channels of a head of prompts at most.
-_MOST_CHANNELS = 256
+LATENT_FORMATS = ("auto", *EXACT, *_CODES, _OWN_SCALES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +52,7 @@ class Latent:
 
 def why_not_latent(head_size: int, dtype: torch.dtype, kv_cache_dtype: str | None) -> str | None:
     """Why a layer is not served, by its rows and formats; None if it is."""
-    if dtype not in _EXACT.values():
+    if dtype not in EXACT.values():
         return f"{dtype}: only torch.float16 and torch.bfloat16"
     if head_size != HEAD_DIM:
         return f"head_size {head_size} with MLA: only {HEAD_DIM}, kv_lora_rank {HEAD_DIM_V} and qk_rope_head_dim 64"
@@ -68,7 +60,7 @@ def why_not_latent(head_size: int, dtype: torch.dtype, kv_cache_dtype: str | Non
         return f"kv_cache_dtype {kv_cache_dtype!r} with MLA: only {', '.join(LATENT_FORMATS)}"
     if kv_cache_dtype == _OWN_SCALES and dtype != torch.bfloat16:
         return f"kv_cache_dtype {kv_cache_dtype!r} with {dtype}: only torch.bfloat16"
-    if _EXACT.get(str(kv_cache_dtype), dtype) != dtype:
+    if EXACT.get(str(kv_cache_dtype), dtype) != dtype:
         return f"kv_cache_dtype {kv_cache_dtype!r} with {dtype}: only 'auto', or that of the model"
     return None
 
@@ -76,17 +68,9 @@ def why_not_latent(head_size: int, dtype: torch.dtype, kv_cache_dtype: str | Non
 def why_not_prompt(qk_head_dim: int, v_head_dim: int) -> str | None:
     """Why the heads of prompts are not served; None if they are."""
     for name, dim in (("qk_nope_head_dim + qk_rope_head_dim", qk_head_dim), ("v_head_dim", v_head_dim)):
-        if dim % 8 or not 8 <= dim <= _MOST_CHANNELS:
-            return f"{name} {dim}: only multiples of 8 up to {_MOST_CHANNELS}"
+        if not takes_heads(dim):
+            return f"{name} {dim}: only multiples of 8 up to {MOST_CHANNELS}"
     return None
-
-
-def most_queries(num_heads: int, *, deterministic: bool, in_8_bits: bool) -> int:
-    """Tokens of a request that `attend_latent` takes."""
-    if not deterministic:
-        return MOST_QUERIES
-    rows = _ROWS_OF_ONE_ORDER if in_8_bits else 2 * _ROWS_OF_ONE_ORDER
-    return max(1, rows // num_heads)
 
 
 def latent_pool(kv_cache: torch.Tensor, kv_cache_dtype: str, k_scale: torch.Tensor | None) -> Any:
@@ -100,9 +84,9 @@ def latent_pool(kv_cache: torch.Tensor, kv_cache_dtype: str, k_scale: torch.Tens
         Of e4m3 rows.
     """
     has_own_scales = kv_cache_dtype == _OWN_SCALES
-    width = _ROW_BYTES if has_own_scales else HEAD_DIM
+    width = LATENT_ROW_BYTES if has_own_scales else HEAD_DIM
     if kv_cache.dim() != 3 or kv_cache.shape[2] != width:
-        raise ShapeError("kv_cache", f"(blocks, block_size, {width})", tuple(kv_cache.shape), function=_FUNCTION)
+        raise ShapeError("kv_cache", f"(blocks, block_size, {width})", tuple(kv_cache.shape), function=FUNCTION)
     scale = None
     if kv_cache_dtype in _CODES:
         kv_cache = kv_cache if kv_cache.dtype == torch.float8_e4m3fn else kv_cache.view(torch.float8_e4m3fn)

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import torch
 
 from . import latent_calls
-from .latent import OmniattnMLABackend, known, of_layer, put_prefill, refused
+from .latent import LatentImpl, OmniattnMLABackend, put_prefill, refused
 from .versions import check_latent_version
 
 check_latent_version(sparse=True)  # before names are used that another version may not have
@@ -72,44 +72,16 @@ class OmniattnSparseMLAMetadataBuilder(SparseMLACommonMetadataBuilder[OmniattnSp
         self._init_reorder_batch_threshold(
             _SINGLE_TOKENS, supports_spec_as_decode=True, supports_dcp_with_varlen=interleave == 1
         )
-        ours = put_prefill(vllm_config, layer_names)
-        if ours is not None:
-            self._prefill_backend = ours
+        put_prefill(self, vllm_config, layer_names)
 
 
-class OmniattnSparseMLAImpl(SparseMLACommonImpl[OmniattnSparseMLAMetadata]):
+class OmniattnSparseMLAImpl(LatentImpl, SparseMLACommonImpl[OmniattnSparseMLAMetadata]):
     """Sparse latent attention of one layer."""
 
-    can_return_lse_for_decode = True
-    supports_dcp = True
-    supports_pcp = False
+    options = (*LatentImpl.options, "topk_indices_buffer", "index_group_builder")
 
-    def __init__(
-        self,
-        num_heads: int,
-        head_size: int,
-        scale: float,
-        num_kv_heads: int,
-        alibi_slopes: list[float] | None,
-        sliding_window: int | None,
-        kv_cache_dtype: str,
-        logits_soft_cap: float | None,
-        attn_type: str,
-        kv_sharing_target_layer_name: str | None,
-        *,
-        kv_lora_rank: int,
-        **of_mla: Any,
-    ) -> None:
-        self.latent = of_layer(
-            scale, kv_cache_dtype, head_size, alibi_slopes=alibi_slopes, sliding_window=sliding_window,
-            logits_soft_cap=logits_soft_cap, attn_type=attn_type, kv_lora_rank=kv_lora_rank,
-            kv_sharing_target_layer_name=kv_sharing_target_layer_name,
-        )  # fmt: skip
-        super().__init__(
-            num_heads, head_size, scale, num_kv_heads, alibi_slopes, sliding_window, kv_cache_dtype, logits_soft_cap,
-            attn_type, kv_sharing_target_layer_name, kv_lora_rank=kv_lora_rank,
-            **known(of_mla, "topk_indices_buffer", "index_group_builder"),
-        )  # fmt: skip
+    def __init__(self, *arguments: Any, **given: Any) -> None:
+        super().__init__(*arguments, **given)
         if isinstance(self.index_group, HiSparseMLAIndexGroup):
             raise refused("HiSparse (hisparse_config)")
 

@@ -64,7 +64,6 @@ _NEEDED = {
     _SPECS: ("KVQuantMode.FP8_PER_TOKEN_HEAD", "KVQuantMode.INT8_PER_TOKEN_HEAD"),
     "vllm.envs": ("VLLM_BATCH_INVARIANT",),
     "vllm.config": ("get_current_vllm_config_or_none",),
-    "vllm.platforms.interface": ("DeviceCapability",),
     "vllm.distributed.parallel_state": ("get_dcp_group", "get_dcp_world_size_and_rank"),
     "vllm.v1.worker.cp_utils": ("should_skip_dcp_context_attention",),
 }

@@ -1,0 +1,70 @@
+"""What all backends for vLLM have in common; nothing of vLLM is imported here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+
+from ...errors import UnsupportedError
+
+__all__ = ["EXACT", "FUNCTION", "Common", "dtype_of", "refused"]
+
+#: What errors call what raises them.
+FUNCTION = "omniattn.integrations.vllm"
+#: Element types of caches in 16 bits, by vLLM's names.
+EXACT = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+def refused(what: str, of: str = "") -> UnsupportedError:
+    """The error for what is not served; ``of``: " for MLA" or nothing."""
+    return UnsupportedError(f"omniattn's attention backend{of}: {what}", instead="another --attention-backend")
+
+
+def dtype_of(kv_cache_dtype: str) -> torch.dtype:
+    """The model's element type, as far as its cache says it; vLLM has asked whether it is served before."""
+    return EXACT.get(kv_cache_dtype, torch.bfloat16)
+
+
+class Common:
+    """What vLLM may ask of each backend; among a backend's base classes it stands before vLLM's.
+
+    Attributes
+    ----------
+    why_not : function
+        Why a layer is not served, by its head size, element type and vLLM's name of its cache's format; None if it is.
+    """
+
+    why_not: ClassVar[Callable[[int, torch.dtype, str | None], str | None]]
+
+    @staticmethod
+    def get_name() -> str:
+        """The member of vLLM's enumeration; it has one for all backends of others."""
+        return "CUSTOM"
+
+    @classmethod
+    def supports_compute_capability(cls, capability: Any) -> bool:
+        """Ampere and newer."""
+        return bool(capability.major >= 8)
+
+    @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        """By ``deterministic``."""
+        return True
+
+    @classmethod
+    def supports_combination(
+        cls,
+        head_size: int,
+        dtype: torch.dtype,
+        kv_cache_dtype: str | None,
+        block_size: int | None,
+        use_mla: bool,
+        has_sink: bool,
+        use_sparse: bool,
+        use_mm_prefix: bool,
+        device_capability: Any,
+    ) -> str | None:
+        """Why formats do not go together."""
+        return cls.why_not(head_size, dtype, kv_cache_dtype)
