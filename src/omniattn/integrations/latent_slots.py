@@ -8,7 +8,7 @@ rows, in heads of their own: of new tokens, or of a part of the older ones, merg
 from __future__ import annotations
 
 from abc import abstractmethod
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,35 +16,12 @@ import torch
 import omniattn
 
 from ..errors import UnsupportedError
-from .token_slots import SlotBackend, Step, taken
+from .latent_limits import HEAD_DIM, HEAD_DIM_V, MOST_CHANNELS, most_queries, takes_heads
+from .token_slots import SlotBackend, Step, check_scores
 
-__all__ = ["HEAD_DIM", "HEAD_DIM_V", "LatentSlotBackend"]
+__all__ = ["LatentSlotBackend"]
 
 _OTHER = "another --attention-backend"
-#: Channels of a row, and of its value.
-HEAD_DIM, HEAD_DIM_V = 576, 512
-#: Query tokens of a request that one call over a latent cache takes; more are as many requests.
-_MOST_QUERIES = 16
-#: Query rows, tokens times heads, that are added up in one order whatever the batch is; in 8 bits and in 16.
-_ROWS_OF_ONE_ORDER = {1: 8, 2: 16}
-_MOST_CHANNELS = 256
-
-
-@dataclass(slots=True)
-class _Runs:
-    """A step's prompts as requests of few tokens, each of which sees the tokens before and its own.
-
-    Attributes
-    ----------
-    seq_lens, starts, table : tensor
-        As `Step`'s, of the runs.
-    longest : int
-    """
-
-    seq_lens: torch.Tensor
-    starts: torch.Tensor
-    table: torch.Tensor
-    longest: int
 
 
 class LatentSlotBackend(SlotBackend):
@@ -60,32 +37,16 @@ class LatentSlotBackend(SlotBackend):
 
     def __init__(self, pool: Any, req_to_token: torch.Tensor, page_size: int, *, deterministic: bool = False) -> None:
         super().__init__(pool, req_to_token, page_size, deterministic=deterministic)
-        #: New tokens of each request of a step of prompts, on the host.
-        self._lengths: list[int] = []
-        self._runs: _Runs | None = None
-
-    def init_forward_metadata(self, forward_batch: Any) -> None:
-        """Make tables and lengths of a step that is not in a graph."""
-        self._lengths, self._runs = [], None
-        super().init_forward_metadata(forward_batch)
-
-    def _prompts(self, forward_batch: Any, rows: int) -> Step:
-        self._lengths = [int(n) for n in forward_batch.extend_seq_lens_cpu]
-        return super()._prompts(forward_batch, rows)
+        #: A step of prompts, and its prompts as requests of few tokens.
+        self._runs: tuple[Step, Step] | None = None
 
     def _forward(
         self, q: Any, k: Any, v: Any, layer: Any, batch: Any, save: bool, kwargs: dict[str, Any], *, is_extend: bool
     ) -> Any:
-        if id(layer) not in self._checked:
-            self.check_layer(layer)
-            self._checked.add(id(layer))
         parts = {name: kwargs.pop(name, None) for name in ("q_rope", "k_rope")}
-        sinks, wants_lse = taken(kwargs)
+        step, sinks, wants_lse = self._begin(layer, batch, kwargs)
         if sinks is not None:
             raise UnsupportedError("omniattn for latent attention with sinks", instead=_OTHER)
-        wants_lse = wants_lse or bool(getattr(batch, "mha_return_lse", False))
-        step = self.forward_metadata
-        assert step is not None, "init_forward_metadata() comes before the layers"
         if not _is_absorbed(layer):
             if save:
                 raise UnsupportedError(
@@ -130,19 +91,22 @@ class LatentSlotBackend(SlotBackend):
             q.shape[0] - rows,
         )  # fmt: skip
 
-    def _runs_of(self, step: Step, heads: int) -> _Runs:
-        """The step's prompts in runs of as many tokens as one call takes; made once a step."""
-        if self._runs is not None:
-            return self._runs
-        assert step.starts is not None
-        most = _MOST_QUERIES
-        if self.deterministic:
-            most = max(1, _ROWS_OF_ONE_ORDER[self.token_to_kv_pool.dtype.itemsize] // heads)
-        if max(self._lengths, default=0) <= most:
-            self._runs = _Runs(step.seq_lens, step.starts, step.table, max(step.longest, 1))
-            return self._runs
+    def _runs_of(self, step: Step, heads: int) -> Step:
+        """The step's prompts in runs of as many tokens as one call takes, as requests that see those before and theirs.
+
+        Made once a step.
+        """
+        if self._runs is None or self._runs[0] is not step:
+            self._runs = step, self._divided(step, heads)
+        return self._runs[1]
+
+    def _divided(self, step: Step, heads: int) -> Step:
+        in_8_bits = self.token_to_kv_pool.dtype.itemsize == 1
+        most = most_queries(heads, deterministic=self.deterministic, in_8_bits=in_8_bits)
+        if step.longest <= most:
+            return replace(step, longest=max(step.longest, 1))
         owners, behind, ends, at = [], [], [0], 0
-        for i, length in enumerate(self._lengths):
+        for i, length in enumerate(step.lengths):
             for first in range(0, length, most):
                 end = min(first + most, length)
                 owners.append(i)
@@ -155,10 +119,8 @@ class LatentSlotBackend(SlotBackend):
         if device.type == "cuda":
             host = host.pin_memory()
         owner, less, starts = host.to(device, non_blocking=True).split([len(owners), len(behind), len(ends)])
-        self._runs = _Runs(
-            step.seq_lens.index_select(0, owner) - less, starts, step.table.index_select(0, owner), most
-        )  # fmt: skip
-        return self._runs
+        seq_lens, table = step.seq_lens.index_select(0, owner) - less, step.table.index_select(0, owner)
+        return replace(step, seq_lens=seq_lens, table=table, starts=starts, longest=most)
 
     def _over_own(
         self, q: Any, k: Any, v: Any, layer: Any, batch: Any, step: Step, wants_lse: bool
@@ -171,7 +133,7 @@ class LatentSlotBackend(SlotBackend):
         if getattr(batch, "mha_one_shot", None):
             raise UnsupportedError("omniattn for latent attention by MHA_ONE_SHOT", instead="MHA_CHUNKED_KV, or MLA")
         heads, dim, dim_v = layer.tp_q_head_num, layer.head_dim, layer.v_head_dim
-        rows = sum(self._lengths)
+        rows = sum(step.lengths)
         of_keys, most, causal = step.starts, step.longest, True
         if getattr(batch, "attn_attend_prefix_cache", None):
             part = batch.prefix_chunk_idx
@@ -205,9 +167,7 @@ class LatentSlotBackend(SlotBackend):
         known = self._caches.get(layer.layer_id)
         if known is not None and known[0] == key:
             return known[1]
-        pages = rows.shape[0] // self.page_size
-        of_pages = rows[: pages * self.page_size].unflatten(0, (pages, self.page_size))
-        cache = omniattn.PagedKVCache.from_arrays(of_pages, head_dim_v=HEAD_DIM_V)
+        cache = omniattn.PagedKVCache.from_arrays(self._pages(rows), head_dim_v=HEAD_DIM_V)
         self._caches[layer.layer_id] = key, cache
         return cache
 
@@ -223,18 +183,13 @@ class LatentSlotBackend(SlotBackend):
         dims = f"heads of {layer.head_dim}, values of {layer.v_head_dim} and {layer.tp_k_head_num} heads of keys"
         if layer.tp_k_head_num == 1 and layer.tp_q_head_num > 1 and not _is_absorbed(layer):
             raise UnsupportedError(f"{where} with {dims}", instead=f"kv_lora_rank 512 with 64 beside it, or {_OTHER}")
-        if not _is_absorbed(layer) and any(
-            dim % 8 or not 8 <= dim <= _MOST_CHANNELS for dim in (layer.head_dim, layer.v_head_dim)
-        ):
-            raise UnsupportedError(f"{where} with {dims}", instead=f"multiples of 8 up to 256, or {_OTHER}")
+        if not _is_absorbed(layer) and not takes_heads(layer.head_dim, layer.v_head_dim):
+            raise UnsupportedError(f"{where} with {dims}", instead=f"multiples of 8 up to {MOST_CHANNELS}, or {_OTHER}")
         if layer.is_cross_attention or str(getattr(layer.attn_type, "value", layer.attn_type)) != "decoder":
             raise UnsupportedError(f"{where} of another kind than a causal decoder's", instead=_OTHER)
         if layer.sliding_window_size is not None and layer.sliding_window_size > -1:
             raise UnsupportedError(f"{where} with a sliding window", instead=_OTHER)
-        if layer.logit_cap and getattr(layer, "logit_capping_method", "tanh") != "tanh":
-            raise UnsupportedError(f"{where} with logits capped by {layer.logit_capping_method}", instead=_OTHER)
-        if getattr(layer, "use_irope", False) or getattr(layer, "xai_temperature_len", -1) > 0:
-            raise UnsupportedError(f"{where} with attention in chunks or temperatures by position", instead=_OTHER)
+        check_scores(layer, where)
         # SGLang's two ways into the pool do not agree about it.
         scale = getattr(layer, "k_scale_float", None)
         if self.token_to_kv_pool.dtype.itemsize == 1 and scale not in (None, 1.0):

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import inspect
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from ..errors import UnsupportedError
-from .latent_slots import HEAD_DIM, HEAD_DIM_V, LatentSlotBackend
+from .latent_limits import HEAD_DIM, HEAD_DIM_V
+from .latent_slots import LatentSlotBackend
 from .sglang_versions import TESTED, unknown_version, version
 from .token_slots import SlotBackend, of_drafts, of_encoders, of_trees
 
@@ -112,24 +114,8 @@ class OmniattnBackend(SlotBackend, base_attn_backend.AttentionBackend):
     """
 
     def __init__(self, runner: Any) -> None:
-        _check_runner(runner)
-        pool = runner.token_to_kv_pool
-        _check_pool(pool)
-        _check_gpu(runner, pool.dtype)
-        execution = runtime_context.get_exec()
-        super().__init__(
-            pool, runner.req_to_token_pool.req_to_token, int(runner.page_size or 1),
-            deterministic=bool(execution.deterministic.enable_deterministic_inference),
-        )  # fmt: skip
-        self.req_to_token_pool = runner.req_to_token_pool
-        self.kv_index_translator = runner.kv_index_translator
-        self.kv_cache_dtype = pool.dtype
-        for module in runner.model.modules():
-            if isinstance(module, RadixAttention):
-                self.check_layer(module)
-
-    def update_verify_buffers_to_fill_after_draft(self, spec_info: Any, cuda_graph_bs: int | None) -> None:
-        """Nothing depends on the mask of a chain."""
+        super().__init__(**_known_of(runner, _check_pool))
+        _settle(self, runner)
 
     def _store(
         self, layer: Any, slots: torch.Tensor, window_slots: torch.Tensor | None, k: torch.Tensor, v: torch.Tensor
@@ -156,25 +142,9 @@ class OmniattnMLABackend(LatentSlotBackend, base_attn_backend.AttentionBackend):
     """
 
     def __init__(self, runner: Any) -> None:
-        _check_runner(runner)
-        pool = runner.token_to_kv_pool
-        _check_latent_pool(pool)
-        _check_gpu(runner, pool.dtype)
+        super().__init__(**_known_of(runner, _check_latent_pool))
         _register_methods()
-        execution = runtime_context.get_exec()
-        super().__init__(
-            pool, runner.req_to_token_pool.req_to_token, int(runner.page_size or 1),
-            deterministic=bool(execution.deterministic.enable_deterministic_inference),
-        )  # fmt: skip
-        self.req_to_token_pool = runner.req_to_token_pool
-        self.kv_index_translator = runner.kv_index_translator
-        self.kv_cache_dtype = pool.dtype
-        for module in runner.model.modules():
-            if isinstance(module, RadixAttention):
-                self.check_layer(module)
-
-    def update_verify_buffers_to_fill_after_draft(self, spec_info: Any, cuda_graph_bs: int | None) -> None:
-        """Nothing depends on the mask of a chain."""
+        _settle(self, runner)
 
     def _store_rows(self, layer: Any, slots: torch.Tensor, rows: torch.Tensor) -> None:
         self.token_to_kv_pool.set_kv_buffer(layer, memory_pool.KVWriteLoc(slots, None), rows, None)
@@ -183,6 +153,28 @@ class OmniattnMLABackend(LatentSlotBackend, base_attn_backend.AttentionBackend):
 def backend_of(runner: Any) -> Any:
     """The backend of one model, of the class for its attention."""
     return (OmniattnMLABackend if runner.use_mla_backend else OmniattnBackend)(runner)
+
+
+def _known_of(runner: Any, check_pool: Callable[[Any], None]) -> dict[str, Any]:
+    """The arguments of a `SlotBackend` for a model, after a look whether it is served."""
+    _check_runner(runner)
+    pool = runner.token_to_kv_pool
+    check_pool(pool)
+    _check_gpu(runner, pool.dtype)
+    return {
+        "pool": pool, "req_to_token": runner.req_to_token_pool.req_to_token, "page_size": int(runner.page_size or 1),
+        "deterministic": bool(runtime_context.get_exec().deterministic.enable_deterministic_inference),
+    }  # fmt: skip
+
+
+def _settle(backend: Any, runner: Any) -> None:
+    """What SGLang reads of a backend, and a look at the model's layers."""
+    backend.req_to_token_pool = runner.req_to_token_pool
+    backend.kv_index_translator = runner.kv_index_translator
+    backend.kv_cache_dtype = runner.token_to_kv_pool.dtype
+    for module in runner.model.modules():
+        if isinstance(module, RadixAttention):
+            backend.check_layer(module)
 
 
 def _register_methods() -> None:
@@ -222,10 +214,7 @@ def _check_latent_pool(pool: Any) -> None:
             f"omniattn for latent rows of {pool.kv_lora_rank} and {pool.qk_rope_head_dim} channels",
             instead=f"{HEAD_DIM_V} and {HEAD_DIM - HEAD_DIM_V}, or {_OTHER}",
         )
-    if pool.dtype not in (torch.float16, torch.bfloat16, torch.float8_e4m3fn):
-        raise UnsupportedError(
-            f"omniattn with a KV cache in {pool.dtype}", instead="--kv-cache-dtype auto, bfloat16 or fp8_e4m3"
-        )
+    _check_dtype(pool.dtype)
 
 
 def _check_runner(runner: Any) -> None:
@@ -272,10 +261,14 @@ def _check_pool(pool: Any) -> None:
         layout = getattr(part, "kv_cache_layout", "nhd")
         if layout not in ("nhd", "hnd"):
             raise UnsupportedError(f"omniattn with a KV cache in the layout {layout}", instead="nhd or hnd")
-        if part.dtype not in (torch.float16, torch.bfloat16, torch.float8_e4m3fn):
-            raise UnsupportedError(
-                f"omniattn with a KV cache in {part.dtype}", instead="--kv-cache-dtype auto, bfloat16 or fp8_e4m3"
-            )
+        _check_dtype(part.dtype)
+
+
+def _check_dtype(dtype: torch.dtype) -> None:
+    if dtype not in (torch.float16, torch.bfloat16, torch.float8_e4m3fn):
+        raise UnsupportedError(
+            f"omniattn with a KV cache in {dtype}", instead="--kv-cache-dtype auto, bfloat16 or fp8_e4m3"
+        )
 
 
 def _check_gpu(runner: Any, cache: torch.dtype) -> None:

@@ -7,7 +7,7 @@ tokens. Nothing here imports SGLang: `sglang` makes its backend of `SlotBackend`
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ import omniattn
 from ..arguments import MAX_HEAD_DIM, MAX_QUANTIZED_HEAD_DIM
 from ..errors import UnsupportedError
 
-__all__ = ["SlotBackend", "Step", "Tables", "of_drafts", "of_encoders", "of_trees", "taken"]
+__all__ = ["SlotBackend", "Step", "Tables", "check_scores", "of_drafts", "of_encoders", "of_trees"]
 
 _OTHER = "another --attention-backend"
 
@@ -58,6 +58,8 @@ class Step:
         The most rows of a request.
     continues : bool
         Some request has tokens from before the step, or may have.
+    lengths : list of int
+        Of packed queries: rows of each request, on the host.
     """
 
     seq_lens: torch.Tensor
@@ -67,6 +69,7 @@ class Step:
     starts: torch.Tensor | None = None
     longest: int = 1
     continues: bool = True
+    lengths: list[int] = field(default_factory=list)
 
 
 class Tables:
@@ -223,6 +226,11 @@ class SlotBackend(ABC):
         """Tokens of a padded request, which SGLang takes for its new tokens too."""
         return 1
 
+    def update_verify_buffers_to_fill_after_draft(  # noqa: B027 - whole as it is
+        self, spec_info: Any, cuda_graph_bs: int | None
+    ) -> None:
+        """Nothing depends on the mask of a chain."""
+
     def _of_graph(self, forward_batch: Any) -> Step:
         mode, state, bs = forward_batch.forward_mode, self._graph, forward_batch.batch_size
         if not (mode.is_decode_or_idle() or mode.is_target_verify()):
@@ -269,7 +277,7 @@ class SlotBackend(ABC):
         step = self.tables.empty(forward_batch.req_pool_indices.shape[0], rows, columns)
         step.starts = torch.zeros(len(lengths) + 1, dtype=torch.int32, device=step.seq_lens.device)
         step.starts[1:].copy_(torch.cumsum(forward_batch.extend_seq_lens, 0))
-        step.longest, step.continues = max(lengths, default=0), continues
+        step.longest, step.continues, step.lengths = max(lengths, default=0), continues, lengths
         return step
 
     def _check_batch(self, forward_batch: Any) -> None:
@@ -306,16 +314,20 @@ class SlotBackend(ABC):
         """Attention of prompts, chunks of prompts, single tokens among them, or guessed tokens."""
         return self._forward(q, k, v, layer, forward_batch, save_kv_cache, kwargs, is_extend=True)
 
-    def _forward(
-        self, q: Any, k: Any, v: Any, layer: Any, batch: Any, save: bool, kwargs: dict[str, Any], *, is_extend: bool
-    ) -> Any:
+    def _begin(self, layer: Any, batch: Any, kwargs: dict[str, Any]) -> tuple[Step, Any, bool]:
+        """The step of a layer's call, its sinks, and whether it wants the LSE; what is not served raises."""
         if id(layer) not in self._checked:
             self.check_layer(layer)
             self._checked.add(id(layer))
-        sinks, wants_lse = taken(kwargs)
-        wants_lse = wants_lse or bool(getattr(batch, "mha_return_lse", False))
+        sinks, wants_lse = _taken(kwargs)
         step = self.forward_metadata
         assert step is not None, "init_forward_metadata() comes before the layers"
+        return step, sinks, wants_lse or bool(getattr(batch, "mha_return_lse", False))
+
+    def _forward(
+        self, q: Any, k: Any, v: Any, layer: Any, batch: Any, save: bool, kwargs: dict[str, Any], *, is_extend: bool
+    ) -> Any:
+        step, sinks, wants_lse = self._begin(layer, batch, kwargs)
         in_window_pool = self._layers is not None and self._layers[layer.layer_id][1]
         if save and k is not None:
             slots, window_slots = batch.out_cache_loc, step.window_slots
@@ -380,12 +392,16 @@ class SlotBackend(ABC):
         if k.dim() == 4:
             order = "HND"
         else:
-            pages = k.shape[0] // self.page_size
-            k, v = (x[: pages * self.page_size].unflatten(0, (pages, self.page_size)) for x in (k, v))
+            k, v = self._pages(k), self._pages(v)
         cache = omniattn.PagedKVCache.from_arrays(k, v, layout=order, k_scale=k_scale, v_scale=v_scale)
         if all(not isinstance(x, torch.Tensor) or _is_read(x, k) for x in given):
             self._caches[layer.layer_id] = key, cache
         return cache
+
+    def _pages(self, slots: torch.Tensor) -> torch.Tensor:
+        """A pool's slots as pages; a rest that is no page is left out."""
+        pages = slots.shape[0] // self.page_size
+        return slots[: pages * self.page_size].unflatten(0, (pages, self.page_size))
 
     def check_layer(self, layer: Any) -> None:
         """Refuse what a layer has and attention has not.
@@ -409,19 +425,24 @@ class SlotBackend(ABC):
                 f"{where} with heads of {layer.head_dim} in {self.token_to_kv_pool.dtype}",
                 instead=f"a multiple of {step} up to {most}, or {_OTHER}",
             )
-        if getattr(layer, "use_irope", False):
-            raise UnsupportedError(f"{where} with attention in chunks (use_irope)", instead=_OTHER)
-        if layer.logit_cap and getattr(layer, "logit_capping_method", "tanh") != "tanh":
-            raise UnsupportedError(f"{where} with logits capped by {layer.logit_capping_method}", instead=_OTHER)
-        if getattr(layer, "xai_temperature_len", -1) > 0:
-            raise UnsupportedError(f"{where} with temperatures by position (xai_temperature_len)", instead=_OTHER)
-        if getattr(layer, "pos_encoding_mode", "NONE") != "NONE":
-            raise UnsupportedError(f"{where} with positions encoded in attention", instead=_OTHER)
+        check_scores(layer, where)
         if _kind(layer) not in ("decoder", "decoder_bidirectional", "encoder_only"):
             raise UnsupportedError(f"{where} of type {_kind(layer)!r}", instead=_OTHER)
 
 
-def taken(kwargs: dict[str, Any]) -> tuple[Any, bool]:
+def check_scores(layer: Any, where: str) -> None:
+    """Refuse scores of a layer that are of another kind than scale and softcap; ``where``: of errors."""
+    if getattr(layer, "use_irope", False):
+        raise UnsupportedError(f"{where} with attention in chunks (use_irope)", instead=_OTHER)
+    if layer.logit_cap and getattr(layer, "logit_capping_method", "tanh") != "tanh":
+        raise UnsupportedError(f"{where} with logits capped by {layer.logit_capping_method}", instead=_OTHER)
+    if getattr(layer, "xai_temperature_len", -1) > 0:
+        raise UnsupportedError(f"{where} with temperatures by position (xai_temperature_len)", instead=_OTHER)
+    if getattr(layer, "pos_encoding_mode", "NONE") != "NONE":
+        raise UnsupportedError(f"{where} with positions encoded in attention", instead=_OTHER)
+
+
+def _taken(kwargs: dict[str, Any]) -> tuple[Any, bool]:
     """sinks and return_lse of a layer's call; others that are given raise."""
     for name, value in kwargs.items():
         if name in ("sinks", "return_lse") or value is None or value is False:
