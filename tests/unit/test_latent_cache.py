@@ -127,9 +127,9 @@ def test_what_is_not_served_says_so() -> None:
         oa.attention_with_kvcache(long, cache, seq_lens=lens, block_table=table)
     with pytest.raises(ArgumentError, match="0 with a latent cache"):
         oa.decode(long[:, :1], cache, seq_lens=lens, block_table=table, shared_prefix=4)
-    with pytest.raises(ShapeError, match="1 to 16, received 17. Prompts of latent attention are attention"):
+    with pytest.raises(ShapeError, match=r"1 to 16, received 17\. Prompts of latent attention are attention"):
         oa.decode(long, cache, seq_lens=lens, block_table=table)
-    with pytest.raises(ShapeError, match="1 to 16, received 0$"):
+    with pytest.raises(ShapeError, match=r"1 to 16, received 0$"):
         oa.decode(long[:, :0], cache, seq_lens=lens, block_table=table)
 
 
@@ -138,7 +138,7 @@ def test_rows_in_8_bits_take_no_more_tokens_than_those_in_16(heads: int) -> None
     """Quantized caches of others have up to 128 rows a kv head in one call."""
     cache = oa.PagedKVCache(2, 64, 1, 576, head_dim_v=512, k_dtype="fp8_ds_mla", like=np.zeros(0))
     q, table = np.zeros((1, 17, heads, 576), np.float16), np.zeros((1, 1), np.int32)
-    with pytest.raises(UnsupportedError, match="a latent cache with 17 queries.*up to 16 causal"):
+    with pytest.raises(UnsupportedError, match=r"a latent cache with 17 queries.*up to 16 causal"):
         oa.attention_with_kvcache(q, cache, seq_lens=np.array([20], np.int32), block_table=table)
 
 

@@ -264,7 +264,8 @@ def test_what_attention_sparse_may_be_given(given: dict[str, Any], error: type[E
         ({"shared_prefix": np.zeros(2, np.int32)}, ArgumentError, "'shared_prefix': expected an integer"),
         ({"q": np.zeros((2, 3, DIM), np.float16), "indices": LIST}, ShapeError, "'q': expected 4 dimensions"),
         (
-            {"q": np.zeros((2, 0, 3, DIM), np.float16), "indices": np.zeros((2, 0, 4), np.int32)}, ShapeError,
+            {"q": np.zeros((2, 0, 3, DIM), np.float16), "indices": np.zeros((2, 0, 4), np.int32)},
+            ShapeError,
             "'q': expected q_len of 1 or more, received 0",
         ),
         ({"indices": None, "topk_length": np.zeros(2, np.int32)}, ArgumentError, "'topk_length': .*without indices"),

@@ -173,7 +173,7 @@ def _sparse(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Decoding over lists of rows."""
     common.check_tensors(name, indices=indices)
-    batch, tokens, heads, _ = q.shape
+    batch, tokens = q.shape[:2]
     _check_sink(attn_sink, q, name)
     if topk_length is not None:
         common.check_tensors(name, topk_length=topk_length)

@@ -79,10 +79,10 @@ class OnArrays:
             A latent cache (multi-head latent attention, DeepSeek-V2 2024): k has one head, which all query heads share,
             v is None, and the value of a token is the first head_dim_v channels of its row. `decode` and
             `attention_with_kvcache` give o with as many. dim up to 576, head_dim_v a multiple of 8 below it; on a GPU
-            576 and 512. `append` writes the rows, or your own code. They are float16 or bfloat16; or float8_e4m3fn, with a k_scale
-            of shape (1,) or none; or, with head_dim_v 512, 656 bytes as uint8 or float8_e4m3fn, the last dimension
-            (FlashMLA's and vLLM's "fp8_ds_mla"): 512 channels in e4m3, 4 fp32 scales of 128 channels each, 64 channels
-            in bf16. head_dim is 576 then.
+            576 and 512. `append` writes the rows, or your own code. They are float16 or bfloat16; or float8_e4m3fn,
+            with a k_scale of shape (1,) or none; or, with head_dim_v 512, 656 bytes as uint8 or float8_e4m3fn, the last
+            dimension (FlashMLA's and vLLM's "fp8_ds_mla"): 512 channels in e4m3, 4 fp32 scales of 128 channels each, 64
+            channels in bf16. head_dim is 576 then.
 
         Returns
         -------

@@ -134,5 +134,5 @@ def _check_rows(positions: Any, table: Any, block_size: int) -> None:
     blocks = table[row, positions[row, column] // block_size].astype(np.int64)
     most = 2**31 // block_size - 1
     if (bad := np.flatnonzero((blocks < 0) | (blocks > most))).size:
-        received = f"{blocks[bad[0]]} at row {row[bad[0]]}"
-        raise ArgumentError("block_table", f"blocks 0 to {most}, whose rows int32 can count", received, function="top_k")
+        expected, received = f"blocks 0 to {most}, whose rows int32 can count", f"{blocks[bad[0]]} at row {row[bad[0]]}"
+        raise ArgumentError("block_table", expected, received, function="top_k")

@@ -134,7 +134,7 @@ def _run(operation: Operation, objects: tuple[Any, ...], said: SparseOptions, st
     return results[0] if len(results) == 1 else tuple(results)
 
 
-def _cache_of(kv: Any, head_dim_v: int) -> KVCache:
+def _cache_of(kv: Any, head_dim_v: int | None) -> KVCache:
     """A cache of one block of rows."""
     t = arrays.describe(kv, "kv")
     if len(t.shape) not in (2, 3) or (len(t.shape) == 3 and t.shape[1] != 1):

@@ -153,12 +153,12 @@ def attention_with_kvcache(
 
     Notes
     -----
-    A few new tokens a sequence (16; of a quantized cache up to 128 rows a kv head; of a latent cache 16, and no call has
-    more) run the kernels of `decode`, prompts
-    and score_mod attention over pages; where packed queries are few beside batch times max_seqlen_q, both run at the
-    same time: `explain` says which. The shape of the call alone decides. Scratch memory of prompts over quantized
-    caches: up to 1 GiB, one sequence's keys and values at least (those of a window, where there is one), or a 64th of
-    those of the whole batch; sequences that do not fit together go through it one after the other.
+    A few new tokens a sequence (16; of a quantized cache but a latent one up to 128 rows a kv head) run the kernels of
+    `decode`, prompts and score_mod attention over pages, which a latent cache has not; where packed queries are few
+    beside batch times max_seqlen_q, both run at the same time: `explain` says which. The shape of the call alone
+    decides. Scratch memory of prompts over quantized caches: up to 1 GiB, one sequence's keys and values at least
+    (those of a window, where there is one), or a 64th of those of the whole batch; sequences that do not fit together
+    go through it one after the other.
 
     Shared keys of a level are those of attention over pages, of packed queries that see them all; then come the calls
     over the sequences' own keys, and a `merge_states` a level. Which groups there are lies on the device.

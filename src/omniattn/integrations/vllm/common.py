@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, ClassVar
+from abc import abstractmethod
+from typing import Any
 
 import torch
 
@@ -28,15 +28,12 @@ def dtype_of(kv_cache_dtype: str) -> torch.dtype:
 
 
 class Common:
-    """What vLLM may ask of each backend; among a backend's base classes it stands before vLLM's.
+    """What vLLM may ask of each backend; among a backend's base classes it stands before vLLM's."""
 
-    Attributes
-    ----------
-    why_not : function
-        Why a layer is not served, by its head size, element type and vLLM's name of its cache's format; None if it is.
-    """
-
-    why_not: ClassVar[Callable[[int, torch.dtype, str | None], str | None]]
+    @staticmethod
+    @abstractmethod
+    def why_not(head_size: int, dtype: torch.dtype, kv_cache_dtype: str | None) -> str | None:
+        """Why a layer is not served, by its rows and formats; None if it is."""
 
     @staticmethod
     def get_name() -> str:
