@@ -142,6 +142,15 @@ def test_rows_in_8_bits_take_no_more_tokens_than_those_in_16(heads: int) -> None
         oa.attention_with_kvcache(q, cache, seq_lens=np.array([20], np.int32), block_table=table)
 
 
+def test_who_forgets_head_dim_v_is_told() -> None:
+    rows = np.zeros((2, 8, 1, 576), np.float16)
+    with pytest.raises(ArgumentError, match=r"'head_dim': .*received 576\. head_dim_v makes a latent cache"):
+        oa.PagedKVCache(2, 8, 1, 576, like=rows)
+    halves = oa.PagedKVCache.from_arrays(rows)
+    with pytest.raises(ShapeError, match=r"head_dim 288, like the cache, received 576\. With head_dim_v"):
+        oa.decode(rows[:, :1], halves, seq_lens=np.ones(2, np.int32), block_table=np.zeros((2, 1), np.int32))
+
+
 # Plans for a GPU
 
 

@@ -112,7 +112,11 @@ def check_queries(q: Tensor, cache: KVCache, function: str) -> None:
         raise DtypeError("q", f"{' or '.join(allowed)} on {q.device}", q.dtype, function=function)
     heads, dim = q.shape[-2:]
     if dim != cache.head_dim:
-        raise ShapeError("q", f"head_dim {cache.head_dim}, like the cache", f"{dim}", function=function)
+        hint = None
+        if dim == 2 * cache.head_dim and not cache.facts.is_latent:
+            hint = "With head_dim_v, from_arrays() takes rows for latent ones, else for K and V side by side"
+        expected = f"head_dim {cache.head_dim}, like the cache"
+        raise ShapeError("q", expected, f"{dim}", function=function, hint=hint)
     if heads < 1 or heads % cache.num_kv_heads:
         expected = f"a multiple of the cache's {cache.num_kv_heads} heads"
         raise ShapeError("q", expected, f"{heads} heads", function=function)

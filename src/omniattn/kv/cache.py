@@ -10,7 +10,7 @@ from ..arrays import Tensor
 from ..arrays.identity import Same, key_of
 from ..arrays.order import LaunchOrder
 from ..errors import ArgumentError, StrideError
-from .formats import KV_ARRAY_DTYPES, LATENT_656, arrays_row_bytes, check_format
+from .formats import KV_ARRAY_DTYPES, LATENT_656, LATENT_656_DIM, arrays_row_bytes, check_format
 from .key_arrays import describe_key_arrays
 from .latent import latent_memory
 from .layout import ADDRESSES, CacheLayout, intern
@@ -165,9 +165,9 @@ class KVCache(OnArrays, WithLeaves):
             raise ArgumentError("k_scale", expected, type(latent[1]).__name__, function=name)
         dim = arguments.check_int(head_dim, "head_dim", name)
         if not (8 <= dim <= arguments.MAX_HEAD_DIM and dim % 8 == 0):
-            raise ArgumentError(
-                "head_dim", f"a multiple of 8 from 8 to {arguments.MAX_HEAD_DIM}", repr(head_dim), function=name
-            )
+            hint = "head_dim_v makes a latent cache, whose rows are wider" if dim == LATENT_656_DIM else None
+            expected = f"a multiple of 8 from 8 to {arguments.MAX_HEAD_DIM}"
+            raise ArgumentError("head_dim", expected, repr(head_dim), function=name, hint=hint)
         zero_point = arguments.check_bool(zero_point, "zero_point", name)
         self.hadamard = arguments.check_bool(hadamard, "hadamard", name)
         self.head_dim = dim
