@@ -206,12 +206,12 @@ LATENT_ROWS = 64
 
 
 #: Formats of a latent cache's rows, and `LatentFormat` of device code: 16-bit channels; e4m3 with one scale for all
-#: rows; e4m3 with four scales a row, and 64 channels in bf16, which is also the type of q.
+#: rows; e4m3 with four scales a row, and 64 channels in bf16.
 LATENT_FORMATS: dict[str, int] = {"latent": 0, "latent_e4m3": 1, "latent_656": 2}
 
 
 def has_latent_row(dtype: str, fmt: str) -> bool:
-    """Whether kernels take queries of type ``dtype`` over rows of a format."""
+    """Whether Hopper's own kernels take queries of type ``dtype`` over rows of a format; the general ones take all."""
     return fmt != "latent_656" or dtype == "bfloat16"
 
 
