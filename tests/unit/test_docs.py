@@ -143,11 +143,12 @@ def test_code_of_the_page_about_latent_attention() -> None:
     """A layer of DeepSeek's sizes: absorbed and not, over lists of all rows, and in 656 bytes."""
     torch = pytest.importorskip("torch")
     first, absorbed, whole, scaling, writing, sparse, indexed = code("mla.md")
-    exec(first.replace('"cuda"', '"cpu"'), {})
     generator = torch.Generator().manual_seed(6)
 
     def array(*shape: int, scale: float = 1.0) -> Any:
         return (torch.randn(shape, generator=generator) * scale).bfloat16()
+
+    exec(first.replace('"cuda"', '"cpu"'), {})
 
     heads, lengths = 2, (40, 25)
     c, r = array(2, 40, 512), array(2, 40, 64)
@@ -192,3 +193,22 @@ def test_code_of_the_page_about_latent_attention() -> None:
     }  # fmt: skip
     exec(indexed.replace("2048", "16"), names)
     assert names["indices"].shape == (2, 16)
+
+
+@pytest.mark.frameworks
+def test_code_about_latent_caches() -> None:
+    torch = pytest.importorskip("torch")
+
+    def array(*shape: int) -> Any:
+        return torch.zeros(shape, dtype=torch.bfloat16)
+
+    attended, written = (block for block in code("api.md") if "head_dim_v=512" in block)
+    names: dict[str, Any] = {
+        "oa": omniattn, "pool": array(6, 16, 1, 576), "q": array(2, 1, 3, 576), "scale": 192**-0.5,
+        "lens": torch.tensor([40, 25]).int(), "table": torch.tensor([[2, 0, 3], [1, 5, 4]]).int(),
+    }  # fmt: skip
+    exec(attended, names)
+    assert names["o"].shape == (2, 1, 3, 512)
+    names |= {"kv_c": array(3, 512), "k_pe": array(3, 64), "slots": torch.tensor([0, 127, -1]), "blocks": 2}
+    exec(written, names)
+    assert names["cache"].k.shape == (2, 64, 1, 656)

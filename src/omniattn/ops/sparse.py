@@ -111,7 +111,7 @@ def attention_sparse(
     Notes
     -----
     GPUs: those of `decode` over latent caches; arrays on the CPU run the NumPy reference. Nothing is synchronized. No
-    gradients.
+    gradients. Under torch.compile it is an operator where ``kv`` is a cache, and ends the graph where it is an array.
     """
     cache = kv if isinstance(kv, KVCache) else _cache_of(kv, head_dim_v)
     if cache is kv and head_dim_v is not None and cache.facts.is_latent:
