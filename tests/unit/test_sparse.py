@@ -450,6 +450,14 @@ def pretend_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library, "require_same_device", lambda tensors: None)
 
 
+def test_errors_about_memory_name_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Devices are the same on the CPU: what is compared."""
+    seen: list[Any] = []
+    monkeypatch.setattr(library, "require_same_device", lambda tensors: seen.extend(t.argument for t in tensors))
+    call()
+    assert seen[-3:] == ["q", "indices", "kv"]
+
+
 @pytest.mark.usefixtures("pretend_gpu")
 def test_strides_on_a_gpu() -> None:
     """Query tokens of sequences are one dimension to the kernels."""

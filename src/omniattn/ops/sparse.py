@@ -147,6 +147,7 @@ def _cache_of(kv: Any, head_dim_v: int | None) -> KVCache:
         cache: KVCache = PagedKVCache.from_arrays(rows, head_dim_v=_HEAD_DIM_V if head_dim_v is None else head_dim_v)
     except ArgumentError as error:
         raise error.named("attention_sparse", k="kv") from None
+    cache.planes["k"].argument = "kv"  # as errors of the call shall name it
     return cache
 
 
