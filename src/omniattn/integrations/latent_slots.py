@@ -17,7 +17,8 @@ import omniattn
 
 from ..errors import UnsupportedError
 from .latent_limits import HEAD_DIM, HEAD_DIM_V, MOST_CHANNELS, most_queries, takes_heads
-from .token_slots import SlotBackend, Step, check_scores
+from .slot_steps import Step
+from .token_slots import SlotBackend, check_scores
 
 __all__ = ["LatentSlotBackend"]
 
