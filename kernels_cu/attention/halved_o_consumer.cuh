@@ -5,9 +5,10 @@
 // shared memory of the receiver. Either warpgroup has a base of its own for its exponents, which it sends along; where
 // they differ, both go on with the higher one. So no softmax waits for a maximum of the other CTA.
 //
-// Config: Io, kHeadDimV (a CTA's half), kPanels, kPanelsV, kVarlen, kStages.
+// Config: as for HalvedOStorage, and Io, kHeadDimV (a CTA's half), Params.
 #pragma once
-#include "attention/halved_o_producer.cuh"
+#include "attention/halved_o_mods.cuh"
+#include "attention/halved_o_storage.cuh"
 #include "attention/sinks.cuh"
 #include "attention/softmax.cuh"
 #include "attention/warp_softmax.cuh"
@@ -25,6 +26,8 @@ template <typename Config>
 class HalvedOConsumer {
     using Layout = HalvedOLayout<Config>;
     using Storage = HalvedOStorage<Config>;
+    using Params = typename Config::Params;
+    using Mods = typename Select<Config::kScoreMods, HalvedOMods<Config>, NoHalvedOMods<Config>>::Type;
     using Io = typename Config::Io;
     using Products = Wgmma<Io, kOwnKeys>;
     using Pv = Wgmma<Io, Config::kHeadDimV>;
@@ -35,8 +38,9 @@ class HalvedOConsumer {
     using Probabilities = uint32[kSteps][4];
 
   public:
-    OA_DEVICE HalvedOConsumer(const AttnFwdSm90Params& params, const HalvedOBarriers<Config>& bars, int32 group)
+    OA_DEVICE HalvedOConsumer(const Params& params, const HalvedOBarriers<Config>& bars, int32 group)
         : p_(params.fwd),
+          mods_(params, group, int32(cluster_rank())),
           bars_(bars),
           group_(group),
           rank_(int32(cluster_rank())),
@@ -86,8 +90,10 @@ class HalvedOConsumer {
 
     // Of the tile at hand: read where it is needed, as registers are short.
     OA_DEVICE int32 of_tile(int32 HandedTile::* member) const {
-        const uint32 tile = smem_addr_at(&Storage::tiles, bars_.base) + q_phase_ * uint32(sizeof(HandedTile));
-        return int32(load_shared(smem_addr_at(member, tile)));
+        return int32(load_shared(smem_addr_at(member, tile_at_hand())));
+    }
+    OA_DEVICE uint32 tile_at_hand() const {
+        return smem_addr_at(&Storage::tiles, bars_.base) + q_phase_ * uint32(sizeof(typename Storage::Tile));
     }
     OA_DEVICE bool next_tile() const {
         wait_by_vote(bars_.q_full, q_phase_);
@@ -104,11 +110,12 @@ class HalvedOConsumer {
         Probabilities own, next, other;
         float alpha[2], by[2], factor[2];
         int32 n = end - 1;
-        issue_scores<true>(s, n == first, [] {});
+        issue_scores<true>(s, n, n == first, [] {});
         wgmma_wait<0>();
         wgmma_pin(s);
         release_last_scores(n == first);
         softmax(s, n, own, alpha, [] {});
+        pass_over_bias();
         send(own, n == first);
         bool is_later = false, grew = false;
         for (;;) {
@@ -116,13 +123,13 @@ class HalvedOConsumer {
             for (;;) {
                 ends = is_true(n == first);
                 if (ends) break;
-                issue_scores<false>(s, n - 1 == first, [&] {
+                issue_scores<false>(s, n - 1, n - 1 == first, [&] {
                     if (is_later) {
                         release<kUnitsV>();
                         take(own, next);
                     }
                 });
-                if (has_foreign_keys(n)) clear_foreign_keys(n);
+                if (has_foreign_keys(n)) clear_foreign_keys(n, true);
                 issue_values(o, own);
                 wgmma_wait<kUnitsV>();
                 wgmma_pin(s);
@@ -143,10 +150,12 @@ class HalvedOConsumer {
                 send(next, n == first);
                 wgmma_wait<kUnitsV>();
                 release<kUnitsV - kUnitsV / 2>();
+                pass_over_bias();
                 is_later = true;
             }
             if (ends) break;
             release<kUnitsV - kUnitsV / 2>();
+            pass_over_bias();
             take(own, next);
             follow(factor, by);
             scale(own, by);
@@ -168,7 +177,7 @@ class HalvedOConsumer {
             release<kUnitsV>();
             take(own, next);
         }
-        if (has_foreign_keys(n)) clear_foreign_keys(n);
+        if (has_foreign_keys(n)) clear_foreign_keys(n, false);
         issue_values(o, own);
         wait_message();
         follow(factor, by);
@@ -188,10 +197,10 @@ class HalvedOConsumer {
         release<kUnitsV>();
     }
 
-    // S = Q K^T of this CTA's keys of a step; the products of the last unit are in flight at the end. between: called
+    // S = Q K^T of this CTA's keys of step n; the products of the last unit are in flight at the end. between: called
     // once all products that were in flight before are done.
     template <bool kFirst, typename Between>
-    OA_DEVICE void issue_scores(Scores& s, bool is_last, Between between) {
+    OA_DEVICE void issue_scores(Scores& s, int32 n, bool is_last, Between between) {
         wgmma_discard(s);
 #pragma unroll
         for (int u = 0; u < Layout::kUnitsK; ++u) {
@@ -207,6 +216,9 @@ class HalvedOConsumer {
                                  k.at(c * Layout::kKPanel + step * 32), (u | c | step) != 0);
             wgmma_commit();
             wgmma_pin(s);
+            if constexpr (Config::kScoreMods) {
+                if (u == 0) mods_.load(tile_at_hand(), n, lane_);
+            }
             at_.advance();
             if (!kFirst || u > 0) wgmma_wait<1>();
             if (u == 0) {
@@ -220,7 +232,13 @@ class HalvedOConsumer {
 
     // Whether a step has keys of the next sequence.
     OA_DEVICE bool has_foreign_keys(int32 n) const {
-        return Config::kVarlen && is_true(of_tile(&HandedTile::seqlen_k) - n * kStepKeys < kStepKeys);
+        const int32 last = max_of(first_key(n, 0), first_key(n, 1)) + kOwnKeys;
+        return Config::kVarlen && is_true(of_tile(&HandedTile::seqlen_k) < last);
+    }
+    // Of a CTA's keys of step n.
+    OA_DEVICE int32 first_key(int32 n, int32 rank) const {
+        if constexpr (Config::kScoreMods) return ListSteps::tile(Mods::entry(tile_at_hand(), n, rank)) * kOwnKeys;
+        return n * kStepKeys + rank * kOwnKeys;
     }
     // O += P V of the next 64 keys in the ring, asynchronous.
     OA_DEVICE void issue_values(Output& o, const Probabilities& probs) {
@@ -240,12 +258,12 @@ class HalvedOConsumer {
     }
     // Clears the rows of V, in the next buffers of the ring, that belong to the next sequence: 0 times its NaN would be
     // NaN. Both warpgroups do, with the same zeros.
-    OA_DEVICE void clear_foreign_keys(int32 n) const {
+    OA_DEVICE void clear_foreign_keys(int32 n, bool is_inner) const {
         RingState<Config::kStages> at = at_;
 #pragma unroll 1
         for (int32 u = 0; u < 2 * kUnitsV; ++u) {
-            const int32 of = (u < kUnitsV ? rank_ : 1 - rank_) * kOwnKeys + u % kUnitsV * kUnitKeysV;
-            const int32 valid = of_tile(&HandedTile::seqlen_k) - n * kStepKeys - of;
+            const int32 from = first_key(n, u < kUnitsV ? rank_ : 1 - rank_) + u % kUnitsV * kUnitKeysV;
+            const int32 valid = of_tile(&HandedTile::seqlen_k) - from;
             wait_by_vote(bars_.ring.full + 8 * at.stage, at.phase);
             const uint32 to = smem_addr_at(&Storage::units, bars_.base) + at.stage * Layout::kUnit;
 #pragma unroll 1
@@ -255,6 +273,8 @@ class HalvedOConsumer {
                     if (i + int32(thread()) >= valid * 8)
                         store_shared4(to + c * Layout::kVPanel + (i + thread()) * 16, make_uint4(0, 0, 0, 0));
             at.advance();
+            // Between both CTAs' keys comes a mask.
+            if (Config::kScoreMods && is_inner && u == kUnitsV - 1) advance_over_bias(at);
         }
         fence_proxy_async();
         // Not 1 + group_: behind a barrier with a number in a register ptxas keeps nothing in uniform registers.
@@ -275,6 +295,12 @@ class HalvedOConsumer {
 #pragma unroll
         for (int u = 0; u < kUnits; ++u) release();
     }
+    // A mask's units are released apart, by softmax().
+    OA_DEVICE static void advance_over_bias(RingState<Config::kStages>& at) {
+#pragma unroll
+        for (int u = 0; u < Layout::kUnitsBias; ++u) at.advance();
+    }
+    OA_DEVICE void pass_over_bias() { advance_over_bias(released_); }
     // S is there: the last unit of K, and at a tile's end of Q, is free.
     OA_DEVICE void release_last_scores(bool is_last) {
         release();
@@ -290,18 +316,24 @@ class HalvedOConsumer {
     // the last quarter.
     template <typename Between>
     OA_DEVICE bool softmax(Scores& s, int32 n, Probabilities& probs, float (&alpha)[2], Between between) {
-        float c = p_.softmax_scale * kLog2e;
-        // Else a factor in the exponent is all that scores need.
-        if (p_.softcap > 0.0f || !(c > 0.0f && c < 1e30f)) {
-            transform(s);
-            c = 1.0f;
-        }
-        if (is_true(n < of_tile(&HandedTile::full_first) || n >= of_tile(&HandedTile::full_end))) {
-            FwdTile t;
-            t.seqlen_q = of_tile(&HandedTile::seqlen_q), t.seqlen_k = of_tile(&HandedTile::seqlen_k);
-            mask_edges_by_bits(s, p_, t, warp_row(), n * kStepKeys + rank_ * kOwnKeys, lane_);
+        float c;
+        if constexpr (Config::kScoreMods) {
+            c = modify(s, n);
+        } else {
+            c = p_.softmax_scale * kLog2e;
+            // Else a factor in the exponent is all that scores need.
+            if (p_.softcap > 0.0f || !(c > 0.0f && c < 1e30f)) {
+                transform(s);
+                c = 1.0f;
+            }
+            if (is_true(n < of_tile(&HandedTile::full_first) || n >= of_tile(&HandedTile::full_end))) {
+                FwdTile t;
+                t.seqlen_q = of_tile(&HandedTile::seqlen_q), t.seqlen_k = of_tile(&HandedTile::seqlen_k);
+                mask_edges_by_bits(s, p_, t, warp_row(), first_key(n, rank_), lane_);
+            }
         }
         const bool grew = raise(s, c, alpha);
+        if constexpr (Config::kScoreMods) release_bias();
 #pragma unroll
         for (int step = 0; step < kSteps; ++step) {
             if (step == kSteps - 1) between();
@@ -317,6 +349,30 @@ class HalvedOConsumer {
             wgmma_pin(probs[step]);  // here, and not behind the loads that come later: registers are short
         }
         return grew;
+    }
+    // With masks; their tile is the next in the ring.
+    OA_DEVICE float modify(Scores& s, int32 n) const {
+        uint32 bias = 0, panel = 0;
+        if constexpr (Layout::kUnitsBias != 0) {
+            RingState<Config::kStages> at = at_;
+            const uint32 units = smem_addr_at(&Storage::units, bars_.base) + group_ * 64 * 128;
+            bars_.ring.wait(at);
+            bias = units + at.stage * Layout::kUnit;
+            if constexpr (Layout::kUnitsBias == 2) {
+                at.advance();
+                bars_.ring.wait(at);
+                panel = units + at.stage * Layout::kUnit - bias;
+            }
+        }
+        return mods_.apply(s, tile_at_hand(), n, warp_row(), lane_, bias, panel);
+    }
+    // Behind a vote on scores that all biases have been added to: they have been loaded.
+    OA_DEVICE void release_bias() {
+#pragma unroll
+        for (int u = 0; u < Layout::kUnitsBias; ++u) {
+            bars_.ring.release(at_, lane_);
+            at_.advance();
+        }
     }
     // To base-2 units, with the softcap: what a factor in the exponent cannot do.
     OA_DEVICE void transform(Scores& s) const {
@@ -474,6 +530,7 @@ class HalvedOConsumer {
     }
 
     const AttnFwdParams& p_;
+    Mods mods_;
     const HalvedOBarriers<Config>& bars_;
     const int32 group_, rank_;
     const int32 lane_;

@@ -33,13 +33,19 @@
 // keys and two panels of K, or 32 keys and the CTA's panels of V.
 #include "attention/halved_o_consumer.cuh"
 #include "attention/halved_o_producer.cuh"
+#include "attention/score_mod_user.cuh"
 #include "params/attn_fwd.cuh"
+#include "params/score_mod.cuh"
 #include "ptx/gpu_sync.cuh"
 #include "ptx/types.cuh"
 #include "ptx/warpgroup.cuh"
 
 struct Config {
     using Io = IO_TYPE;
+    static constexpr bool kScoreMods = SCORE_MODS;  // masks, biases, a user's expressions
+    static constexpr int kBiasBytes = BIAS_BYTES;  // of an element of an additive mask's tiles; 0: none
+    using Params = Select<kScoreMods, Select<kHasScoreMod, AttnFwdUserModSm90Params, AttnFwdModsSm90Params>::Type,
+                          AttnFwdSm90Params>::Type;
     static constexpr int kPanels = HEAD_DIM / 64, kPanelsV = HEAD_DIM_V / 128;
     static constexpr int kHeadDimV = HEAD_DIM_V / 2;  // of a CTA
     static constexpr bool kVarlen = VARLEN;
@@ -55,7 +61,7 @@ using SharedStorage = HalvedOStorage<Config>;
 static_assert(sizeof(SharedStorage) == SMEM_BYTES, "the registry's smem_bytes must be this struct's size");
 
 extern "C" __global__ void __cluster_dims__(kPair, 1, 1) __launch_bounds__(Config::kThreads, 1)
-attn_fwd_d512_sm90(const __grid_constant__ AttnFwdSm90Params params) {
+attn_fwd_d512_sm90(const __grid_constant__ Config::Params params) {
     extern __shared__ __align__(1024) uint8 smem_raw[];
     SharedStorage& smem = *reinterpret_cast<SharedStorage*>(smem_raw);
     HalvedOBarriers<Config> bars;

@@ -10,16 +10,21 @@ from ..runtime.record import LaunchRecord
 from .attn_fwd import forward_values
 from .attn_fwd_sm90 import operand_map, tile_values
 from .host_struct import member
-from .structs import ATTN_FWD_SM90
+from .masks import MaskPlaces
+from .score_mod import array_values
+from .score_mods import bias_map, score_mod_values
+from .structs import ATTN_FWD_MODS_SM90, ATTN_FWD_SM90, ATTN_FWD_USER_MOD_SM90
 
 #: Rows of one copy of v (``kUnitKeysV`` of kernels_cu/attention/halved_o_producer.cuh).
 _ROWS_OF_V = 32
 
 
-def build(spec: KernelSpec, problem: AttentionProblem, order: Whole) -> tuple[LaunchRecord, ...]:
+def build(
+    spec: KernelSpec, problem: AttentionProblem, order: Whole, masks: MaskPlaces | None = None
+) -> tuple[LaunchRecord, ...]:
     """The launch of a call; none where there is no query.
 
-    order: the list of tiles, and the clusters that share it.
+    order: the list of tiles, and the clusters that share it. masks: what was made of the mask.
     """
     p, s = problem, problem.strides
     blocks, batch = num_m_blocks(p, spec.block_m), 1 if p.varlen else p.batch
@@ -34,6 +39,15 @@ def build(spec: KernelSpec, problem: AttentionProblem, order: Whole) -> tuple[La
         k = operand_map("k", p.dtype, (batch, p.seqlen_k, p.num_kv_heads, p.head_dim), s.k, rows)
         v = operand_map("v", p.dtype, (batch, p.seqlen_k, p.num_kv_heads, p.head_dim_v), s.v, _ROWS_OF_V)
     values = {"map_q": q, "map_k": k, "map_v": v, **tile_values(order.tiles)}
-    values |= member("fwd", forward_values(p, blocks))
+    layout = ATTN_FWD_SM90
+    if spec.masks == "none":
+        values |= member("fwd", forward_values(p, blocks))
+    else:
+        layout = ATTN_FWD_MODS_SM90
+        values |= member("fwd", forward_values(p, blocks, mask_extent=p.mask_extent))
+        values |= {"map_bias": bias_map(spec, p, q, masks), **member("mods", score_mod_values(p, masks))}
+    if p.score_mod is not None:
+        layout = ATTN_FWD_USER_MOD_SM90
+        values |= member("arrays", array_values(p.score_mod))
     grid = (spec.cluster * order.ctas, 1, 1)
-    return (LaunchRecord(spec, grid, 32 * spec.num_warps, *ATTN_FWD_SM90.pack(values)),)
+    return (LaunchRecord(spec, grid, 32 * spec.num_warps, *layout.pack(values)),)

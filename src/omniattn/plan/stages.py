@@ -173,7 +173,7 @@ def _whole(
     """Attention with all keys of a tile in one CTA."""
     if places is None and row.arch_specific:
         if row.cluster > 1:
-            return attn_fwd_d512_sm90.build(row, problem, order)
+            return attn_fwd_d512_sm90.build(row, problem, order, mask.places)
         return attn_fwd_sm90.build(row, problem, order, mask.places)
     if places is None:
         return attn_fwd.build(row, problem, mask.places)

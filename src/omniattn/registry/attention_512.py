@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from .spec import IO_TYPES, KernelSpec
+from .spec import IO_TYPES, KernelSpec, Masks
 
 #: Of ``attn_fwd_d512_sm90``: head_dim, head_dim_v, units of K and V under way (docs/performance/attn_fwd_d512_sm90.md).
 _TILES: tuple[tuple[int, int, int], ...] = (
@@ -15,17 +15,25 @@ _TILES: tuple[tuple[int, int, int], ...] = (
 )
 
 
-def _attn_fwd_d512_sm90(head_dim: int, head_dim_v: int, stages: int, dtype: str, varlen: bool) -> KernelSpec:
-    """A tile is that of a cluster, and so are the keys of a step."""
+def _attn_fwd_d512_sm90(
+    head_dim: int, head_dim_v: int, stages: int, dtype: str, varlen: bool, mods: bool = False, bias_bytes: int = 0
+) -> KernelSpec:
+    """A tile is that of a cluster, and so are the keys of a step.
+
+    mods: with masks and score_mod; bias_bytes: with tiles of an additive mask.
+    """
     short, tag = IO_TYPES[dtype]
     units = -(-head_dim // 128)
+    masks: Masks = "tiles" if bias_bytes else "packed" if mods else "none"
     # P that the other CTA sends, with base and sum of each row; behind the barriers two tiles, and 32 packed sequences.
     tiles_bytes = 256 * head_dim + 16384 * stages + 2 * (8192 + 512)
-    smem_bytes = -(-(tiles_bytes + 16 * (units + stages + 3) + 88 + (640 if varlen else 20)) // 1024) * 1024
+    handed_bytes = 2 * (80 if mods else 44)
+    smem_bytes = -(-(tiles_bytes + 16 * (units + stages + 3) + handed_bytes + (640 if varlen else 20)) // 1024) * 1024
     return KernelSpec(
         name=f"attn_fwd_d512_sm90_{short}_d{head_dim}"
         + (f"v{head_dim_v}" if head_dim_v != head_dim else "")
-        + "_varlen" * varlen,
+        + "_varlen" * varlen
+        + (f"_bias{8 * bias_bytes}" if bias_bytes else "_masks" * mods),
         family="attn_fwd_d512_sm90",
         op="attention",
         source="entry/attn_fwd_d512_sm90.cu",
@@ -36,6 +44,8 @@ def _attn_fwd_d512_sm90(head_dim: int, head_dim_v: int, stages: int, dtype: str,
             ("HEAD_DIM_V", str(head_dim_v)),
             ("NUM_STAGES", str(stages)),
             ("VARLEN", str(int(varlen))),
+            ("SCORE_MODS", str(int(mods))),
+            ("BIAS_BYTES", str(bias_bytes)),
             ("SMEM_BYTES", str(smem_bytes)),
         ),
         dtype=dtype,
@@ -50,6 +60,10 @@ def _attn_fwd_d512_sm90(head_dim: int, head_dim_v: int, stages: int, dtype: str,
         sequences="packed" if varlen else "dense",
         tensor_maps=True,
         softcap="any",
+        masks=masks,
+        score_mod=mods,
+        lists=mods,
+        bias_bytes=bias_bytes,
         own_head_dim_v=head_dim_v if head_dim_v != head_dim else 0,
         above_head_dim=256,
     )
@@ -61,5 +75,11 @@ def rows_to_512() -> Iterator[KernelSpec]:
         _attn_fwd_d512_sm90(*tile, dtype, varlen)
         for varlen in (False, True)
         for tile in _TILES
+        for dtype in ("float16", "bfloat16")
+    )
+    yield from (
+        _attn_fwd_d512_sm90(*_TILES[0], dtype, varlen=varlen, mods=True, bias_bytes=bias_bytes)
+        for varlen in (False, True)
+        for bias_bytes in (0, 2, 4)
         for dtype in ("float16", "bfloat16")
     )

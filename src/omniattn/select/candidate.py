@@ -145,7 +145,7 @@ def mask_inputs(row: KernelSpec, problem: AttentionProblem, pack_gqa: PackGQA = 
 
     ``problem`` is as the kernel is told of it: with numbers a key as tiles where that is wanted.
     """
-    p, of_hopper = problem, row.family == "attn_fwd_sm90"
+    p, of_hopper = problem, row.family in ("attn_fwd_sm90", "attn_fwd_d512_sm90")
     if p.keys_as_tiles:
         return (MaskInput.AS_TILES,) if row.bias_bytes else ()
     can_pack = p.packs_mask
