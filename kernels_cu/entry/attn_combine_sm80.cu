@@ -23,6 +23,7 @@
 #include "ptx/cvt.cuh"
 #include "ptx/gpu_sync.cuh"
 #include "ptx/math.cuh"
+#include "scheduler/slots.cuh"
 
 struct Config {
     using Io = IO_TYPE;
@@ -36,6 +37,18 @@ struct SharedStorage {
     float4 o[Config::kThreads];
     float m[Config::kThreads], l[Config::kThreads];
 };
+
+// Whether a query of packed sequences is used, and has partial results; so have those that no sequence owns.
+OA_DEVICE bool is_used(const AttnCombineParams& p, int32 query) {
+    if (query < __ldg(p.cu_seqlens_q) || query >= __ldg(p.cu_seqlens_q + p.num_sequences)) return true;
+    int32 first = 0, end = p.num_sequences;  // the sequence is the last one that does not begin behind the query
+    while (end - first > 1) {
+        const int32 middle = first + (end - first) / 2;
+        (__ldg(p.cu_seqlens_q + middle) <= query ? first : end) = middle;
+    }
+    const Sequence of = used_sequence(p.cu_seqlens_q, p.seqused_q, first, p.rows);
+    return query < of.begin + of.len;
+}
 
 extern "C" __global__ void __launch_bounds__(Config::kThreads) attn_combine_sm80(
     const __grid_constant__ AttnCombineParams p) {
@@ -55,6 +68,8 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads) attn_combine_sm80
     const int32 query = row / p.pack, own_head = row - query * p.pack;
     active = active && own_head < p.pack_heads;
     wait_for_kernel_ahead();
+    // Others are cleared behind this kernel, or belong to another launch.
+    if (p.seqused_q != nullptr) active = active && is_used(p, query);
     PartialSum<Config::kWidth> sum;
     auto row_of = [&](int32 split) { return first + int64(split) * p.rows; };
     if (active)

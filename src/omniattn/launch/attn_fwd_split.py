@@ -303,6 +303,7 @@ def _merge(combine: KernelSpec, split: _Split, partial: dict[str, At | None]) ->
         **of_tail,
         "num_sequences": p.batch,
         "cu_seqlens_q": At("cu_seqlens_q") if p.varlen else None,
+        "seqused_q": At("seqused_q") if p.used[0] else None,
     }
     return LaunchRecord(
         combine, (-(-columns // threads), 1, 1), _COMBINE_THREADS, *ATTN_COMBINE.pack(values), overlap=True

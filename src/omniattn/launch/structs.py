@@ -109,7 +109,7 @@ ATTN_COMBINE = HostStruct(
     "AttnCombineParams", ("P", "partial_o partial_ml o lse sinks"),
     ("q", "o_stride_b o_stride_s o_stride_h lse_stride_b lse_stride_h"),
     ("i", "num_columns num_splits heads rows pack head_dim threads_log2 sinks_kind"), ("P", "partial_lse"),
-    ("i", "pack_heads tile_rows first_tile blocks num_queries num_sequences"), ("P", "cu_seqlens_q"),
+    ("i", "pack_heads tile_rows first_tile blocks num_queries num_sequences"), ("P", "cu_seqlens_q seqused_q"),
 )
 
 CUT_TILE = HostStruct(

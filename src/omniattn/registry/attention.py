@@ -105,8 +105,7 @@ def _attn_fwd_sm80(
     """own_head_dim_v: v has a head_dim of its own; split: keys are split over CTAs; paged: K and V lie in pages."""
     wide = tile.head_dim > 256  # two warps have the same rows
     own_head_dim_v = own_head_dim_v or wide
-    # Tiles of 16 rows search cu_seqlens_k for their sequence, and splits are of calls without pages; of wide heads they
-    # are of dense ones, as initcheck has found rows of packed queries without a partial result.
+    # Tiles of 16 rows search cu_seqlens_k for their sequence, and splits are of calls without pages.
     assert not paged or (tile.block_m >= 32 and not split)
     short, tag = IO_TYPES[dtype]
     smem_bytes = 2 * tile.head_dim * (tile.block_m + 2 * tile.num_stages * tile.block_n)
@@ -146,7 +145,7 @@ def _attn_fwd_sm80(
         smem_bytes=smem_bytes,
         ctas_per_sm=tile.min_ctas,
         min_arch=tile.min_arch,
-        sequences="packed" if paged else "dense" if wide and split else "any",
+        sequences="packed" if paged else "any",
         paged=paged,
         softcap="any" if score_mods else "never",
         masks="any" if score_mods else "none",
