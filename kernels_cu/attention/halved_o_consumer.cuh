@@ -384,23 +384,42 @@ class HalvedOConsumer {
             for (int i = 0; i < kScores; ++i) s[i] = back * tanh_exp2(s[i] * inverse);
         }
     }
-    OA_DEVICE bool raise(const Scores& s, float c, float (&alpha)[2]) {
-        constexpr float kSlack = 8.0f;  // as `OnlineSoftmax`
-        // Rows of the next sequence have no say: results would depend on them.
-        int32 own_rows = 16;
-        if constexpr (Config::kVarlen) own_rows = of_tile(&HandedTile::seqlen_q) - warp_row() - (lane_ >> 2);
-        float top[2];
-        bool grew = false;
+    // Of each row of a quad, in base 2.
+    OA_DEVICE static void largest_scores(const Scores& s, float c, float (&top)[2]) {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             float even = s[2 * r], odd = s[2 * r + 1];
 #pragma unroll
             for (int i = 4; i < kScores; i += 4) even = fmaxf(even, s[i + 2 * r]), odd = fmaxf(odd, s[i + 2 * r + 1]);
             top[r] = fmaxf(even, odd) * c;
+            // A finite score of a user's stays one.
+            if (kHasScoreMod && fmaxf(even, odd) >= kLowest) top[r] = fmaxf(top[r], kLowest);
             top[r] = fmaxf(top[r], __shfl_xor_sync(0xffffffffu, top[r], 1));
             top[r] = fmaxf(top[r], __shfl_xor_sync(0xffffffffu, top[r], 2));
-            grew |= 8 * r < own_rows && top[r] - m_[r] > kSlack;
         }
+    }
+    // c: see softmax(). Large scores of a user's expression are brought to base 2, and c to 1.
+    OA_DEVICE bool raise(Scores& s, float& c, float (&alpha)[2]) {
+        constexpr float kSlack = 8.0f;  // as `OnlineSoftmax`
+        // Rows of the next sequence have no say: results would depend on them.
+        int32 own_rows = 16;
+        if constexpr (Config::kVarlen) own_rows = of_tile(&HandedTile::seqlen_q) - warp_row() - (lane_ >> 2);
+        float top[2];
+        largest_scores(s, c, top);
+        if constexpr (kHasScoreMod) {
+            bool is_large = false;  // as `kPlainModified` says
+#pragma unroll
+            for (int r = 0; r < 2; ++r)
+                is_large |= 8 * r < own_rows && top[r] != neg_inf() && !(fabsf(fmaxf(m_[r], top[r])) <= kPlainModified);
+            if (c != 1.0f && __any_sync(0xffffffffu, is_large)) {
+                to_base2(s);
+                c = 1.0f;
+                largest_scores(s, c, top);
+            }
+        }
+        bool grew = false;
+#pragma unroll
+        for (int r = 0; r < 2; ++r) grew |= 8 * r < own_rows && top[r] - m_[r] > kSlack;
         alpha[0] = alpha[1] = 1.0f;
         if (!__any_sync(0xffffffffu, grew)) return false;
 #pragma unroll

@@ -118,8 +118,12 @@ class HalvedOMods {
             } else {
                 modify_scores<false>(s, c.natural, params_.arrays, place, hides);
             }
-            to_base2(s);
-            c = {kLn2, 1.0f};
+            c = {1.0f, kLog2e};
+            // Else the softmax looks whether it has to be.
+            if (kBias != 0 || (f.flags & kModKeyBias)) {
+                to_base2(s);
+                c = {kLn2, 1.0f};
+            }
         }
         uint32 seen = 0xffffffffu;
         bool has_biases = kBias != 0;

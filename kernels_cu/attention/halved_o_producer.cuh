@@ -16,6 +16,8 @@ class HalvedOProducer {
     using Layout = HalvedOLayout<Config>;
     using Storage = HalvedOStorage<Config>;
     using Params = typename Config::Params;
+    // With a list and packed sequences to walk over registers are shorter still.
+    static constexpr int kUnroll = Config::kVarlen && Config::kScoreMods ? 1 : 8;
 
   public:
     OA_DEVICE HalvedOProducer(const Params& params, Storage& smem, const HalvedOBarriers<Config>& bars)
@@ -161,7 +163,7 @@ class HalvedOProducer {
     template <bool kFirst>
     OA_DEVICE void copy_k(const HandedTile& t, int32 key) {
         const int32 row = t.k_begin + key, batch_idx = t.batch_idx;
-#pragma unroll
+#pragma unroll(kUnroll)
         for (int u = 0; u < Layout::kUnitsK; ++u) {
             const int panels = Layout::panels_of(u);
             if constexpr (kFirst) {
@@ -187,7 +189,7 @@ class HalvedOProducer {
         const int32 batch_idx = t.batch_idx, row = t.k_begin + key;
         // Computed here where registers are short: else the compiler keeps each panel's column.
         const int32 column = (Config::kScoreMods ? in_register(rank_) : rank_) * Config::kPanelsV * 64;
-#pragma unroll
+#pragma unroll(kUnroll)
         for (int u = 0; u < Layout::kUnitsV; ++u) {
             const uint32 bar = bars_.ring.acquire(at_, Config::kPanelsV * Layout::kVPanel);
             const uint32 to = unit();
