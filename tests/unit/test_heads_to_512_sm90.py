@@ -62,10 +62,27 @@ def test_options_that_it_honours(options: dict[str, Any]) -> None:
     assert row_of(call(**options), H200).family == FAMILY
 
 
-@pytest.mark.parametrize("mask", ["half", "padding", "bias_heads"])
-def test_masks_go_elsewhere(mask: str) -> None:
-    problem = call(mask=mask)
-    assert all(fit(spec, problem, H200) is not None for spec in ROWS)
+@pytest.mark.parametrize("packed", ["", "alike"])
+@pytest.mark.parametrize("head_dim", [264, 512])
+@pytest.mark.parametrize(("mask", "ending"), [("half", "masks"), ("padding", "masks"), ("bias_heads", "bias16")])
+def test_masks_have_rows_of_512_channels(mask: str, ending: str, head_dim: int, packed: str) -> None:
+    problem = call(head_dim, mask=mask, packed=packed)
+    assert row_of(problem, H200).name == f"{FAMILY}_bf16_d512{'_varlen' if packed else ''}_{ending}"
+    for spec in ROWS:
+        if spec.masks == "none":
+            assert fit(spec, problem, H200) is not None
+
+
+def test_plain_calls_take_no_row_for_masks() -> None:
+    for options in ({}, {"causal": True}, {"softcap": 30.0}, {"packed": "alike"}):
+        assert row_of(call(**options), H200).masks == "none"
+
+
+def test_launches_with_a_mask() -> None:
+    launches = planned(call(mask="half"), H200, is_here)
+    assert [x.spec.family for x in launches.records] == ["mask_pack_sm80", "mask_list_sm80", FAMILY]
+    (record,) = planned(call(mask="bias_heads"), H200, is_here).records
+    assert [(x.operand, x.box) for x in record.tensor_maps[3:]] == [("mask", (64, 128, 1, 1))]
 
 
 @pytest.mark.parametrize(("head_dim", "head_dim_v"), [(256, 256), (64, 128), (192, 128)])
@@ -84,7 +101,8 @@ def test_other_gpus(gpu: str) -> None:
 
 
 def dense(dtype: str, head_dim: int) -> list[KernelSpec]:
-    return [x for x in ROWS if (x.dtype, x.head_dim, x.head_dim_v, x.sequences) == (dtype, head_dim, head_dim, "dense")]
+    rows = [x for x in ROWS if x.masks == "none"]
+    return [x for x in rows if (x.dtype, x.head_dim, x.head_dim_v, x.sequences) == (dtype, head_dim, head_dim, "dense")]
 
 
 @pytest.mark.parametrize(("length", "clusters"), [(4096, 66), (128, 32), (1, 32)])

@@ -14,7 +14,7 @@ from omniattn.launch.structs import ATTN_COMBINE, ATTN_FWD_SPLIT_MODS_SM90, ATTN
 from omniattn.plan.attention import plan_attention
 from omniattn.problems import AttentionProblem, AttentionStrides, Pages, Target
 from omniattn.problems.memory import WORKSPACE_ALIGNMENT
-from omniattn.problems.split import SplitKV, gqa_packing
+from omniattn.problems.split import ONE_HEAD, SplitKV, gqa_packing
 from omniattn.registry import REGISTRY, KernelSpec, by_name
 from omniattn.runtime.record import LaunchRecord, TensorMap
 from omniattn.select import candidates, ranked
@@ -285,6 +285,17 @@ def test_used_rows_of_packed_sequences_change_no_choice() -> None:
     """Of ``seqused_k``: all keys may be used."""
     whole = problem_of(3, 16, 32768, 32, 8, 128, varlen=True, max_seqlen_q=16, max_seqlen_k=32768)
     assert candidates(dataclasses.replace(whole, used=(True, True)), HOPPER) == candidates(whole, HOPPER)
+
+
+@pytest.mark.parametrize("used", [False, True])
+def test_queries_that_are_not_used_are_not_merged(used: bool) -> None:
+    """They have no partial results: no tile is theirs."""
+    whole = problem_of(3, 16, 4096, 8, 8, 128, varlen=True, max_seqlen_q=16, max_seqlen_k=4096)
+    p, spec = dataclasses.replace(whole, used=(used, False)), by_name("attn_fwd_sm80_fp16_d128_split")
+    (_, merged), _ = attn_fwd_split.build(spec, COMBINE, p, HOPPER, ONE_HEAD, SplitKV(3))
+    fields = fields_of_record(merged, ATTN_COMBINE)
+    assert (fields["cu_seqlens_q"].operand, fields["rows"]) == ("cu_seqlens_q", p.seqlen_q)
+    assert (fields["seqused_q"] is not None) == used
 
 
 def test_forced_rows() -> None:
