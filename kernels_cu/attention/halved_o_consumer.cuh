@@ -7,9 +7,10 @@
 //
 // Config: as for HalvedOStorage, and Io, kHeadDimV (a CTA's half), Params.
 #pragma once
+#include "attention/halved_o_epilogue.cuh"
 #include "attention/halved_o_mods.cuh"
+#include "attention/halved_o_scores.cuh"
 #include "attention/halved_o_storage.cuh"
-#include "attention/sinks.cuh"
 #include "attention/softmax.cuh"
 #include "attention/warp_softmax.cuh"
 #include "ptx/barrier_vote.cuh"
@@ -158,11 +159,11 @@ class HalvedOConsumer {
             pass_over_bias();
             take(own, next);
             follow(factor, by);
-            scale(own, by);
+            scale_probabilities<Io>(own, by);
             rescale(o, by);
             if (grew) rescale(o, alpha);
             receive(other);
-            scale(other, factor);
+            scale_probabilities<Io>(other, factor);
             issue_values(o, other);
             received();
             send(own, n == first);
@@ -186,7 +187,7 @@ class HalvedOConsumer {
         release<kUnitsV>();
         rescale(o, by);
         receive(own);
-        scale(own, factor);
+        scale_probabilities<Io>(own, factor);
         issue_values(o, own);
         received();
         sum_of_quad(l_);
@@ -323,7 +324,7 @@ class HalvedOConsumer {
             c = p_.softmax_scale * kLog2e;
             // Else a factor in the exponent is all that scores need.
             if (p_.softcap > 0.0f || !(c > 0.0f && c < 1e30f)) {
-                transform(s);
+                transform_scores(s, p_);
                 c = 1.0f;
             }
             if (is_true(n < of_tile(&HandedTile::full_first) || n >= of_tile(&HandedTile::full_end))) {
@@ -374,30 +375,6 @@ class HalvedOConsumer {
             at_.advance();
         }
     }
-    // To base-2 units, with the softcap: what a factor in the exponent cannot do.
-    OA_DEVICE void transform(Scores& s) const {
-#pragma unroll
-        for (int i = 0; i < kScores; ++i) s[i] *= p_.softmax_scale * kLog2e;
-        if (p_.softcap > 0.0f) {
-            const float inverse = kLn2 * rcp_approx(p_.softcap), back = p_.softcap * kLog2e;
-#pragma unroll
-            for (int i = 0; i < kScores; ++i) s[i] = back * tanh_exp2(s[i] * inverse);
-        }
-    }
-    // Of each row of a quad, in base 2.
-    OA_DEVICE static void largest_scores(const Scores& s, float c, float (&top)[2]) {
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            float even = s[2 * r], odd = s[2 * r + 1];
-#pragma unroll
-            for (int i = 4; i < kScores; i += 4) even = fmaxf(even, s[i + 2 * r]), odd = fmaxf(odd, s[i + 2 * r + 1]);
-            top[r] = fmaxf(even, odd) * c;
-            // A finite score of a user's stays one.
-            if (kHasScoreMod && fmaxf(even, odd) >= kLowest) top[r] = fmaxf(top[r], kLowest);
-            top[r] = fmaxf(top[r], __shfl_xor_sync(0xffffffffu, top[r], 1));
-            top[r] = fmaxf(top[r], __shfl_xor_sync(0xffffffffu, top[r], 2));
-        }
-    }
     // c: see softmax(). Large scores of a user's expression are brought to base 2, and c to 1.
     OA_DEVICE bool raise(Scores& s, float& c, float (&alpha)[2]) {
         constexpr float kSlack = 8.0f;  // as `OnlineSoftmax`
@@ -430,15 +407,6 @@ class HalvedOConsumer {
             l_[r] *= alpha[r];
         }
         return true;
-    }
-    OA_DEVICE static void scale(Probabilities& probs, const float (&by)[2]) {
-#pragma unroll
-        for (int step = 0; step < kSteps; ++step)
-#pragma unroll
-            for (int x = 0; x < 4; ++x) {
-                const float2 p = unpack2(Io{}, probs[step][x]);
-                probs[step][x] = pack2(Io{}, p.x * by[x & 1], p.y * by[x & 1]);
-            }
     }
     // Once no product reads `own`. Without its own registers the compiler would wait for each product.
     OA_DEVICE void take(Probabilities& own, const Probabilities& next) const {
@@ -503,49 +471,12 @@ class HalvedOConsumer {
         return smem_addr_at(&Storage::rows, bars_.base) + group_ * Layout::kRows + (warp() * 16 + (lane_ >> 2)) * 8;
     }
 
-    // O of this CTA's channels, and from CTA 0 the LSE. As store_rows (attention/warp_epilogue.cuh): a transpose inside
-    // the quad gives each lane 16 contiguous bytes of a row.
     OA_DEVICE void store(const Output& o) const {
         FwdTile t;
         t.batch_idx = of_tile(&HandedTile::batch_idx), t.head_idx = of_tile(&HandedTile::head_idx);
         t.q_begin = of_tile(&HandedTile::q_begin);
         t.seqlen_q = of_tile(&HandedTile::seqlen_q), t.seqlen_k = of_tile(&HandedTile::seqlen_k);
-        const float sink2 = sink_log2<Io>(p_, t);
-        // Computed here: the compiler would keep it in registers from the first tile on.
-        const int32 lane = in_register(lane_), quad_lane = lane & 3, row0 = warp_row() + (lane >> 2);
-        const int32 first = rank_ * Config::kHeadDimV;
-        uint16* const to = p_.o + t.batch_idx * p_.o_stride_b + t.head_idx * p_.o_stride_h +
-                           (int64(t.q_begin) + row0) * p_.o_stride_s + first + quad_lane * 8;
-        float by[2];
-        bool exists[2];
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            const RowResult result = finish_row(m_[r], l_[r], sink2);
-            by[r] = result.o_scale;
-            // unsigned: rows before row 0 (FwdTile::m0) are none either
-            exists[r] = uint32(row0 + 8 * r) < uint32(t.seqlen_q);
-            if (rank_ == 0 && quad_lane == 0 && exists[r] && p_.lse != nullptr)
-                p_.lse[t.batch_idx * p_.lse_stride_b + t.head_idx * p_.lse_stride_h + t.q_begin + row0 + 8 * r] =
-                    result.lse;
-        }
-#pragma unroll
-        for (int d = 0; d < kOutputs / 4; d += 4)
-#pragma unroll
-            for (int r = 0; r < 2; ++r) {
-                uint32 w[4];
-#pragma unroll
-                for (int j = 0; j < 4; ++j)
-                    w[j] = pack2(Io{}, o[4 * (d + j) + 2 * r] * by[r], o[4 * (d + j) + 2 * r + 1] * by[r]);
-                const bool odd = quad_lane & 1, upper = quad_lane & 2;
-                const uint32 x0 = __shfl_xor_sync(0xffffffffu, odd ? w[0] : w[1], 1);
-                const uint32 x1 = __shfl_xor_sync(0xffffffffu, odd ? w[2] : w[3], 1);
-                const uint32 a0 = odd ? x0 : w[0], a1 = odd ? w[1] : x0, b0 = odd ? x1 : w[2], b1 = odd ? w[3] : x1;
-                const uint32 y0 = __shfl_xor_sync(0xffffffffu, upper ? a0 : b0, 2);
-                const uint32 y1 = __shfl_xor_sync(0xffffffffu, upper ? a1 : b1, 2);
-                if (exists[r] && first + (d + quad_lane) * 8 < p_.head_dim)
-                    *reinterpret_cast<uint4*>(to + 8 * r * p_.o_stride_s + d * 8) =
-                        upper ? make_uint4(y0, y1, b0, b1) : make_uint4(a0, a1, y0, y1);
-            }
+        store_half<Io>(o, m_, l_, p_, t, warp_row(), rank_, in_register(lane_));
     }
 
     const AttnFwdParams& p_;
