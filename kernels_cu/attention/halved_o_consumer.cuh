@@ -116,7 +116,6 @@ class HalvedOConsumer {
         wgmma_pin(s);
         release_last_scores(n == first);
         softmax(s, n, own, alpha, [] {});
-        pass_over_bias();
         send(own, n == first);
         bool is_later = false, grew = false;
         for (;;) {
@@ -130,7 +129,7 @@ class HalvedOConsumer {
                         take(own, next);
                     }
                 });
-                if (has_foreign_keys(n)) clear_foreign_keys(n, true);
+                if (has_foreign_keys(n)) clear_foreign_keys(n);
                 issue_values(o, own);
                 wgmma_wait<kUnitsV>();
                 wgmma_pin(s);
@@ -151,12 +150,10 @@ class HalvedOConsumer {
                 send(next, n == first);
                 wgmma_wait<kUnitsV>();
                 release<kUnitsV - kUnitsV / 2>();
-                pass_over_bias();
                 is_later = true;
             }
             if (ends) break;
             release<kUnitsV - kUnitsV / 2>();
-            pass_over_bias();
             take(own, next);
             follow(factor, by);
             scale_probabilities<Io>(own, by);
@@ -178,7 +175,7 @@ class HalvedOConsumer {
             release<kUnitsV>();
             take(own, next);
         }
-        if (has_foreign_keys(n)) clear_foreign_keys(n, false);
+        if (has_foreign_keys(n)) clear_foreign_keys(n);
         issue_values(o, own);
         wait_message();
         follow(factor, by);
@@ -259,7 +256,7 @@ class HalvedOConsumer {
     }
     // Clears the rows of V, in the next buffers of the ring, that belong to the next sequence: 0 times its NaN would be
     // NaN. Both warpgroups do, with the same zeros.
-    OA_DEVICE void clear_foreign_keys(int32 n, bool is_inner) const {
+    OA_DEVICE void clear_foreign_keys(int32 n) const {
         RingState<Config::kStages> at = at_;
 #pragma unroll 1
         for (int32 u = 0; u < 2 * kUnitsV; ++u) {
@@ -274,8 +271,6 @@ class HalvedOConsumer {
                     if (i + int32(thread()) >= valid * 8)
                         store_shared4(to + c * Layout::kVPanel + (i + thread()) * 16, make_uint4(0, 0, 0, 0));
             at.advance();
-            // Between both CTAs' keys comes a mask.
-            if (Config::kScoreMods && is_inner && u == kUnitsV - 1) advance_over_bias(at);
         }
         fence_proxy_async();
         // Not 1 + group_: behind a barrier with a number in a register ptxas keeps nothing in uniform registers.
@@ -296,12 +291,6 @@ class HalvedOConsumer {
 #pragma unroll
         for (int u = 0; u < kUnits; ++u) release();
     }
-    // A mask's units are released apart, by softmax().
-    OA_DEVICE static void advance_over_bias(RingState<Config::kStages>& at) {
-#pragma unroll
-        for (int u = 0; u < Layout::kUnitsBias; ++u) at.advance();
-    }
-    OA_DEVICE void pass_over_bias() { advance_over_bias(released_); }
     // S is there: the last unit of K, and at a tile's end of Q, is free.
     OA_DEVICE void release_last_scores(bool is_last) {
         release();
@@ -319,7 +308,7 @@ class HalvedOConsumer {
     OA_DEVICE bool softmax(Scores& s, int32 n, Probabilities& probs, float (&alpha)[2], Between between) {
         float c;
         if constexpr (Config::kScoreMods) {
-            c = modify(s, n);
+            c = mods_.apply(s, tile_at_hand(), n, warp_row(), lane_);
         } else {
             c = p_.softmax_scale * kLog2e;
             // Else a factor in the exponent is all that scores need.
@@ -334,7 +323,6 @@ class HalvedOConsumer {
             }
         }
         const bool grew = raise(s, c, alpha);
-        if constexpr (Config::kScoreMods) release_bias();
 #pragma unroll
         for (int step = 0; step < kSteps; ++step) {
             if (step == kSteps - 1) between();
@@ -350,30 +338,6 @@ class HalvedOConsumer {
             wgmma_pin(probs[step]);  // here, and not behind the loads that come later: registers are short
         }
         return grew;
-    }
-    // With masks; their tile is the next in the ring.
-    OA_DEVICE float modify(Scores& s, int32 n) const {
-        uint32 bias = 0, panel = 0;
-        if constexpr (Layout::kUnitsBias != 0) {
-            RingState<Config::kStages> at = at_;
-            const uint32 units = smem_addr_at(&Storage::units, bars_.base) + group_ * 64 * 128;
-            bars_.ring.wait(at);
-            bias = units + at.stage * Layout::kUnit;
-            if constexpr (Layout::kUnitsBias == 2) {
-                at.advance();
-                bars_.ring.wait(at);
-                panel = units + at.stage * Layout::kUnit - bias;
-            }
-        }
-        return mods_.apply(s, tile_at_hand(), n, warp_row(), lane_, bias, panel);
-    }
-    // Behind a vote on scores that all biases have been added to: they have been loaded.
-    OA_DEVICE void release_bias() {
-#pragma unroll
-        for (int u = 0; u < Layout::kUnitsBias; ++u) {
-            bars_.ring.release(at_, lane_);
-            at_.advance();
-        }
     }
     // c: see softmax(). Large scores of a user's expression are brought to base 2, and c to 1.
     OA_DEVICE bool raise(Scores& s, float& c, float (&alpha)[2]) {
