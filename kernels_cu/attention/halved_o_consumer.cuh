@@ -308,7 +308,7 @@ class HalvedOConsumer {
     OA_DEVICE bool softmax(Scores& s, int32 n, Probabilities& probs, float (&alpha)[2], Between between) {
         float c;
         if constexpr (Config::kScoreMods) {
-            c = mods_.apply(s, tile_at_hand(), n, warp_row(), lane_);
+            c = mods_.apply(s, tile_at_hand(), warp_row(), lane_);
         } else {
             c = p_.softmax_scale * kLog2e;
             // Else a factor in the exponent is all that scores need.

@@ -65,13 +65,16 @@ class HalvedOMods {
     OA_DEVICE static int32 entry(uint32 tile, int32 n, int32 rank) {
         return int32(load_shared(smem_addr_at(&HandedModsTile::entries, tile) + 8 * (n & 1) + 4 * rank));
     }
-    // Under the products of S: a word of bits, or of lane l the numbers of keys 2 l and 2 l + 1.
+    // Under the products of S: the entry, and a word of bits, or of lane l the numbers of keys 2 l and 2 l + 1.
     OA_DEVICE void load(uint32 tile, int32 n, int32 lane) {
+        const int32 x = entry(tile, n, rank_), full_first = of(tile, &HandedModsTile::full_first),
+                    full_end = of(tile, &HandedModsTile::full_end);
+        entry_ = ListSteps::tile(x) < full_first || ListSteps::tile(x) >= max_of(full_end, full_first) ? x | kEdge : x;
         if constexpr (kBias != 0) {
-            bias_of(tile, entry(tile, n, rank_)).prefetch(lane);
+            bias_of(tile, x).prefetch(lane);
         } else {
             const ScoreModParams& f = params_.mods;
-            const int32 x = entry(tile, n, rank_), kind = ListSteps::kind(x, group_);
+            const int32 kind = ListSteps::kind(x, group_);
             beside_[0] = kind == kTileEmpty ? 0 : 0xffffffffu;
             if (!__any_sync(0xffffffffu, kind == kTileMixed && (f.flags & (kModBits | kModKeyBias)))) return;
             const int64 head = of(tile, &HandedModsTile::sequence) * f.tiles_stride_b +
@@ -90,28 +93,23 @@ class HalvedOMods {
 
     // All modifications in their order. Returns what the scores are then to be multiplied by in base 2. row: of the
     // warp.
-    OA_DEVICE float apply(Scores& s, uint32 tile, int32 n, int32 row, int32 lane) const {
+    OA_DEVICE float apply(Scores& s, uint32 tile, int32 row, int32 lane) const {
         const ScoreModParams& f = params_.mods;
-        const int32 x = entry(tile, n, rank_), kind = ListSteps::kind(x, group_);
-        const int32 key = ListSteps::tile(x) * kOwnKeys;
-        FwdTile t;
-        t.sequence = of(tile, &HandedModsTile::sequence), t.head_idx = of(tile, &HandedModsTile::head_idx);
-        t.seqlen_q = of(tile, &HandedModsTile::seqlen_q), t.seqlen_k = of(tile, &HandedModsTile::seqlen_k);
-        const int32 full_first = of(tile, &HandedModsTile::full_first), full_end = of(tile, &HandedModsTile::full_end);
-        const bool is_edge = __any_sync(
-            0xffffffffu, ListSteps::tile(x) < full_first || ListSteps::tile(x) >= max_of(full_end, full_first));
+        const int32 kind = ListSteps::kind(entry_, group_), key = ListSteps::tile(entry_) * kOwnKeys;
+        const bool is_edge = __any_sync(0xffffffffu, (entry_ & kEdge) != 0);
         ScoreFactors c{f.factor, f.factor2};
         if (f.flags & kModSoftcap) {
             bool own[2] = {true, true}, near;
             if constexpr (Config::kVarlen) {
                 // Which polynomial is taken must not hang on the next sequence.
-                if (is_edge) forget_keys(s, t.seqlen_k, key, lane);
+                if (is_edge) forget_keys(s, of(tile, &HandedModsTile::seqlen_k), key, lane);
 #pragma unroll
-                for (int r = 0; r < 2; ++r) own[r] = row + (lane >> 2) + 8 * r < t.seqlen_q;
+                for (int r = 0; r < 2; ++r) own[r] = row + (lane >> 2) + 8 * r < of(tile, &HandedModsTile::seqlen_q);
             }
             c = softcap_scores(s, f, own, near);
         }
         if constexpr (kHasScoreMod) {
+            const FwdTile t = lengths_of(tile);
             const ModPlace place{t, row + (lane >> 2), key + 2 * (lane & 3)};
             const bool hides = __any_sync(0xffffffffu, kind == kTileMixed || !(f.flags & kModUserTiles));
             if (is_edge) {
@@ -129,7 +127,7 @@ class HalvedOMods {
         uint32 seen = 0xffffffffu;
         bool has_biases = kBias != 0;
         if constexpr (kBias != 0) {
-            c.base2 = bias_of(tile, x).add(s, c, lane);
+            c.base2 = bias_of(tile, entry_).add(s, c, lane);
             if (kind == kTileEmpty) seen = 0;
         } else if (__any_sync(0xffffffffu, (f.flags & kModKeyBias) && kind == kTileMixed)) {
             c.base2 = add_loaded_biases(s, c, lane);
@@ -144,11 +142,19 @@ class HalvedOMods {
             c.base2 = 1.0f;
         }
         if (__any_sync(0xffffffffu, seen != 0xffffffffu)) hide_by_bits(s, seen);
-        if (is_edge) mask_edges_by_bits(s, params_.fwd, t, row, key, lane);
+        if (is_edge) mask_edges_by_bits(s, params_.fwd, lengths_of(tile), row, key, lane);
         return c.base2;
     }
 
   private:
+    static constexpr int32 kEdge = 1 << 30;  // beside an entry: rows see a part of the tile's keys
+
+    OA_DEVICE static FwdTile lengths_of(uint32 tile) {
+        FwdTile t;
+        t.sequence = of(tile, &HandedModsTile::sequence), t.head_idx = of(tile, &HandedModsTile::head_idx);
+        t.seqlen_q = of(tile, &HandedModsTile::seqlen_q), t.seqlen_k = of(tile, &HandedModsTile::seqlen_k);
+        return t;
+    }
     // Of the warp's rows, in the tile of keys of an entry.
     OA_DEVICE WarpBias<Io, kBias> bias_of(uint32 tile, int32 x) const {
         const ScoreModParams& f = params_.mods;
@@ -179,5 +185,6 @@ class HalvedOMods {
 
     const typename Config::Params& params_;
     const int32 group_, rank_;
+    int32 entry_;
     uint32 beside_[2];
 };
