@@ -312,7 +312,7 @@ class HalvedOConsumer {
         } else {
             c = p_.softmax_scale * kLog2e;
             // Else a factor in the exponent is all that scores need.
-            if (p_.softcap > 0.0f || !(c > 0.0f && c < 1e30f)) {
+            if (Config::kSoftcap && (p_.softcap > 0.0f || !(c > 0.0f && c < 1e30f))) {
                 transform_scores(s, p_);
                 c = 1.0f;
             }

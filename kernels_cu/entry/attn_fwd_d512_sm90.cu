@@ -42,7 +42,8 @@
 
 struct Config {
     using Io = IO_TYPE;
-    static constexpr bool kScoreMods = SCORE_MODS;  // masks, biases, a user's expressions
+    static constexpr bool kScoreMods = SCORE_MODS;  // masks, biases, a user's expressions; softcap and any scale too
+    static constexpr bool kSoftcap = SOFTCAP;  // softcap and any scale
     static constexpr int kBiasBytes = BIAS_BYTES;  // of an element of an additive mask's tiles; 0: none
     using Params = Select<kScoreMods, Select<kHasScoreMod, AttnFwdUserModSm90Params, AttnFwdModsSm90Params>::Type,
                           AttnFwdSm90Params>::Type;

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from omniattn.bench.shape_cases import ShapeCase
+from omniattn.launch.structs import ATTN_FWD_MODS_SM90
 from omniattn.problems import AttentionProblem
 from omniattn.registry import REGISTRY, KernelSpec
 from omniattn.runtime.record import LaunchRecord
@@ -16,6 +17,7 @@ from omniattn.select.fit import fit
 from omniattn.select.model import coefficients_of
 from omniattn.select.orders import places_of
 
+from .launch_fakes import fields_of_record
 from .shape_plans import GPUS, fastest, is_whole, planned, problem_of, row_of
 
 H200 = GPUS["H200"]
@@ -64,7 +66,7 @@ def test_options_that_it_honours(options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("packed", ["", "alike"])
 @pytest.mark.parametrize("head_dim", [264, 512])
-@pytest.mark.parametrize(("mask", "ending"), [("half", "masks"), ("padding", "masks"), ("bias_heads", "bias16")])
+@pytest.mark.parametrize(("mask", "ending"), [("half", "mods"), ("padding", "mods"), ("bias_heads", "bias16")])
 def test_masks_have_rows_of_512_channels(mask: str, ending: str, head_dim: int, packed: str) -> None:
     problem = call(head_dim, mask=mask, packed=packed)
     assert row_of(problem, H200).name == f"{FAMILY}_bf16_d512{'_varlen' if packed else ''}_{ending}"
@@ -74,15 +76,21 @@ def test_masks_have_rows_of_512_channels(mask: str, ending: str, head_dim: int, 
 
 
 def test_plain_calls_take_no_row_for_masks() -> None:
-    for options in ({}, {"causal": True}, {"softcap": 30.0}, {"packed": "alike"}):
-        assert row_of(call(**options), H200).masks == "none"
+    for options in ({}, {"causal": True}, {"packed": "alike"}):
+        assert not row_of(call(**options), H200).score_mods
+    # With a softcap they are faster, where they are not too wide.
+    assert row_of(call(softcap=30.0), H200).name.endswith("_d512_mods")
+    assert row_of(call(384, softcap=30.0), H200).name.endswith("_d384")
 
 
 def test_launches_with_a_mask() -> None:
     launches = planned(call(mask="half"), H200, is_here)
     assert [x.spec.family for x in launches.records] == ["mask_pack_sm80", "mask_list_sm80", FAMILY]
     (record,) = planned(call(mask="bias_heads"), H200, is_here).records
-    assert [(x.operand, x.box) for x in record.tensor_maps[3:]] == [("mask", (64, 128, 1, 1))]
+    # It is read without a tensor map.
+    fields = fields_of_record(record, ATTN_FWD_MODS_SM90)
+    assert fields["mods.tiles"].operand == "mask"
+    assert [fields[f"mods.tiles_stride_{x}"] for x in "bhm"] == [0, 4096 * 4096, 4096]
 
 
 @pytest.mark.parametrize(("head_dim", "head_dim_v"), [(256, 256), (64, 128), (192, 128)])

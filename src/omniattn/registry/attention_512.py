@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from .spec import IO_TYPES, KernelSpec, Masks
+from .spec import IO_TYPES, KernelSpec, Masks, Use
 
 #: Of ``attn_fwd_d512_sm90``: head_dim, head_dim_v, units of K and V under way (docs/performance/attn_fwd_d512_sm90.md).
 _TILES: tuple[tuple[int, int, int], ...] = (
@@ -20,10 +20,12 @@ def _attn_fwd_d512_sm90(
 ) -> KernelSpec:
     """A tile is that of a cluster, and so are the keys of a step.
 
-    mods: with masks and score_mod; bias_bytes: with tiles of an additive mask.
+    mods: with masks and score_mod; bias_bytes: with tiles of an additive mask. Of a width that has a row with mods this
+    one takes calls with a softcap, too, as it is faster.
     """
     short, tag = IO_TYPES[dtype]
     units = -(-head_dim // 128)
+    softcap: Use = "any" if mods or (head_dim, head_dim_v) != _TILES[0][:2] else "never"
     masks: Masks = "tiles" if bias_bytes else "packed" if mods else "none"
     # P that the other CTA sends, with base and sum of each row; behind the barriers two tiles, and 32 packed sequences.
     tiles_bytes = 256 * head_dim + 16384 * stages + 2 * (8192 + 512)
@@ -33,7 +35,7 @@ def _attn_fwd_d512_sm90(
         name=f"attn_fwd_d512_sm90_{short}_d{head_dim}"
         + (f"v{head_dim_v}" if head_dim_v != head_dim else "")
         + "_varlen" * varlen
-        + (f"_bias{8 * bias_bytes}" if bias_bytes else "_masks" * mods),
+        + (f"_bias{8 * bias_bytes}" if bias_bytes else "_mods" * mods),
         family="attn_fwd_d512_sm90",
         op="attention",
         source="entry/attn_fwd_d512_sm90.cu",
@@ -44,6 +46,7 @@ def _attn_fwd_d512_sm90(
             ("HEAD_DIM_V", str(head_dim_v)),
             ("NUM_STAGES", str(stages)),
             ("VARLEN", str(int(varlen))),
+            ("SOFTCAP", str(int(softcap == "any"))),
             ("SCORE_MODS", str(int(mods))),
             ("BIAS_BYTES", str(bias_bytes)),
             ("SMEM_BYTES", str(smem_bytes)),
@@ -59,7 +62,7 @@ def _attn_fwd_d512_sm90(
         arch_specific=True,
         sequences="packed" if varlen else "dense",
         tensor_maps=True,
-        softcap="any",
+        softcap=softcap,
         masks=masks,
         score_mod=mods,
         lists=mods,

@@ -256,13 +256,15 @@ def _smallest(rows: Iterable[KernelSpec], p: AttentionProblem) -> list[KernelSpe
         widths = sorted({_columns(row) for row in rows if row.arch_specific == is_specific})
         widest[is_specific] = max(widths[:most], default=0)
     plain = {row.arch_specific for row in rows if not row.score_mods}
+    of_width = {(row.arch_specific, _columns(row)) for row in rows if not row.score_mods}
     kinds: dict[Any, KernelSpec] = {}
     for row in rows:
         if _columns(row) > widest[row.arch_specific]:
             continue
-        if (not p.score_mods and row.score_mods and row.arch_specific in plain) or (
-            row.own_head_dim_v and not p.own_head_dim_v
-        ):
+        for_nothing = not p.score_mods and row.score_mods and row.arch_specific in plain
+        if row.masks == "none":  # of heads above 256 channels there are rows with softcap and without it
+            for_nothing = for_nothing and (row.arch_specific, _columns(row)) in of_width
+        if for_nothing or (row.own_head_dim_v and not p.own_head_dim_v):
             continue
         kind = row.family, row.block_m, row.block_n, row.num_warps, row.ctas_per_sm
         best = kinds.get(kind)
