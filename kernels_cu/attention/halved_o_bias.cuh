@@ -32,10 +32,11 @@ class WarpBias {
         }
     }
 
-    // Adds to scores; returns what these are then to be multiplied by in base 2.
+    // Adds to scores, of lane `thread` of the warp; returns what these are then to be multiplied by in base 2.
     template <int kScores>
-    OA_DEVICE float add(float (&s)[kScores], ScoreFactors c, int32 lane) const {
-        const int quad_lane = lane & 3;
+    OA_DEVICE float add(float (&s)[kScores], ScoreFactors c, int32 thread) const {
+        // Computed here: the compiler would keep keys of pieces in registers from the first tile on.
+        const int32 lane = in_register(thread), quad_lane = lane & 3;
         const uint8* const rows[2] = {row_at(lane >> 2), row_at((lane >> 2) + 8)};
         if constexpr (kBytes == 2) {
             uint32 b[4][4];  // of row r and keys from 32 j on: b[2 j + r]
