@@ -226,6 +226,10 @@ class HalvedOConsumer {
                 if (is_last) release_q(u - 1);
             }
         }
+        if constexpr (Layout::kUnitsBias != 0) {
+            bias_at_ = at_;
+            advance_over_bias(at_);
+        }
     }
 
     // Whether a step has keys of the next sequence.
@@ -291,9 +295,15 @@ class HalvedOConsumer {
 #pragma unroll
         for (int u = 0; u < kUnits; ++u) release();
     }
+    // A mask's units are released apart, by softmax().
+    OA_DEVICE static void advance_over_bias(RingState<Config::kStages>& at) {
+#pragma unroll
+        for (int u = 0; u < Layout::kUnitsBias; ++u) at.advance();
+    }
     // S is there: the last unit of K, and at a tile's end of Q, is free.
     OA_DEVICE void release_last_scores(bool is_last) {
         release();
+        advance_over_bias(released_);
         if (is_last) release_q(Layout::kUnitsK - 1);
     }
     OA_DEVICE void release_q(int u) const {
@@ -308,7 +318,7 @@ class HalvedOConsumer {
     OA_DEVICE bool softmax(Scores& s, int32 n, Probabilities& probs, float (&alpha)[2], Between between) {
         float c;
         if constexpr (Config::kScoreMods) {
-            c = mods_.apply(s, tile_at_hand(), warp_row(), lane_);
+            c = modify(s);
         } else {
             c = p_.softmax_scale * kLog2e;
             // Else a factor in the exponent is all that scores need.
@@ -323,6 +333,8 @@ class HalvedOConsumer {
             }
         }
         const bool grew = raise(s, c, alpha);
+        // Behind a vote on scores that biases of 32 bits have been added to: all have been read.
+        if constexpr (Layout::kUnitsBias == 2) release_bias();
 #pragma unroll
         for (int step = 0; step < kSteps; ++step) {
             if (step == kSteps - 1) between();
@@ -338,6 +350,30 @@ class HalvedOConsumer {
             wgmma_pin(probs[step]);  // here, and not behind the loads that come later: registers are short
         }
         return grew;
+    }
+    // With masks.
+    OA_DEVICE float modify(Scores& s) {
+        uint32 bias = 0, panel = 0;
+        if constexpr (Layout::kUnitsBias != 0) {
+            RingState<Config::kStages> at = bias_at_;
+            const uint32 units = smem_addr_at(&Storage::units, bars_.base) + group_ * 64 * 128;
+            bars_.ring.wait(at);
+            bias = units + at.stage * Layout::kUnit;
+            if constexpr (Layout::kUnitsBias == 2) {
+                at.advance();
+                bars_.ring.wait(at);
+                panel = units + at.stage * Layout::kUnit - bias;
+            }
+        }
+        return mods_.apply(s, tile_at_hand(), warp_row(), lane_, bias, panel, [&] { release_bias(); });
+    }
+    OA_DEVICE void release_bias() const {
+        RingState<Config::kStages> at = bias_at_;
+#pragma unroll
+        for (int u = 0; u < Layout::kUnitsBias; ++u) {
+            bars_.ring.release(at, lane_);
+            at.advance();
+        }
     }
     // c: see softmax(). Large scores of a user's expression are brought to base 2, and c to 1.
     OA_DEVICE bool raise(Scores& s, float& c, float (&alpha)[2]) {
@@ -450,6 +486,7 @@ class HalvedOConsumer {
     const int32 lane_;
     const WgmmaDescriptor q_, k_, v_;
     RingState<Config::kStages> at_, released_;
+    RingState<Config::kStages> bias_at_;  // of an additive mask's tile for the scores at hand, behind the units of K
     uint32 q_phase_ = 0, messages_ = 0;  // parities; messages are sent and received in turn
     float m_[2], l_[2];  // base of the exponents in base 2, and sum of P, of this CTA's keys until the end
     float other_l_[2];

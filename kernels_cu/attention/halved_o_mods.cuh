@@ -4,9 +4,8 @@
 // A step is two tiles of 64 keys, of which each CTA has one: any two that the mask leaves, neighbours in the list of a
 // tile of queries. Of an odd number the last step has the same tile twice, which the second CTA's rows do not see.
 // Bits and numbers of keys come from global memory, a word or two a lane, while S is multiplied: shared memory is full.
-// So do tiles of an additive mask (attention/halved_o_bias.cuh).
+// Tiles of an additive mask come through the ring of K and V.
 #pragma once
-#include "attention/halved_o_bias.cuh"
 #include "attention/halved_o_storage.cuh"
 #include "attention/score_mod.cuh"
 #include "attention/score_mods.cuh"
@@ -70,9 +69,7 @@ class HalvedOMods {
         const int32 x = entry(tile, n, rank_), full_first = of(tile, &HandedModsTile::full_first),
                     full_end = of(tile, &HandedModsTile::full_end);
         entry_ = ListSteps::tile(x) < full_first || ListSteps::tile(x) >= max_of(full_end, full_first) ? x | kEdge : x;
-        if constexpr (kBias != 0) {
-            bias_of(tile, x).prefetch(lane);
-        } else {
+        if constexpr (kBias == 0) {
             const ScoreModParams& f = params_.mods;
             const int32 kind = ListSteps::kind(x, group_);
             beside_[0] = kind == kTileEmpty ? 0 : 0xffffffffu;
@@ -92,8 +89,11 @@ class HalvedOMods {
     }
 
     // All modifications in their order. Returns what the scores are then to be multiplied by in base 2. row: of the
-    // warp.
-    OA_DEVICE float apply(Scores& s, uint32 tile, int32 row, int32 lane) const {
+    // warp. bias, bias_panel: shared address of the warpgroup's rows of an additive mask's tile, and from its first 32
+    // keys to the others of 32 bits. free: called when they have been read, where that is before the scores are there.
+    template <typename Free>
+    OA_DEVICE float apply(Scores& s, uint32 tile, int32 row, int32 lane, uint32 bias, uint32 bias_panel,
+                          Free free) const {
         const ScoreModParams& f = params_.mods;
         const int32 kind = ListSteps::kind(entry_, group_), key = ListSteps::tile(entry_) * kOwnKeys;
         const bool is_edge = __any_sync(0xffffffffu, (entry_ & kEdge) != 0);
@@ -127,7 +127,17 @@ class HalvedOMods {
         uint32 seen = 0xffffffffu;
         bool has_biases = kBias != 0;
         if constexpr (kBias != 0) {
-            c.base2 = bias_of(tile, entry_).add(s, c, lane);
+            const BiasTile<Io, kBias, kOwnKeys / 2> biases(bias + ((threadIdx.x >> 5) & 3) * 16 * 128, bias_panel,
+                                                           lane);
+            if constexpr (kBias == 2) {
+                const bool is_plain = __all_sync(0xffffffffu, biases.is_plain());
+                free();
+                c.base2 = add_biases(s, c, is_plain, biases);
+            } else {
+                // To look at them first would be to read them twice.
+                add_any_biases(s, c.base2, biases);
+                c.base2 = 1.0f;
+            }
             if (kind == kTileEmpty) seen = 0;
         } else if (__any_sync(0xffffffffu, (f.flags & kModKeyBias) && kind == kTileMixed)) {
             c.base2 = add_loaded_biases(s, c, lane);
@@ -154,18 +164,6 @@ class HalvedOMods {
         t.sequence = of(tile, &HandedModsTile::sequence), t.head_idx = of(tile, &HandedModsTile::head_idx);
         t.seqlen_q = of(tile, &HandedModsTile::seqlen_q), t.seqlen_k = of(tile, &HandedModsTile::seqlen_k);
         return t;
-    }
-    // Of the warp's rows, in the tile of keys of an entry.
-    OA_DEVICE WarpBias<Io, kBias> bias_of(uint32 tile, int32 x) const {
-        const ScoreModParams& f = params_.mods;
-        const int64 head = of(tile, &HandedModsTile::sequence) * f.tiles_stride_b +
-                           of(tile, &HandedModsTile::head_idx) * f.tiles_stride_h;
-        return {static_cast<const uint8*>(f.tiles) + head * kBias,
-                f.tiles_stride_m,
-                params_.fwd.mask_rows,
-                params_.fwd.mask_cols,
-                of(tile, &HandedModsTile::m0) + group_ * 64 + int32((threadIdx.x >> 5) & 3) * 16,
-                ListSteps::tile(x) * kOwnKeys};
     }
     OA_DEVICE static int32 of(uint32 tile, int32 HandedModsTile::* member) {
         return int32(load_shared(smem_addr_at(member, tile)));

@@ -30,6 +30,7 @@ class HalvedOProducer {
             tma_prefetch(&params_.map_q);
             tma_prefetch(&params_.map_k);
             tma_prefetch(&params_.map_v);
+            if constexpr (Layout::kUnitsBias != 0) tma_prefetch(&params_.map_bias);
         }
         if constexpr (Config::kVarlen) {
             PackedClusterTiles<kQueries, kPair> tiles(p, params_.tiles, smem_.sequences);
@@ -90,25 +91,28 @@ class HalvedOProducer {
         to.first = 0, to.end = (to.count + 1) / 2;
         asm volatile("" ::: "memory");
         if (to.end > 0) {
-            copy_listed(to);
+            copy_listed(params, to);
         } else {
             pass_over_q();
         }
         next_slot();
     }
     // As copy_tile. Entries of a list are read a step before they are used.
-    OA_DEVICE void copy_listed(HandedModsTile& t) {
+    template <typename P>
+    OA_DEVICE void copy_listed(const P& params, HandedModsTile& t) {
         kv_head_ = t.head_idx / (params_.fwd.num_q_heads / params_.fwd.num_kv_heads);
         int32 n = t.end - 1;
         hand(t, n, entries_of(t, 0));
         PairEntries next = entries_of(t, min_of(1, n));
         copy_k<true>(t, first_key(t, n, rank_));
+        copy_bias(params, t, first_key(t, n, rank_));
 #pragma unroll 1
         for (; n > 0; --n) {
             const PairEntries later = entries_of(t, min_of(t.end - n + 1, t.end - 1));
             bars_.ring.wait_empty(at_);
             hand(t, n - 1, next);
             copy_k<false>(t, first_key(t, n - 1, rank_));
+            copy_bias(params, t, first_key(t, n - 1, rank_));
             copy_v(t, first_key(t, n, rank_));
             copy_v(t, first_key(t, n, 1 - rank_));
             next = later;
@@ -125,6 +129,18 @@ class HalvedOProducer {
     // Of a CTA's keys of a step that has been handed on.
     OA_DEVICE static int32 first_key(const HandedModsTile& t, int32 n, int32 rank) {
         return ListSteps::tile(t.entries[2 * (n & 1) + rank]) * kOwnKeys;
+    }
+    template <typename P>
+    OA_DEVICE void copy_bias(const P& params, const HandedModsTile& t, int32 key) {
+        if constexpr (Layout::kUnitsBias != 0) {
+#pragma unroll 1
+            for (int c = 0; c < Layout::kUnitsBias; ++c) {
+                const uint32 bar = bars_.ring.acquire(at_, Layout::kUnit);
+                tma_load_4d(unit(), &params.map_bias, bar, key + c * (128 / Config::kBiasBytes), t.m0,
+                            t.head_idx * params.mods.bias_head, t.sequence * params.mods.bias_batch);
+                at_.advance();
+            }
+        }
     }
     OA_DEVICE void wait_slot() const { mbarrier_wait(bars_.tile_empty + 8 * q_phase_, slot_phase_ ^ 1); }
 

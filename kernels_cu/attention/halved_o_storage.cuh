@@ -1,6 +1,7 @@
 // Shared memory and barriers of attn_fwd_d512_sm90 (entry/), whose clusters of two CTAs have half of O's channels each.
 //
-// Config: kPanels, kPanelsV (of 64 channels of q and k, of a CTA's half of v), kVarlen, kStages, kScoreMods.
+// Config: kPanels, kPanelsV (of 64 channels of q and k, of a CTA's half of v), kVarlen, kStages, kScoreMods, kBiasBytes
+// (of an element of an additive mask; 0: none).
 #pragma once
 #include "attention/mask.cuh"
 #include "pipeline/ring.cuh"
@@ -21,6 +22,9 @@ struct HalvedOLayout {
     static constexpr uint32 kUnit = max_of(kUnitPanels * kKPanel, Config::kPanelsV* kVPanel);
     static constexpr int kUnitsK = (Config::kPanels + kUnitPanels - 1) / kUnitPanels;  // of a step
     static constexpr int kUnitsV = kOwnKeys / kUnitKeysV;  // of a CTA's keys of a step
+    // Of an additive mask: panels of 128 bytes of all queries, that of 32 bits has two.
+    static constexpr int kUnitsBias = kOwnKeys * Config::kBiasBytes / 128;
+    static_assert(kUnitsBias == 0 || kUnit == kQueries * 128, "a unit is a panel of the mask");
     // P of a warpgroup, in the order of its threads' registers; base and sum of its rows.
     static constexpr uint32 kP = 64 * kOwnKeys * 2, kRows = 64 * 8;
     // Panels of unit u.

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from omniattn.bench.shape_cases import ShapeCase
-from omniattn.launch.structs import ATTN_FWD_MODS_SM90
 from omniattn.problems import AttentionProblem
 from omniattn.registry import REGISTRY, KernelSpec
 from omniattn.runtime.record import LaunchRecord
@@ -17,7 +16,6 @@ from omniattn.select.fit import fit
 from omniattn.select.model import coefficients_of
 from omniattn.select.orders import places_of
 
-from .launch_fakes import fields_of_record
 from .shape_plans import GPUS, fastest, is_whole, planned, problem_of, row_of
 
 H200 = GPUS["H200"]
@@ -90,10 +88,7 @@ def test_launches_with_a_mask() -> None:
     launches = planned(call(mask="half"), H200, is_here)
     assert [x.spec.family for x in launches.records] == ["mask_pack_sm80", "mask_list_sm80", FAMILY]
     (record,) = planned(call(mask="bias_heads"), H200, is_here).records
-    # It is read without a tensor map.
-    fields = fields_of_record(record, ATTN_FWD_MODS_SM90)
-    assert fields["mods.tiles"].operand == "mask"
-    assert [fields[f"mods.tiles_stride_{x}"] for x in "bhm"] == [0, 4096 * 4096, 4096]
+    assert [(x.operand, x.box) for x in record.tensor_maps[3:]] == [("mask", (64, 128, 1, 1))]
 
 
 @pytest.mark.parametrize(("head_dim", "head_dim_v"), [(256, 256), (64, 128), (192, 128)])

@@ -9,10 +9,10 @@ from ..registry import KernelSpec
 from ..runtime.record import LaunchRecord
 from .attn_fwd import forward_values
 from .attn_fwd_sm90 import operand_map, tile_values
-from .host_struct import At, member
+from .host_struct import member
 from .masks import MaskPlaces
 from .score_mod import array_values
-from .score_mods import score_mod_values
+from .score_mods import bias_map, score_mod_values
 from .structs import ATTN_FWD_MODS_SM90, ATTN_FWD_SM90, ATTN_FWD_USER_MOD_SM90
 
 #: Rows of one copy of v (``kUnitKeysV`` of kernels_cu/attention/halved_o_producer.cuh).
@@ -45,20 +45,9 @@ def build(
     else:
         layout = ATTN_FWD_MODS_SM90
         values |= member("fwd", forward_values(p, blocks, mask_extent=p.mask_extent))
-        values |= {"map_bias": q, **member("mods", {**score_mod_values(p, masks), **_bias_values(spec, p, masks)})}
+        values |= {"map_bias": bias_map(spec, p, q, masks), **member("mods", score_mod_values(p, masks))}
     if p.score_mod is not None:
         layout = ATTN_FWD_USER_MOD_SM90
         values |= member("arrays", array_values(p.score_mod))
     grid = (spec.cluster * order.ctas, 1, 1)
     return (LaunchRecord(spec, grid, 32 * spec.num_warps, *layout.pack(values)),)
-
-
-def _bias_values(spec: KernelSpec, problem: AttentionProblem, masks: MaskPlaces | None) -> dict[str, object]:
-    """Where an additive mask that differs between queries is: this kernel reads it without a tensor map."""
-    if spec.bias_bytes == 0:
-        return {}
-    assert problem.strides is not None
-    at, (b, h, q) = At("mask"), problem.strides.mask[:3]
-    if masks is not None and masks.bias is not None:
-        at, (b, h, q) = masks.bias, masks.bias_strides
-    return {"tiles": at, "tiles_stride_b": b, "tiles_stride_h": h, "tiles_stride_m": q}
