@@ -74,15 +74,15 @@ class HalvedOMods {
             const int32 kind = ListSteps::kind(x, group_);
             beside_[0] = kind == kTileEmpty ? 0 : 0xffffffffu;
             if (!__any_sync(0xffffffffu, kind == kTileMixed && (f.flags & (kModBits | kModKeyBias)))) return;
-            const int64 head = of(tile, &HandedModsTile::sequence) * f.tiles_stride_b +
-                               of(tile, &HandedModsTile::head_idx) * f.tiles_stride_h;
             if (f.flags & kModBits) {
+                const int64 head = of(tile, &HandedModsTile::sequence) * f.tiles_stride_b +
+                                   of(tile, &HandedModsTile::head_idx) * f.tiles_stride_h;
                 const int32 row = (of(tile, &HandedModsTile::m0) >> 6) + group_;
                 beside_[0] = __ldg(static_cast<const uint32*>(f.tiles) + head + row * f.tiles_stride_m +
                                    ListSteps::tile(x) * 128 + (threadIdx.x & 127));
             } else {
-                const float2 two = __ldg(reinterpret_cast<const float2*>(static_cast<const float*>(f.tiles) + head +
-                                                                         ListSteps::tile(x) * kOwnKeys + 2 * lane));
+                // Two keys of 64 a lane: the others are in the first-level cache then.
+                const float2 two = __ldg(keys_of(tile, x) + lane);
                 beside_[0] = __float_as_uint(two.x), beside_[1] = __float_as_uint(two.y);
             }
         }
@@ -140,7 +140,7 @@ class HalvedOMods {
             }
             if (kind == kTileEmpty) seen = 0;
         } else if (__any_sync(0xffffffffu, (f.flags & kModKeyBias) && kind == kTileMixed)) {
-            c.base2 = add_loaded_biases(s, c, lane);
+            c.base2 = add_key_biases(s, c, tile, lane);
             has_biases = true;
         } else {
             seen = beside_[0];
@@ -168,16 +168,21 @@ class HalvedOMods {
     OA_DEVICE static int32 of(uint32 tile, int32 HandedModsTile::* member) {
         return int32(load_shared(smem_addr_at(member, tile)));
     }
-    // Numbers of keys, which lanes have of two keys each.
-    OA_DEVICE float add_loaded_biases(Scores& s, ScoreFactors c, int32 lane) const {
+    // Numbers of the keys of a tile.
+    OA_DEVICE const float2* keys_of(uint32 tile, int32 x) const {
+        const ScoreModParams& f = params_.mods;
+        const int64 head = of(tile, &HandedModsTile::sequence) * f.tiles_stride_b +
+                           of(tile, &HandedModsTile::head_idx) * f.tiles_stride_h;
+        return reinterpret_cast<const float2*>(static_cast<const float*>(f.tiles) + head +
+                                               ListSteps::tile(x) * kOwnKeys);
+    }
+    OA_DEVICE float add_key_biases(Scores& s, ScoreFactors c, uint32 tile, int32 lane) const {
         const float first = __uint_as_float(beside_[0]), second = __uint_as_float(beside_[1]);
         const bool is_plain = max_nan(fabsf(first), fabsf(second)) <= kPlainBias;
+        const float2* const keys = keys_of(tile, entry_) + (lane & 3);
         float2 b[kOwnKeys / 8];
 #pragma unroll
-        for (int n = 0; n < kOwnKeys / 8; ++n) {
-            b[n].x = __shfl_sync(0xffffffffu, first, 4 * n + (lane & 3));
-            b[n].y = __shfl_sync(0xffffffffu, second, 4 * n + (lane & 3));
-        }
+        for (int n = 0; n < kOwnKeys / 8; ++n) b[n] = __ldg(keys + 4 * n);
         return add_biases(s, c, is_plain, [&](int n, int) { return b[n]; });
     }
 
