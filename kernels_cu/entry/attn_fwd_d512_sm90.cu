@@ -3,8 +3,10 @@
 //
 //   S = softmax_scale * Q K^T;  P = softmax([S, sink]);  O = P V;  LSE = log(sum(exp(S)) + exp(sink))
 //
-// with S = softcap * tanh(S / softcap) before the softmax. q, k, v, o, lse as of attn_fwd_sm90 (VARLEN: packed), with
-// head dims up to HEAD_DIM (q, k) and HEAD_DIM_V (v, o), below which TMA fills with zeros.
+// with S = softcap * tanh(S / softcap) before the softmax (SOFTCAP). q, k, v, o, lse as of attn_fwd_sm90 (VARLEN:
+// packed), with head dims up to HEAD_DIM (q, k) and HEAD_DIM_V (v, o), below which TMA fills with zeros. SCORE_MODS:
+// softcap, masks, a user's expressions and any scale (attention/halved_o_mods.cuh); BIAS_BYTES: tiles of an additive
+// mask, of elements of so many bytes.
 //
 // A persistent kernel: a cluster of two CTAs, each with an SM of its own, walks over tiles of 128 query rows of one
 // head. A step is 128 keys, from the last visible ones to the first. CTA r has all 128 rows of Q; of each step's K the
@@ -30,7 +32,9 @@
 //
 // Shared memory, bytes: Q [HEAD_DIM / 64][128 * 128] | units of K and V [NUM_STAGES][16384] | P from the other CTA
 // [2][8192], base and sum of its rows [2][512] | barriers, tiles. Panels of 64 channels, 128-byte swizzle. A unit: 64
-// keys and two panels of K, or 32 keys and the CTA's panels of V.
+// keys and two panels of K, or 32 keys and the CTA's panels of V, or 128 bytes of each row of an additive mask's tile.
+//
+// With masks a step is two tiles of 64 keys of a list, one each CTA; the producer tells both CTAs' consumers which.
 #include "attention/halved_o_consumer.cuh"
 #include "attention/halved_o_producer.cuh"
 #include "attention/score_mod_user.cuh"
