@@ -4,7 +4,7 @@
 //   S = softmax_scale * Q K^T;  P = softmax([S, sink]);  O = P V;  LSE = log(sum(exp(S)) + exp(sink))
 //
 // with S = softcap * tanh(S / softcap) before the softmax (SOFTCAP). q, k, v, o, lse as of attn_fwd_sm90 (VARLEN:
-// packed), with head dims up to HEAD_DIM (q, k) and HEAD_DIM_V (v, o), below which TMA fills with zeros. SCORE_MODS:
+// packed), with head dims up to HEAD_DIM (q, k) and HEAD_DIM_V (v, o), below which TMA fills with zeros. MASKS:
 // softcap, masks, a user's expressions and any scale (attention/halved_o_mods.cuh); BIAS_BYTES: tiles of an additive
 // mask, of elements of so many bytes.
 //
@@ -46,7 +46,7 @@
 
 struct Config {
     using Io = IO_TYPE;
-    static constexpr bool kScoreMods = SCORE_MODS;  // masks, biases, a user's expressions; softcap and any scale too
+    static constexpr bool kScoreMods = MASKS;  // masks, biases, a user's expressions; softcap and any scale too
     static constexpr bool kSoftcap = SOFTCAP;  // softcap and any scale
     static constexpr int kBiasBytes = BIAS_BYTES;  // of an element of an additive mask's tiles; 0: none
     using Params = Select<kScoreMods, Select<kHasScoreMod, AttnFwdUserModSm90Params, AttnFwdModsSm90Params>::Type,

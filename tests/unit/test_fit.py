@@ -19,6 +19,7 @@ ATTENTION = ("attention", "attention_split")
 #: Fields that follow from the constants that a row is compiled with.
 BY_CONSTANT: dict[str, Any] = {
     "SCORE_MODS": lambda s: s.score_mods,
+    "MASKS": lambda s: s.masks != "none",
     "SOFTCAP": lambda s: s.softcap != "never",
     "MASK_LISTS": lambda s: s.lists,
     "KEY_MASK": lambda s: s.masks == "keys",
@@ -50,8 +51,7 @@ def test_rows_contradict_themselves_nowhere() -> None:
         assert not (spec.dmask or spec.ordered_dq) or spec.dq, spec.name
         if spec.op in ATTENTION or spec.op in ("attention_backward", "attention_backward_dq"):
             assert spec.tensor_maps == spec.arch_specific, spec.name
-            wide_split = spec.op == "attention_split" and spec.head_dim > 256
-            assert (spec.arch_specific or spec.paged or wide_split) == (spec.sequences != "any"), spec.name
+            assert (spec.arch_specific or spec.paged) == (spec.sequences != "any"), spec.name
 
 
 def test_what_follows_from_fields_is_kept() -> None:

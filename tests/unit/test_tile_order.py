@@ -326,7 +326,7 @@ def test_packed_sequences_are_listed_head_by_head(spec: KernelSpec) -> None:
     blocks = num_m_blocks(problem, spec.block_m)
     assert blocks == -(-1000 // spec.block_m) + 3 + 2
     assert usual_order(spec, problem, HOPPER) == Whole(
-        TileList(8 * blocks, 0, 0), min(8 * blocks, SMS * spec.ctas_per_sm)
+        TileList(8 * blocks, 0, 0), min(8 * blocks, SMS * spec.ctas_per_sm // spec.cluster)
     )
 
 

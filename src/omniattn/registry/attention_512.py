@@ -47,7 +47,7 @@ def _attn_fwd_d512_sm90(
             ("NUM_STAGES", str(stages)),
             ("VARLEN", str(int(varlen))),
             ("SOFTCAP", str(int(softcap == "any"))),
-            ("SCORE_MODS", str(int(mods))),
+            ("MASKS", str(int(mods))),
             ("BIAS_BYTES", str(bias_bytes)),
             ("SMEM_BYTES", str(smem_bytes)),
         ),
