@@ -19,9 +19,11 @@
 template <typename Config, int kOwn>
 class LatentConsumer {
     using Products = Wgmma<typename Config::Io, Config::kKeys>;
-    using Pv = Wgmma<typename Config::Io, Config::kHeadDimV / 2>;
+    using Pv = Wgmma<typename Config::Io, Config::kHeadDimV / 2 / Config::kPvParts>;
     static constexpr uint32 kBlockBytes = LatentStorage<Config>::kBlockBytes;
     static constexpr int kOutput = Config::kHeadDimV / 4, kScores = Config::kKeys / 2;
+    static constexpr int kPartOutput = kOutput / Config::kPvParts;
+    static constexpr uint32 kPartBytes = Config::kHalfPanels / Config::kPvParts * kPanelBytes;
 
   public:
     OA_DEVICE LatentConsumer(const MlaDecodeParams& p, LatentStorage<Config>& smem)
@@ -330,13 +332,19 @@ class LatentConsumer {
         fence_proxy_async();
     }
 
+    using PartOutput = float[kPartOutput];
+    OA_DEVICE PartOutput& output(int part) { return *reinterpret_cast<PartOutput*>(&o_[part * kPartOutput]); }
+
     // O += P V of this warpgroup's own P, and of the other's.
     OA_DEVICE void issue_own(const uint32 (&probs)[Config::kKeys / 16][4], int buffer) {
         wgmma_pin(o_);
         wgmma_fence();
 #pragma unroll
         for (int step = 0; step < Config::kKeys / 16; ++step)
-            Pv::template rs<kMnMajor>(o_, probs[step], v_.at(buffer * kBlockBytes + step * 16 * 128), 1);
+#pragma unroll
+            for (int part = 0; part < Config::kPvParts; ++part)
+                Pv::template rs<kMnMajor>(output(part), probs[step],
+                                          v_.at(buffer * kBlockBytes + part * kPartBytes + step * 16 * 128), 1);
         wgmma_commit();
         wgmma_pin(o_);
     }
@@ -345,9 +353,11 @@ class LatentConsumer {
         wgmma_fence();
 #pragma unroll
         for (int step = 0; step < Config::kKeys / 16; ++step)
-            Pv::template ss<kKMajor, kMnMajor>(
-                o_, k_.at(buffer * kBlockBytes + (Config::kPanels - 1) * kPanelBytes + step * 32),
-                v_.at(buffer * kBlockBytes + step * 16 * 128), 1);
+#pragma unroll
+            for (int part = 0; part < Config::kPvParts; ++part)
+                Pv::template ss<kKMajor, kMnMajor>(
+                    output(part), k_.at(buffer * kBlockBytes + (Config::kPanels - 1) * kPanelBytes + step * 32),
+                    v_.at(buffer * kBlockBytes + part * kPartBytes + step * 16 * 128), 1);
         wgmma_commit();
         wgmma_pin(o_);
     }

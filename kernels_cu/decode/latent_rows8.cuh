@@ -1,5 +1,6 @@
 // Channels of a latent cache's rows in 8 bits, to 16 bits.
 #pragma once
+#include "decode/latent_rows.cuh"
 #include "ptx/cvt.cuh"
 #include "ptx/shared.cuh"
 
@@ -55,8 +56,26 @@ OA_DEVICE uint4 widen8(uint32 low, uint32 high) {
                       two(half2_of<true>(high)));
 }
 
-// Of a row a lane has 16 codes of each panel of a half; two panels have a scale. last: of the last panel.
+// The same of one number.
+OA_DEVICE float load_float_if(const uint8* from, bool exists) {
+    float x;
+    asm volatile(
+        "{.reg .pred p;\n"
+        "setp.ne.u32 p, %2, 0;\n"
+        "mov.b32 %0, 0;\n"
+        "@p ld.global.b32 %0, [%1];}"
+        : "=&f"(x)
+        : "l"(from), "r"(uint32(exists))
+        : "memory");
+    return x;
+}
+
+// Of a row a lane has 16 codes of each panel of a half.
 struct LatentCodes {
-    uint4 panels[4], last;
-    float2 scales;
+    uint4 panels[4];
+};
+// And of the last panel, which comes with the second half: 16 codes, or two times 8 channels of 16 bits.
+template <int kFormat>
+struct LatentLast {
+    uint4 chunks[kFormat == kRows656 ? 2 : 1];
 };

@@ -50,10 +50,12 @@ struct Config {
     static constexpr int kFormat = CACHE_FORMAT;  // LatentFormat
     static constexpr bool kByMaps = BY_MAPS;  // rows come by TMA; else by threads, 16 bytes each
     static_assert(!kByMaps || kFormat == kRows16, "TMA converts nothing");
-    static constexpr int kProducers = 128, kThreads = kProducers + 256;
+    static constexpr int kProducers = kFormat == kRows16 ? 128 : 256, kThreads = kProducers + 256;
     // Of a thread, 3 * 168 together. Rows in 8 bits wait in registers.
-    static constexpr int kProducerRegisters = kFormat == kRows16 ? 56 : 104;
-    static constexpr int kConsumerRegisters = (3 * 168 - kProducerRegisters) / 2;
+    static constexpr int kProducerRegisters = kFormat == kRows16 ? 56 : 64;
+    static constexpr bool kLate = true;
+    static constexpr int kPvParts = kThreads > 384 ? 2 : 1;
+    static constexpr int kConsumerRegisters = kFormat == kRows16 ? 224 : 192;
     static_assert(kFormat != kRows656 || kIsBFloat16<Io>, "channels of 16 bits are bf16 there");
     static_assert(kHeadDim % 64 == 0 && kHeadDimV == kHeadDim - 64 && kHeadDimV % 128 == 0, "P has a panel of its own");
 };
@@ -95,13 +97,13 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, 1) mla_decode_sm9
     cursor.sequence = smem.scan.sequence, cursor.before = smem.scan.before;
     if (threadIdx.x == 0) smem.cursor = cursor, smem.chunks = scan.total;
     const int32 warpgroup = __shfl_sync(0xffffffffu, int32(threadIdx.x) >> 7, 0);
-    if (warpgroup == 0) {
+    if (warpgroup < Config::kProducers / 128) {
         registers_release<Config::kProducerRegisters>();
         LatentProducer<Config>(params, smem).run();
         return;
     }
     registers_claim<Config::kConsumerRegisters>();
-    if (warpgroup == 1) {
+    if (warpgroup == Config::kProducers / 128) {
         LatentConsumer<Config, 0>(params, smem).run();
     } else {
         LatentConsumer<Config, 1>(params, smem).run();
