@@ -181,16 +181,13 @@ class LatentConsumer {
     OA_DEVICE void wait_together(int buffer, int first) const {
         wait_panel(buffer, first);
         // Copies of threads are announced by the copies themselves; converted rows are fenced by those who write them.
-        if constexpr (Config::kFormat == kRows16) fence_proxy_async();
+        if constexpr (Config::kFormat == kRows16 && !Config::kByMaps) fence_proxy_async();
     }
     // The panels of this warpgroup's half of V.
     OA_DEVICE void wait_full(int buffer) const {
-        if constexpr (!Config::kByMaps) {
-            wait_together(buffer, kOwn * Config::kHalfPanels);
-            return;
-        }
 #pragma unroll
-        for (int n = 0; n < Config::kHalfPanels; ++n) wait_panel(buffer, kOwn * Config::kHalfPanels + n);
+        for (int n = 0; n < Config::kHalfPanels; n += Config::kTogether)
+            wait_together(buffer, kOwn * Config::kHalfPanels + n);
     }
     OA_DEVICE void release(uint64& bar) const { arrive_for_warp(bar, lane_); }
     // A half of a buffer, to which the other CTA of a cluster writes too.
@@ -224,11 +221,12 @@ class LatentConsumer {
     }
     template <int kBuffer, int kHalf>
     OA_DEVICE void issue_half(float (&s)[kScores]) const {
-        if constexpr (!Config::kByMaps) wait_together(kBuffer, first_panel<Config>(kBuffer, kHalf));
 #pragma unroll
         for (int n = 0; n < Config::kHalfPanels + kHalf; ++n) {
             const int panel = n == Config::kHalfPanels ? Config::kPanels - 1 : first_panel<Config>(kBuffer, kHalf) + n;
-            if constexpr (Config::kByMaps) wait_panel(kBuffer, panel);
+            // The last panel of those that threads bring comes with those before it.
+            if (n % Config::kTogether == 0 && (Config::kByMaps || n < Config::kHalfPanels))
+                wait_together(kBuffer, panel);
 #pragma unroll
             for (int step = 0; step < 4; ++step) {
                 const uint32 at = panel * kPanelBytes + step * 32;
@@ -347,7 +345,12 @@ class LatentConsumer {
     }
 
     using PartOutput = float[kPartOutput];
-    OA_DEVICE PartOutput& output(int part) { return *reinterpret_cast<PartOutput*>(&o_[part * kPartOutput]); }
+    OA_DEVICE PartOutput& output(int part) {
+        if constexpr (Config::kPvParts == 1)
+            return o_;
+        else
+            return *reinterpret_cast<PartOutput*>(&o_[part * kPartOutput]);
+    }
 
     // O += P V of this warpgroup's own P, and of the other's.
     OA_DEVICE void issue_own(const uint32 (&probs)[Config::kKeys / 16][4], int buffer) {

@@ -23,9 +23,7 @@ class LatentConverter {
 
   public:
     OA_DEVICE LatentConverter(const MlaDecodeParams& p, LatentStorage<Config>& smem)
-        : params_(p),
-          p_(p.decode),
-          smem_(smem) {}
+        : params_(p), p_(p.decode), smem_(smem) {}
 
     // Where the first rows of a split are.
     OA_DEVICE void begin(const LatentSplit& split) {
@@ -144,6 +142,8 @@ class LatentConverter {
 #pragma unroll
         for (int n = 0; n < Config::kHalfPanels; ++n) {
             store16(own.panels[n], scales[n / 2], to + n * kPanelBytes, other + n * kPanelBytes);
+            if (n + 1 < Config::kHalfPanels && (n + 1) % Config::kTogether == 0)
+                announce(buffer, side * Config::kHalfPanels + n + 1 - Config::kTogether);
         }
         if constexpr (kHalf == 1) {
             const uint32 panel = row + (Config::kPanels - 1) * kPanelBytes;
@@ -155,11 +155,15 @@ class LatentConverter {
                 store16(last.chunks[0], 1.0f, panel + column, panel + (column ^ 16));
             }
         }
+        announce(buffer, (side + 1) * Config::kHalfPanels - Config::kTogether);
+        if (kHalf == 1) rounds_.advance(buffer);
+    }
+    // The panels from this one on that have a barrier together.
+    OA_DEVICE void announce(int32 buffer, int32 panel) const {
         fence_proxy_async();
         __syncwarp();
-        const uint32 full = smem_addr_of(&smem_.full[0][0]) + buffer * (Config::kPanels * 8);
-        if (int32(threadIdx.x & 31) < int32(kArrivalsOfWarp)) mbarrier_arrive(full + side * (Config::kHalfPanels * 8));
-        if (kHalf == 1) rounds_.advance(buffer);
+        const uint32 bar = smem_addr_of(&smem_.full[0][0]) + (buffer * Config::kPanels + panel) * 8;
+        if (int32(threadIdx.x & 31) < int32(kArrivalsOfWarp)) mbarrier_arrive(bar);
     }
     // 16 channels of a row. With one scale for all rows, consumers multiply.
     OA_DEVICE static void store16(uint4 codes, float scale, uint32 to, uint32 other) {

@@ -129,14 +129,19 @@ class LatentPairConverter {
     }
     OA_DEVICE void store(const LatentCodes& own, const LatentLast<kFormat>& last, float2 scales, int32 buffer) const {
         const int32 side = buffer ^ half_, line = row_ & 7;
-        const uint32 full = smem_addr_of(&smem_.full[0][0]) + buffer * (Config::kPanels * 8) + side * (4 * 8);
-        const uint32 row =
-            smem_addr_of(smem_.k[0]) + buffer * LatentStorage<Config>::kBlockBytes + row_ * 128;
+        const uint32 bars =
+            smem_addr_of(&smem_.full[0][0]) + (buffer * Config::kPanels + side * Config::kHalfPanels) * 8;
+        const auto bar_of = [&](int n) { return bars + n / Config::kTogether * Config::kTogether * 8; };
+        const uint32 full = bar_of(Config::kHalfPanels - 1);
+        const uint32 row = smem_addr_of(smem_.k[0]) + buffer * LatentStorage<Config>::kBlockBytes + row_ * 128;
         const uint32 column = (2 * column_ ^ line) << 4;
         const uint32 to = row + side * kHalfBytes + column, other = to ^ 16;
 #pragma unroll
-        for (int n = 0; n < Config::kHalfPanels; ++n)
-            store16(own.panels[n], n < 2 ? scales.x : scales.y, to + n * kPanelBytes, other + n * kPanelBytes, full);
+        for (int n = 0; n < Config::kHalfPanels; ++n) {
+            const float scale = n < 2 ? scales.x : scales.y;
+            store16(own.panels[n], scale, to + n * kPanelBytes, other + n * kPanelBytes, bar_of(n));
+            if (n + 1 < Config::kHalfPanels && (n + 1) % Config::kTogether == 0) announce(bar_of(n), Config::kTogether);
+        }
         if (half_ != 0) {
             const uint32 panel = row + (Config::kPanels - 1) * kPanelBytes;
             if constexpr (kFormat == kRows656) {
@@ -147,14 +152,17 @@ class LatentPairConverter {
                 store16(last.chunks[0], 1.0f, panel + column, panel + (column ^ 16), full);
             }
         }
+        announce(full, Config::kTogether + half_);
+    }
+    // The first of the half's warps expects what the other CTA stores here.
+    OA_DEVICE static void announce(uint32 bar, int32 panels) {
         fence_proxy_async();
         __syncwarp();
-        // The first of the half's warps expects what the other CTA stores here.
         const int32 lane = int32(threadIdx.x) & 31;
         if (lane == 0 && (threadIdx.x & 96) == 0) {
-            mbarrier_arrive_expect_tx(full, kOwnRows * 128 * (Config::kHalfPanels + half_));
+            mbarrier_arrive_expect_tx(bar, kOwnRows * 128 * panels);
         } else if (lane < int32(kArrivalsOfWarp)) {
-            mbarrier_arrive(full);
+            mbarrier_arrive(bar);
         }
     }
     // 16 channels of a row. With one scale for all rows, consumers multiply.

@@ -132,9 +132,7 @@ class LatentProducer {
     }
 
     // Row r of the 16 that a warp brings of a block: 4 rows at a time, of which the next 4 are 16 further.
-    OA_DEVICE int32 warp_row(int32 r) const {
-        return 4 * (int32(threadIdx.x) >> 5) + (r & 3) + kRowsAtOnce * (r >> 2);
-    }
+    OA_DEVICE int32 warp_row(int32 r) const { return 4 * (int32(threadIdx.x) >> 5) + (r & 3) + kRowsAtOnce * (r >> 2); }
     OA_DEVICE int32 lane_row() const { return warp_row(lane_ & (kBlockRows - 1)); }
     OA_DEVICE int32 lane_block() const { return lane_ / kBlockRows; }
     OA_DEVICE int32 lane_key(const LatentSplit& split, int32 pair) const {

@@ -56,6 +56,7 @@ struct Config {
     static constexpr int kProducerRegisters = kFormat == kRows16 ? 56 : 64;
     static constexpr int kCluster = CLUSTER;  // CTAs with the same keys, that convert a part of the rows each
     static_assert(kCluster == 1 || (kCluster == 2 && kFormat != kRows16), "a pair converts");
+    static constexpr int kTogether = kByMaps ? 1 : kFormat == kRows16 ? kHalfPanels : 2;  // panels of a barrier
     static constexpr bool kLate = false;
     static constexpr int kPvParts = kThreads > 384 ? 2 : 1;
     static constexpr int kConsumerRegisters = kFormat == kRows16 ? 224 : 192;
@@ -64,15 +65,16 @@ struct Config {
 };
 
 // Of a panel that is there: of the copy's lane, of each thread that copies, of each warp that converts.
-constexpr int32 kFullArrivals = Config::kByMaps              ? 1
-                                : Config::kFormat == kRows16 ? Config::kProducers
-                                                             : Config::kProducers / 32 / Config::kCluster * kArrivalsOfWarp;
+constexpr int32 kFullArrivals = Config::kByMaps ? 1
+                                : Config::kFormat == kRows16
+                                    ? Config::kProducers
+                                    : Config::kProducers / 32 / Config::kCluster * kArrivalsOfWarp;
 
 using SharedStorage = LatentStorage<Config>;
 static_assert(sizeof(SharedStorage) == SMEM_BYTES, "the registry's smem_bytes must be this struct's size");
 
-extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(Config::kThreads, 1) mla_decode_sm90(
-    const __grid_constant__ MlaDecodeParams params) {
+extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(Config::kThreads, 1)
+mla_decode_sm90(const __grid_constant__ MlaDecodeParams params) {
     extern __shared__ __align__(1024) uint8 smem_raw[];
     SharedStorage& smem = *reinterpret_cast<SharedStorage*>(smem_raw);
     const DecodeParams& p = params.decode;
