@@ -21,6 +21,7 @@ class LatentPairConverter {
     static constexpr int kFormat = Config::kFormat;
     static constexpr int kAhead = 3;  // blocks whose rows are known, and on their way to L2, beside the present one
     static constexpr uint32 kHalfBytes = Config::kHalfPanels * kPanelBytes;
+    static constexpr int kEarly = 4;  // panels that are converted ahead of the wait for their place
     static constexpr int kOwnRows = Config::kKeys / 2;
     static_assert(Config::kCluster == 2 && Config::kProducers == 2 * 4 * kOwnRows && Config::kHalfPanels == 4, "roles");
 
@@ -59,9 +60,14 @@ class LatentPairConverter {
             entry_ = table_entry(params_, split, key_of(split, block + kAhead + 1));
             prefetch_row(kAhead);
             const int32 buffer = block & 1;
+            uint4 ready[kEarly + 1][2];
+#pragma unroll
+            for (int n = 0; n < kEarly; ++n) convert(codes.panels[n], n < 2 ? scales.x : scales.y, ready[n]);
+#pragma unroll
+            for (int n = 0; n < kEarly; ++n) hold(ready[n][0]), hold(ready[n][1]);
             wait(buffer);
             note_listed(split, block, buffer);
-            store(codes, last, scales, buffer);
+            store(codes, ready, last, scales, buffer);
             load(codes, last, scales, buffer ^ 1, 1);
 #pragma unroll
             for (int i = 0; i < kAhead; ++i) places_[i] = places_[i + 1];
@@ -127,7 +133,8 @@ class LatentPairConverter {
         mbarrier_wait(smem_addr_of(&smem_.empty[0][0]) + buffer * 16 + half_ * 8, rounds_.parity(buffer) ^ 1);
         rounds_.advance(buffer);
     }
-    OA_DEVICE void store(const LatentCodes& own, const LatentLast<kFormat>& last, float2 scales, int32 buffer) const {
+    OA_DEVICE void store(const LatentCodes& own, const uint4 (&ready)[kEarly + 1][2], const LatentLast<kFormat>& last,
+                         float2 scales, int32 buffer) const {
         const int32 side = buffer ^ half_, line = row_ & 7;
         const uint32 bars =
             smem_addr_of(&smem_.full[0][0]) + (buffer * Config::kPanels + side * Config::kHalfPanels) * 8;
@@ -138,8 +145,14 @@ class LatentPairConverter {
         const uint32 to = row + side * kHalfBytes + column, other = to ^ 16;
 #pragma unroll
         for (int n = 0; n < Config::kHalfPanels; ++n) {
-            const float scale = n < 2 ? scales.x : scales.y;
-            store16(own.panels[n], scale, to + n * kPanelBytes, other + n * kPanelBytes, bar_of(n));
+            uint4 x[2];
+            if (n < kEarly) {
+                x[0] = ready[min_of(n, kEarly)][0], x[1] = ready[min_of(n, kEarly)][1];
+            } else {
+                convert(own.panels[n], n < 2 ? scales.x : scales.y, x);
+            }
+            store_both(to + n * kPanelBytes, x[0], bar_of(n));
+            store_both(other + n * kPanelBytes, x[1], bar_of(n));
             if (n + 1 < Config::kHalfPanels && (n + 1) % Config::kTogether == 0) announce(bar_of(n), Config::kTogether);
         }
         if (half_ != 0) {
@@ -149,7 +162,10 @@ class LatentPairConverter {
                 store_both(chunk, last.chunks[0], full);
                 store_both(chunk ^ 64, last.chunks[1], full);
             } else {
-                store16(last.chunks[0], 1.0f, panel + column, panel + (column ^ 16), full);
+                uint4 x[2];
+                convert(last.chunks[0], 1.0f, x);
+                store_both(panel + column, x[0], full);
+                store_both(panel + (column ^ 16), x[1], full);
             }
         }
         announce(full, Config::kTogether + half_);
@@ -166,16 +182,16 @@ class LatentPairConverter {
         }
     }
     // 16 channels of a row. With one scale for all rows, consumers multiply.
-    OA_DEVICE void store16(uint4 codes, float scale, uint32 to, uint32 other, uint32 full) const {
+    OA_DEVICE static void convert(uint4 codes, float scale, uint4 (&to)[2]) {
         using Io = typename Config::Io;
         if constexpr (kFormat == kRows656) {
-            store_both(to, dequantize8<Io>(codes.x, codes.y, scale), full);
-            store_both(other, dequantize8<Io>(codes.z, codes.w, scale), full);
+            to[0] = dequantize8<Io>(codes.x, codes.y, scale), to[1] = dequantize8<Io>(codes.z, codes.w, scale);
         } else {
-            store_both(to, widen8<Io>(codes.x, codes.y), full);
-            store_both(other, widen8<Io>(codes.z, codes.w), full);
+            to[0] = widen8<Io>(codes.x, codes.y), to[1] = widen8<Io>(codes.z, codes.w);
         }
     }
+    // Is there before what stands below.
+    OA_DEVICE static void hold(uint4& x) { asm volatile("" : "+r"(x.x), "+r"(x.y), "+r"(x.z), "+r"(x.w)::"memory"); }
     OA_DEVICE void store_both(uint32 to, uint4 x, uint32 full) const {
         store_shared4(to, x);
         const uint32 words[4] = {x.x, x.y, x.z, x.w};
