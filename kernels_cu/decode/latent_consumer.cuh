@@ -227,6 +227,7 @@ class LatentConsumer {
             // The last panel of those that threads bring comes with those before it.
             if (n % Config::kTogether == 0 && (Config::kByMaps || n < Config::kHalfPanels))
                 wait_together(kBuffer, panel);
+            if (Config::kCopiesLast && n == Config::kHalfPanels) wait_panel(kBuffer, panel), fence_proxy_async();
 #pragma unroll
             for (int step = 0; step < 4; ++step) {
                 const uint32 at = panel * kPanelBytes + step * 32;

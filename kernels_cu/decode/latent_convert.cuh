@@ -18,6 +18,7 @@ template <typename Config>
 class LatentConverter {
     static constexpr int kFormat = Config::kFormat;
     static constexpr int kAhead = 3;  // blocks whose rows are known, and on their way to L2, beside the present one
+    static constexpr int kEarly = 0, kEarlySecond = 0;  // panels that are converted ahead of the wait for their place
     static constexpr uint32 kHalfBytes = Config::kHalfPanels * kPanelBytes;
     static_assert(Config::kKeys == Config::kProducers / 32 * 8 && Config::kHalfPanels == 4, "8 rows of a warp");
 
@@ -46,16 +47,15 @@ class LatentConverter {
         load_half<1>(second, last, 0, 0);
 #pragma unroll 1
         for (int32 block = 0; block < split.blocks; ++block) {
-            read_place(split, block + kAhead, entry_, kAhead);
-            entry_ = entry_of(split, block + kAhead + 1);
-            prefetch_row(kAhead);
             const int32 buffer = block & 1;
             store_half<0>(first, last, scale, buffer);
-            const float next_scale = load_scale(1);
-            if (!Config::kLate) load_half<0>(first, last, buffer ^ 1, 1);
             store_half<1>(second, last, scale, buffer);
-            scale = next_scale;
-            if (Config::kLate) load_half<0>(first, last, buffer ^ 1, 1);
+            // All loads stand together, as what waits for one of them waits for all: ptxas gives them one scoreboard.
+            read_place(split, block + kAhead, entry_, kAhead);
+            prefetch_row(kAhead);
+            entry_ = entry_of(split, block + kAhead + 1);
+            scale = load_scale(1);
+            load_half<0>(first, last, buffer ^ 1, 1);
             load_half<1>(second, last, buffer ^ 1, 1);
 #pragma unroll
             for (int i = 0; i < kAhead; ++i) places_[i] = places_[i + 1];
@@ -111,12 +111,7 @@ class LatentConverter {
 #pragma unroll
         for (int n = 0; n < Config::kHalfPanels; ++n) own.panels[n] = load_if(half + n * 64, exists);
         if constexpr (kHalf == 1) {
-            if constexpr (kFormat == kRows656) {
-                last.chunks[0] = load_if(from + Config::kHeadDimV + 16, exists);
-                last.chunks[1] = load_if(from + Config::kHeadDimV + 16 + 64, exists);
-            } else {
-                last.chunks[0] = load_if(from + Config::kHeadDimV, exists);
-            }
+            if constexpr (kFormat != kRows656) last.chunks[0] = load_if(from + Config::kHeadDimV, exists);
         }
     }
 
@@ -128,6 +123,18 @@ class LatentConverter {
 
     template <int kHalf>
     OA_DEVICE void store_half(const LatentCodes& own, const LatentLast<kFormat>& last, float scale, int32 buffer) {
+        constexpr int kReady = kHalf == 0 ? kEarly : kEarlySecond;
+        uint4 ready[kReady + 1][2];
+        const int32 which = thread() & 7;
+        float scales[2] = {1.0f, 1.0f};
+        if constexpr (kFormat == kRows656)
+#pragma unroll
+            for (int i = 0; i < 2; ++i)
+                scales[i] = __shfl_sync(0xffffffffu, scale, which + 8 * (2 * (buffer ^ kHalf) + i));
+#pragma unroll
+        for (int n = 0; n < kReady; ++n) convert(own.panels[n], scales[n / 2], ready[n]);
+#pragma unroll
+        for (int n = 0; n < kReady; ++n) hold(ready[n][0]), hold(ready[n][1]);
         mbarrier_wait(smem_addr_of(&smem_.empty[0][kHalf]) + buffer * 16, rounds_.parity(buffer) ^ 1);
         if (kHalf == 0 && params_.lists_rows != 0 && column() == 0) smem_.listed[buffer][row()] = exist_ & 1;
         const int32 side = buffer ^ kHalf, tid = thread(), line = tid & 7, own_column = tid >> 3 & 3;
@@ -135,25 +142,33 @@ class LatentConverter {
             smem_addr_of(smem_.k[0]) + buffer * LatentStorage<Config>::kBlockBytes + ((tid >> 5) * 8 + line) * 128;
         const uint32 column = (2 * own_column ^ line) << 4;
         const uint32 to = row + side * kHalfBytes + column, other = to ^ 16;
-        float scales[2] = {1.0f, 1.0f};
-        if constexpr (kFormat == kRows656)
-#pragma unroll
-            for (int i = 0; i < 2; ++i) scales[i] = __shfl_sync(0xffffffffu, scale, line + 8 * (2 * side + i));
+        if constexpr (kHalf == 1 && kFormat == kRows656) {
+            const uint32 chunk = row + (Config::kPanels - 1) * kPanelBytes + ((own_column ^ line) << 4);
+            const uint8* from = row_address(0) + Config::kHeadDimV + 16 + own_column * 16;
+            cp_async_16(chunk, from, row_exists(0) ? 16u : 0u);
+            cp_async_16(chunk ^ 64, from + 64, row_exists(0) ? 16u : 0u);
+            mbarrier_arrive_after_copies(smem_addr_of(&smem_.full[0][Config::kPanels - 1]) +
+                                         buffer * Config::kPanels * 8);
+        }
 #pragma unroll
         for (int n = 0; n < Config::kHalfPanels; ++n) {
-            store16(own.panels[n], scales[n / 2], to + n * kPanelBytes, other + n * kPanelBytes);
+            uint4 x[2];
+            if (n < kReady) {
+                x[0] = ready[min_of(n, kReady)][0], x[1] = ready[min_of(n, kReady)][1];
+            } else {
+                convert(own.panels[n], scales[n / 2], x);
+            }
+            store_shared4(to + n * kPanelBytes, x[0]);
+            store_shared4(other + n * kPanelBytes, x[1]);
             if (n + 1 < Config::kHalfPanels && (n + 1) % Config::kTogether == 0)
                 announce(buffer, side * Config::kHalfPanels + n + 1 - Config::kTogether);
         }
-        if constexpr (kHalf == 1) {
+        if constexpr (kHalf == 1 && kFormat != kRows656) {
             const uint32 panel = row + (Config::kPanels - 1) * kPanelBytes;
-            if constexpr (kFormat == kRows656) {
-                const uint32 chunk = panel + ((own_column ^ line) << 4);
-                store_shared4(chunk, last.chunks[0]);
-                store_shared4(chunk ^ 64, last.chunks[1]);
-            } else {
-                store16(last.chunks[0], 1.0f, panel + column, panel + (column ^ 16));
-            }
+            uint4 x[2];
+            convert(last.chunks[0], 1.0f, x);
+            store_shared4(panel + column, x[0]);
+            store_shared4(panel + (column ^ 16), x[1]);
         }
         announce(buffer, (side + 1) * Config::kHalfPanels - Config::kTogether);
         if (kHalf == 1) rounds_.advance(buffer);
@@ -166,15 +181,17 @@ class LatentConverter {
         if (int32(threadIdx.x & 31) < int32(kArrivalsOfWarp)) mbarrier_arrive(bar);
     }
     // 16 channels of a row. With one scale for all rows, consumers multiply.
-    OA_DEVICE static void store16(uint4 codes, float scale, uint32 to, uint32 other) {
+    OA_DEVICE static void convert(uint4 codes, float scale, uint4 (&to)[2]) {
         using Io = typename Config::Io;
         if constexpr (kFormat == kRows656) {
-            store_shared4(to, dequantize8<Io>(codes.x, codes.y, scale));
-            store_shared4(other, dequantize8<Io>(codes.z, codes.w, scale));
+            to[0] = dequantize8<Io>(codes.x, codes.y, scale), to[1] = dequantize8<Io>(codes.z, codes.w, scale);
         } else {
-            store_shared4(to, widen8<Io>(codes.x, codes.y));
-            store_shared4(other, widen8<Io>(codes.z, codes.w));
+            to[0] = widen8<Io>(codes.x, codes.y), to[1] = widen8<Io>(codes.z, codes.w);
         }
+    }
+    // Is there before what stands below.
+    OA_DEVICE static void hold(uint4& x) {
+        asm volatile("" : "+r"(x.x), "+r"(x.y), "+r"(x.z), "+r"(x.w)::"memory");
     }
 
     const MlaDecodeParams& params_;

@@ -26,6 +26,9 @@
 // The first thread walks over the splits, and hands each one to all others in shared memory. Where TMA brings keys, one
 // warp asks for them and the other three copy Q, so that neither waits for the other.
 //
+// Rows in 8 bits are converted by two warpgroups in the place of warpgroup 0. CLUSTER 2: two CTAs of a cluster, with 64
+// rows of the same keys each, convert half of the keys each and store them in both (decode/latent_convert_pair.cuh).
+//
 // Shared memory, bytes: Q [9][64 * 128] | K [2][9][64 * 128] | maxima, denominators, barriers, splits, scan. Panels of
 // 64 channels, 128-byte swizzle.
 #include "decode/latent.cuh"
@@ -57,6 +60,7 @@ struct Config {
     static constexpr int kCluster = CLUSTER;  // CTAs with the same keys, that convert a part of the rows each
     static_assert(kCluster == 1 || (kCluster == 2 && kFormat != kRows16), "a pair converts");
     static constexpr int kTogether = kByMaps ? 1 : kFormat == kRows16 ? kHalfPanels : 2;  // panels of a barrier
+    static constexpr bool kCopiesLast = kFormat == kRows656 && CLUSTER == 1;
     static constexpr bool kLate = false;
     static constexpr int kPvParts = kThreads > 384 ? 2 : 1;
     static constexpr int kConsumerRegisters = kFormat == kRows16 ? 224 : 192;
@@ -85,7 +89,8 @@ mla_decode_sm90(const __grid_constant__ MlaDecodeParams params) {
         for (int buffer = 0; buffer < 2; ++buffer) {
 #pragma unroll 1
             for (int panel = 0; panel < Config::kPanels; ++panel)
-                mbarrier_init(smem_addr_of(&smem.full[buffer][panel]), kFullArrivals);
+                mbarrier_init(smem_addr_of(&smem.full[buffer][panel]),
+                              Config::kCopiesLast && panel == Config::kPanels - 1 ? Config::kProducers : kFullArrivals);
             for (int half = 0; half < 2; ++half)
                 mbarrier_init(smem_addr_of(&smem.empty[buffer][half]), 4 * kArrivalsOfWarp * Config::kCluster);
         }

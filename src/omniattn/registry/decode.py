@@ -412,9 +412,10 @@ def decode_rows() -> Iterator[KernelSpec]:
         yield dequantize_row(dtype, head_dim)
     for dtype in ("float16", "bfloat16"):
         yield latent_row(dtype, "latent", by_maps=True)
-        for fmt in LATENT_FORMATS:
-            if has_latent_row(dtype, fmt):
-                yield from (latent_row(dtype, fmt, pair=pair) for pair in ((False, True) if fmt != "latent" else (False,)))
+        for fmt in filter(lambda fmt: has_latent_row(dtype, fmt), LATENT_FORMATS):
+            yield latent_row(dtype, fmt)
+            if fmt != "latent":
+                yield latent_row(dtype, fmt, pair=True)
         yield latent_combine_row(dtype)
     yield rounds_row()
     yield copy_row()

@@ -123,13 +123,19 @@ def latent_kind(k: KVFormat) -> str:
 
 
 def select_latent(
-    dtype: str, k: KVFormat, rows: int, target: Target, force: str | None = None, *, by_maps: bool = False,
+    dtype: str,
+    k: KVFormat,
+    rows: int,
+    target: Target,
+    force: str | None = None,
+    *,
+    by_maps: bool = False,
     in_pairs: bool = False,
 ) -> tuple[Selection, Selection]:
     """The kernels of one pass over a latent cache for so many query rows of a sequence, as `select_decode`'s.
 
     Hopper has kernels of its own, for 64 rows at a time; see `FEW_LATENT_ROWS`. by_maps: rows of the cache lie so that
-    TMA can copy them.
+    TMA can copy them. in_pairs: blocks of 64 rows are even in number, so that two CTAs can have the same keys.
     """
     fmt = latent_kind(k)
     best = next((tile for tile in LATENT_TILES if tile >= rows), LATENT_TILES[-1])

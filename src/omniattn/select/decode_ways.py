@@ -13,7 +13,15 @@ from ..problems.costs import DecodeCosts
 from ..problems.decode import FIXED_COMBINE_WARPS, MAX_WORKERS, DecodeSplit, KeyPass, box_rows, passes
 from ..problems.target import Coefficients
 from ..registry import KernelSpec
-from ..registry.decode import BESIDE_TILES, COMBINE_WARPS, LATENT_DIMS, LATENT_ROWS, QUERY_TILES, RESULTS_OF_WARP, SHARED_TILES
+from ..registry.decode import (
+    BESIDE_TILES,
+    COMBINE_WARPS,
+    LATENT_DIMS,
+    LATENT_ROWS,
+    QUERY_TILES,
+    RESULTS_OF_WARP,
+    SHARED_TILES,
+)
 from ..registry.targets import is_carried
 from .cache import decode_spec, no_latent_kernel, select_decode, select_latent
 from .choice import Selection
