@@ -3,8 +3,6 @@
 #include "attention/sinks.cuh"
 #include "attention/softmax.cuh"
 #include "decode/latent_copies.cuh"
-#include "ptx/cluster.cuh"
-#include "ptx/cluster_stores.cuh"
 #include "ptx/cvt.cuh"
 #include "ptx/math.cuh"
 #include "ptx/mbarrier.cuh"
@@ -34,10 +32,9 @@ class LatentConsumer {
           smem_(smem),
           lane_(int32(threadIdx.x) & 31),
           row_((int32(threadIdx.x) >> 5 & 3) * 16 + (lane_ >> 2)),
-          peer_(Config::kCluster == 1 ? 0 : peer_distance(smem_addr_of(&smem), cluster_rank() ^ 1)),
-          q_(wgmma_descriptor(operand(smem.q), 16, 1024)),
-          k_(wgmma_descriptor(operand(smem.k[0]), 16, 1024)),
-          v_(wgmma_descriptor(operand(smem.k[0]) + kOwn * Config::kHalfPanels * kPanelBytes, kPanelBytes, 1024)) {}
+          q_(wgmma_descriptor(smem_addr_of(smem.q), 16, 1024)),
+          k_(wgmma_descriptor(smem_addr_of(smem.k[0]), 16, 1024)),
+          v_(wgmma_descriptor(smem_addr_of(smem.k[0]) + kOwn * Config::kHalfPanels * kPanelBytes, kPanelBytes, 1024)) {}
 
     OA_DEVICE void run() {
         for (uint32 number = 0;; ++number) {
@@ -61,11 +58,6 @@ class LatentConsumer {
     }
 
   private:
-    // Descriptors have the lowest 18 bits of an address; in a cluster the number of the CTA is above them.
-    OA_DEVICE static uint32 operand(const uint8* p) {
-        return Config::kCluster == 1 ? smem_addr_of(p) : smem_addr_of(p) & 0x3ffff;
-    }
-
     OA_DEVICE void begin(const LatentSplit& split) {
         const int32 flat = int32(blockIdx.x) * Config::kRows + row_;
 #pragma unroll
@@ -93,7 +85,7 @@ class LatentConsumer {
             issue_half<0, 0>(s);
             wgmma_commit();
             wgmma_wait<1>();  // the product of the odd block before
-            if (block > 0) release_half(1, 1);
+            if (block > 0) release(smem_.empty[1][1]);
             issue_half<0, 1>(s);
             wgmma_commit();
             wgmma_pin(s);
@@ -111,7 +103,7 @@ class LatentConsumer {
             issue_own(probs, 0);
             wgmma_wait<0>();
             wgmma_pin(o_);
-            release_half(0, 0);
+            release(smem_.empty[0][0]);
             rounds_.advance(0);
             if (!__any_sync(0xffffffffu, block + 1 < split.blocks)) return;
             take_odd(split, block + 1);
@@ -119,7 +111,7 @@ class LatentConsumer {
         }
         wgmma_wait<0>();
         wgmma_pin(o_);
-        release_half(1, 1);
+        release(smem_.empty[1][1]);
     }
     OA_DEVICE void take_odd(const LatentSplit& split, int32 block) {
         float alpha[2];
@@ -148,13 +140,13 @@ class LatentConsumer {
             named_barrier_arrive(kOddP, 256);
             wgmma_wait<0>();
             wgmma_pin(o_);
-            release_half(0, 1);
+            release(smem_.empty[0][1]);
             if (grew) rescale(alpha);
             clear_tail(split, block + 1, 1);
             issue_own(probs, 1);
             wgmma_wait<0>();
             wgmma_pin(o_);
-            release_half(1, 0);
+            release(smem_.empty[1][0]);
             rounds_.advance(1);
             rounds_.advance(0);
         }
@@ -162,7 +154,7 @@ class LatentConsumer {
         take_even(split, block);
         wgmma_wait<0>();
         wgmma_pin(o_);
-        release_half(0, 1);
+        release(smem_.empty[0][1]);
         rounds_.advance(0);
     }
     OA_DEVICE void take_even(const LatentSplit& split, int32 block) {
@@ -190,12 +182,6 @@ class LatentConsumer {
             wait_together(buffer, kOwn * Config::kHalfPanels + n);
     }
     OA_DEVICE void release(uint64& bar) const { arrive_for_warp(bar, lane_); }
-    // A half of a buffer, to which the other CTA of a cluster writes too.
-    OA_DEVICE void release_half(int buffer, int half) const {
-        release(smem_.empty[buffer][half]);
-        if constexpr (Config::kCluster == 2)
-            if (lane_ < int32(kArrivalsOfWarp)) mbarrier_arrive_at(smem_addr_of(&smem_.empty[buffer][half]) + peer_);
-    }
     // TMA brings whole chunks, and leaves what is behind them: rows that are no keys of the split would be NaN times 0.
     OA_DEVICE void clear_tail(const LatentSplit& split, int32 block, int buffer) const {
         const int32 rows = split.end - split.begin - block * Config::kKeys;
@@ -439,7 +425,6 @@ class LatentConsumer {
     const DecodeParams& p_;
     LatentStorage<Config>& smem_;
     const int32 lane_, row_;  // the lane's first row
-    const uint32 peer_;  // from an address here to the same one in the other CTA of a cluster
     const WgmmaDescriptor q_, k_, v_;
     Rounds rounds_;
     float m_[2], l_[2];

@@ -4,7 +4,6 @@
 #pragma once
 #include "decode/latent.cuh"
 #include "decode/latent_convert.cuh"
-#include "decode/latent_convert_pair.cuh"
 #include "decode/latent_rows.cuh"
 #include "decode/latent_storage.cuh"
 #include "params/mla_decode.cuh"
@@ -40,9 +39,6 @@ class LatentProducer {
     OA_DEVICE void run() {
         if constexpr (Config::kFormat == kRows16) {
             walk(*this);
-        } else if constexpr (Config::kCluster == 2) {
-            LatentPairConverter<Config> converter(params_, smem_);
-            walk(converter);
         } else {
             LatentConverter<Config> converter(params_, smem_);
             walk(converter);

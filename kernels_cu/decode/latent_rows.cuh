@@ -18,8 +18,8 @@ struct LatentSplit {
     Queries queries;
 };
 
-// The splits of a CTA, one after the other: every role walks over them by itself. The CTAs of a cluster have the same.
-template <typename Config, int kCluster = 1>
+// The splits of a CTA, one after the other: every role walks over them by itself.
+template <typename Config>
 struct SplitCursor {
     int32 at, end, sequence, before;
 
@@ -44,8 +44,7 @@ struct SplitCursor {
             split.slot = stop - at == span.chunks ? -1 : partial_slot(p, partition, blockIdx.y, first, at);
             at = stop;
             // Blocks of rows that this sequence has not.
-            const int32 first_block = kCluster == 1 ? int32(blockIdx.x) : int32(blockIdx.x) / kCluster * kCluster;
-            if (first_block * Config::kRows >= split.queries.count * p.group) continue;
+            if (int32(blockIdx.x) * Config::kRows >= split.queries.count * p.group) continue;
             return true;
         }
         return false;

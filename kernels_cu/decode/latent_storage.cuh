@@ -37,7 +37,7 @@ struct LatentStorage {
     // By the first thread, which alone walks over the splits, up to two ahead of the consumers: split n is in place
     // n % 4. Behind the last one there is one of no blocks.
     LatentSplit splits[4];
-    SplitCursor<Config, Config::kCluster> cursor;
+    SplitCursor<Config> cursor;
     int32 chunks;  // of all sequences
     uint8 listed[2][Config::kKeys];  // whether a list has the key of a buffer's row
     ScanStorage<Config::kThreads> scan;

@@ -26,8 +26,7 @@
 // The first thread walks over the splits, and hands each one to all others in shared memory. Where TMA brings keys, one
 // warp asks for them and the other three copy Q, so that neither waits for the other.
 //
-// Rows in 8 bits are converted by two warpgroups in the place of warpgroup 0. CLUSTER 2: two CTAs of a cluster, with 64
-// rows of the same keys each, convert half of the keys each and store them in both (decode/latent_convert_pair.cuh).
+// Rows in 8 bits are converted by two warpgroups in the place of warpgroup 0.
 //
 // Shared memory, bytes: Q [9][64 * 128] | K [2][9][64 * 128] | maxima, denominators, barriers, splits, scan. Panels of
 // 64 channels, 128-byte swizzle.
@@ -35,7 +34,6 @@
 #include "decode/latent_consumer.cuh"
 #include "decode/latent_copies.cuh"
 #include "params/mla_decode.cuh"
-#include "ptx/cluster.cuh"
 #include "ptx/gpu_sync.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/types.cuh"
@@ -57,11 +55,8 @@ struct Config {
     static constexpr int kProducers = kFormat == kRows16 ? 128 : 256, kThreads = kProducers + 256;
     // Of a thread, 3 * 168 together. Rows in 8 bits wait in registers.
     static constexpr int kProducerRegisters = kFormat == kRows16 ? 56 : 64;
-    static constexpr int kCluster = CLUSTER;  // CTAs with the same keys, that convert a part of the rows each
-    static_assert(kCluster == 1 || (kCluster == 2 && kFormat != kRows16), "a pair converts");
     static constexpr int kTogether = kByMaps ? 1 : kFormat == kRows16 ? kHalfPanels : 2;  // panels of a barrier
-    static constexpr bool kCopiesLast = kFormat == kRows656 && CLUSTER == 1;
-    static constexpr bool kLate = false;
+    static constexpr bool kCopiesLast = kFormat == kRows656;
     static constexpr int kPvParts = kThreads > 384 ? 2 : 1;
     static constexpr int kConsumerRegisters = kFormat == kRows16 ? 224 : 192;
     static_assert(kFormat != kRows656 || kIsBFloat16<Io>, "channels of 16 bits are bf16 there");
@@ -72,12 +67,12 @@ struct Config {
 constexpr int32 kFullArrivals = Config::kByMaps ? 1
                                 : Config::kFormat == kRows16
                                     ? Config::kProducers
-                                    : Config::kProducers / 32 / Config::kCluster * kArrivalsOfWarp;
+                                    : Config::kProducers / 32 * kArrivalsOfWarp;
 
 using SharedStorage = LatentStorage<Config>;
 static_assert(sizeof(SharedStorage) == SMEM_BYTES, "the registry's smem_bytes must be this struct's size");
 
-extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(Config::kThreads, 1)
+extern "C" __global__ void __launch_bounds__(Config::kThreads, 1)
 mla_decode_sm90(const __grid_constant__ MlaDecodeParams params) {
     extern __shared__ __align__(1024) uint8 smem_raw[];
     SharedStorage& smem = *reinterpret_cast<SharedStorage*>(smem_raw);
@@ -92,7 +87,7 @@ mla_decode_sm90(const __grid_constant__ MlaDecodeParams params) {
                 mbarrier_init(smem_addr_of(&smem.full[buffer][panel]),
                               Config::kCopiesLast && panel == Config::kPanels - 1 ? Config::kProducers : kFullArrivals);
             for (int half = 0; half < 2; ++half)
-                mbarrier_init(smem_addr_of(&smem.empty[buffer][half]), 4 * kArrivalsOfWarp * Config::kCluster);
+                mbarrier_init(smem_addr_of(&smem.empty[buffer][half]), 4 * kArrivalsOfWarp);
         }
         mbarrier_init(smem_addr_of(&smem.q_full), kQueryArrivals<Config> + 1);
         mbarrier_init(smem_addr_of(&smem.q_empty), 8 * kArrivalsOfWarp);
@@ -100,24 +95,22 @@ mla_decode_sm90(const __grid_constant__ MlaDecodeParams params) {
     }
     Scan<Config::kThreads, kAllRows> scan(p, smem.scan);
     const Partition partition(scan.total, p);
-    SplitCursor<Config, Config::kCluster> cursor;
+    SplitCursor<Config> cursor;
     cursor.at = partition.begin(blockIdx.y), cursor.end = partition.begin(blockIdx.y + 1);
     if (cursor.at >= cursor.end) return;
     scan.locate(p, cursor.at, smem.scan);
     cursor.sequence = smem.scan.sequence, cursor.before = smem.scan.before;
     if (threadIdx.x == 0) smem.cursor = cursor, smem.chunks = scan.total;
-    if constexpr (Config::kCluster > 1) cluster_sync();  // barriers are there before the other CTA arrives at them
     const int32 warpgroup = __shfl_sync(0xffffffffu, int32(threadIdx.x) >> 7, 0);
     if (warpgroup < Config::kProducers / 128) {
         registers_release<Config::kProducerRegisters>();
         LatentProducer<Config>(params, smem).run();
-    } else {
-        registers_claim<Config::kConsumerRegisters>();
-        if (warpgroup == Config::kProducers / 128) {
-            LatentConsumer<Config, 0>(params, smem).run();
-        } else {
-            LatentConsumer<Config, 1>(params, smem).run();
-        }
+        return;
     }
-    if constexpr (Config::kCluster > 1) cluster_sync();  // the other CTA arrives at barriers here until its end
+    registers_claim<Config::kConsumerRegisters>();
+    if (warpgroup == Config::kProducers / 128) {
+        LatentConsumer<Config, 0>(params, smem).run();
+    } else {
+        LatentConsumer<Config, 1>(params, smem).run();
+    }
 }

@@ -18,13 +18,6 @@ OA_DEVICE uint32 smem_base() {
     return kCluster == 1 ? kSmemBase : kSmemBase + (cluster_rank() << 24);
 }
 
-// mapa.shared::cluster: how far behind an address of this CTA the same one of CTA `rank` is.
-OA_DEVICE uint32 peer_distance(uint32 addr, uint32 rank) {
-    uint32 remote;
-    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(addr), "r"(rank));
-    return remote - addr;
-}
-
 // barrier.cluster.arrive.release, .wait.acquire: all threads of all CTAs of the cluster, none of them exited.
 OA_DEVICE void cluster_sync() {
     asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");

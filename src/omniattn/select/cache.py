@@ -123,19 +123,12 @@ def latent_kind(k: KVFormat) -> str:
 
 
 def select_latent(
-    dtype: str,
-    k: KVFormat,
-    rows: int,
-    target: Target,
-    force: str | None = None,
-    *,
-    by_maps: bool = False,
-    in_pairs: bool = False,
+    dtype: str, k: KVFormat, rows: int, target: Target, force: str | None = None, *, by_maps: bool = False
 ) -> tuple[Selection, Selection]:
     """The kernels of one pass over a latent cache for so many query rows of a sequence, as `select_decode`'s.
 
     Hopper has kernels of its own, for 64 rows at a time; see `FEW_LATENT_ROWS`. by_maps: rows of the cache lie so that
-    TMA can copy them. in_pairs: blocks of 64 rows are even in number, so that two CTAs can have the same keys.
+    TMA can copy them.
     """
     fmt = latent_kind(k)
     best = next((tile for tile in LATENT_TILES if tile >= rows), LATENT_TILES[-1])
@@ -144,8 +137,6 @@ def select_latent(
     if has_latent_row(dtype, fmt):
         at = 1 if rows <= FEW_LATENT_ROWS else 0
         able[at:at] = [latent_row(dtype, fmt, by_maps=maps) for maps in ((True, False) if by_maps else (False,))]
-        if in_pairs and fmt != "latent":
-            able.insert(at, latent_row(dtype, fmt, pair=True))
     names = names_in(force)
     named = [row for row in able if row.name in names]
     main = next((row for row in named or able if fit(row, None, target) is None), general)

@@ -13,15 +13,7 @@ from ..problems.costs import DecodeCosts
 from ..problems.decode import FIXED_COMBINE_WARPS, MAX_WORKERS, DecodeSplit, KeyPass, box_rows, passes
 from ..problems.target import Coefficients
 from ..registry import KernelSpec
-from ..registry.decode import (
-    BESIDE_TILES,
-    COMBINE_WARPS,
-    LATENT_DIMS,
-    LATENT_ROWS,
-    QUERY_TILES,
-    RESULTS_OF_WARP,
-    SHARED_TILES,
-)
+from ..registry.decode import BESIDE_TILES, COMBINE_WARPS, LATENT_DIMS, QUERY_TILES, RESULTS_OF_WARP, SHARED_TILES
 from ..registry.targets import is_carried
 from .cache import decode_spec, no_latent_kernel, select_decode, select_latent
 from .choice import Selection
@@ -147,8 +139,7 @@ def _over_latents(one: KeyPass, target: Target, force: str | None) -> PassWay:
     dims = p.head_dim, p.head_dim_v
     if dims != LATENT_DIMS:
         raise no_latent_kernel(*dims)
-    in_pairs = one.row_blocks(LATENT_ROWS) % 2 == 0
-    pair = select_latent(p.dtype, one.k, one.rows, target, force, by_maps=box_rows(p) > 0, in_pairs=in_pairs)
+    pair = select_latent(p.dtype, one.k, one.rows, target, force, by_maps=box_rows(p) > 0)
     spec = pair[0].spec
     ctas = target.sm_count * at_a_time(spec, target)
     return _with_split(one, (1, 1), pair, max(1, ctas // max(one.row_blocks(spec.block_m), 1)))
