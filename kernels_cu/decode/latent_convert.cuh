@@ -67,8 +67,8 @@ class LatentConverter {
     // Computed anew where they are needed: there are no registers for them.
     OA_DEVICE static int32 thread() { return in_register(int32(threadIdx.x)); }
     // Of a panel's row the 32 bytes of the lane, and which row of a block.
-    OA_DEVICE static int32 column() { return thread() >> 3 & 3; }
-    OA_DEVICE static int32 row() { return (thread() >> 5) * 8 + (thread() & 7); }
+    OA_DEVICE static int32 column() { return thread() & 3; }
+    OA_DEVICE static int32 row() { return thread() >> 2; }
 
     OA_DEVICE int32 key_of(const LatentSplit& split, int32 block) const {
         return split.begin + block * Config::kKeys + row();
@@ -125,28 +125,30 @@ class LatentConverter {
     OA_DEVICE void store_half(const LatentCodes& own, const LatentLast<kFormat>& last, float scale, int32 buffer) {
         constexpr int kReady = kHalf == 0 ? kEarly : kEarlySecond;
         uint4 ready[kReady + 1][2];
-        const int32 which = thread() & 7;
+        const int32 which = thread() & 28;  // the first lane of the row
         float scales[2] = {1.0f, 1.0f};
         if constexpr (kFormat == kRows656)
 #pragma unroll
             for (int i = 0; i < 2; ++i)
-                scales[i] = __shfl_sync(0xffffffffu, scale, which + 8 * (2 * (buffer ^ kHalf) + i));
+                scales[i] = __shfl_sync(0xffffffffu, scale, which + 2 * (buffer ^ kHalf) + i);
 #pragma unroll
         for (int n = 0; n < kReady; ++n) convert(own.panels[n], scales[n / 2], ready[n]);
 #pragma unroll
         for (int n = 0; n < kReady; ++n) hold(ready[n][0]), hold(ready[n][1]);
         mbarrier_wait(smem_addr_of(&smem_.empty[0][kHalf]) + buffer * 16, rounds_.parity(buffer) ^ 1);
         if (kHalf == 0 && params_.lists_rows != 0 && column() == 0) smem_.listed[buffer][row()] = exist_ & 1;
-        const int32 side = buffer ^ kHalf, tid = thread(), line = tid & 7, own_column = tid >> 3 & 3;
+        const int32 side = buffer ^ kHalf, tid = thread(), line = tid >> 2 & 7, own_column = tid & 3;
         const uint32 row =
-            smem_addr_of(smem_.k[0]) + buffer * LatentStorage<Config>::kBlockBytes + ((tid >> 5) * 8 + line) * 128;
+            smem_addr_of(smem_.k[0]) + buffer * LatentStorage<Config>::kBlockBytes + (tid >> 2) * 128;
         const uint32 column = (2 * own_column ^ line) << 4;
         const uint32 to = row + side * kHalfBytes + column, other = to ^ 16;
         if constexpr (kHalf == 1 && kFormat == kRows656) {
-            const uint32 chunk = row + (Config::kPanels - 1) * kPanelBytes + ((own_column ^ line) << 4);
-            const uint8* from = row_address(0) + Config::kHeadDimV + 16 + own_column * 16;
-            cp_async_16(chunk, from, row_exists(0) ? 16u : 0u);
-            cp_async_16(chunk ^ 64, from + 64, row_exists(0) ? 16u : 0u);
+            // Two lanes' rows have all chunks.
+            const int32 first = own_column + 4 * (line & 1);
+            const uint32 chunk = row + (Config::kPanels - 1) * kPanelBytes + ((first ^ line) << 4);
+            const uint8* from = row_address(0) + Config::kHeadDimV + 16;
+            cp_async_16(chunk, from + first * 16, row_exists(0) ? 16u : 0u);
+            cp_async_16(chunk ^ 64, from + (first ^ 4) * 16, row_exists(0) ? 16u : 0u);
             mbarrier_arrive_after_copies(smem_addr_of(&smem_.full[0][Config::kPanels - 1]) +
                                          buffer * Config::kPanels * 8);
         }
