@@ -18,7 +18,7 @@ template <typename Config>
 class LatentConverter {
     static constexpr int kFormat = Config::kFormat;
     static constexpr int kAhead = 3;  // blocks whose rows are known, and on their way to L2, beside the present one
-    static constexpr int kEarly = 0, kEarlySecond = 0;  // panels that are converted ahead of the wait for their place
+    static constexpr int kEarly = 2, kEarlySecond = 0;  // panels that are converted ahead of the wait for their place
     static constexpr uint32 kHalfBytes = Config::kHalfPanels * kPanelBytes;
     static_assert(Config::kKeys == Config::kProducers / 32 * 8 && Config::kHalfPanels == 4, "8 rows of a warp");
 
@@ -51,12 +51,13 @@ class LatentConverter {
             store_half<0>(first, last, scale, buffer);
             store_half<1>(second, last, scale, buffer);
             // All loads stand together, as what waits for one of them waits for all: ptxas gives them one scoreboard.
-            read_place(split, block + kAhead, entry_, kAhead);
-            prefetch_row(kAhead);
+            const int32 entry = in_register(entry_);
             entry_ = entry_of(split, block + kAhead + 1);
             scale = load_scale(1);
             load_half<0>(first, last, buffer ^ 1, 1);
             load_half<1>(second, last, buffer ^ 1, 1);
+            read_place(split, block + kAhead, entry, kAhead);
+            prefetch_row(kAhead);
 #pragma unroll
             for (int i = 0; i < kAhead; ++i) places_[i] = places_[i + 1];
             exist_ >>= 1;

@@ -55,7 +55,7 @@ struct Config {
     static constexpr int kProducers = kFormat == kRows16 ? 128 : 256, kThreads = kProducers + 256;
     // Of a thread, 3 * 168 together. Rows in 8 bits wait in registers.
     static constexpr int kProducerRegisters = kFormat == kRows16 ? 56 : 64;
-    static constexpr int kTogether = kByMaps ? 1 : kFormat == kRows16 ? kHalfPanels : 2;  // panels of a barrier
+    static constexpr int kTogether = kByMaps ? 1 : kFormat == kRows16 ? kHalfPanels : 4;  // panels of a barrier
     static constexpr bool kCopiesLast = kFormat == kRows656;
     static constexpr int kPvParts = kThreads > 384 ? 2 : 1;
     static constexpr int kConsumerRegisters = kFormat == kRows16 ? 224 : 192;
