@@ -17,8 +17,8 @@
 template <typename Config>
 class LatentConverter {
     static constexpr int kFormat = Config::kFormat;
-    static constexpr int kAhead = 3;  // blocks whose rows are known, and on their way to L2, beside the present one
-    static constexpr int kEarly = 2, kEarlySecond = 0;  // panels that are converted ahead of the wait for their place
+    static constexpr int kAhead = 2;  // blocks whose rows are known, and on their way to L2, beside the present one
+    static constexpr int kEarly = 0, kEarlySecond = 4;  // panels that are converted ahead of the wait for their place
     static constexpr uint32 kHalfBytes = Config::kHalfPanels * kPanelBytes;
     static_assert(Config::kKeys == Config::kProducers / 32 * 8 && Config::kHalfPanels == 4, "8 rows of a warp");
 
