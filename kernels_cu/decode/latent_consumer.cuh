@@ -210,7 +210,7 @@ class LatentConsumer {
 #pragma unroll
         for (int n = 0; n < Config::kHalfPanels + kHalf; ++n) {
             const int panel = n == Config::kHalfPanels ? Config::kPanels - 1 : first_panel<Config>(kBuffer, kHalf) + n;
-            // The last panel of those that threads bring comes with those before it.
+            // The last panel of those that threads bring comes with those before it, or by copies that nobody fenced.
             if (n % Config::kTogether == 0 && (Config::kByMaps || n < Config::kHalfPanels))
                 wait_together(kBuffer, panel);
             if (Config::kCopiesLast && n == Config::kHalfPanels) wait_panel(kBuffer, panel), fence_proxy_async();
@@ -331,6 +331,7 @@ class LatentConsumer {
         fence_proxy_async();
     }
 
+    // O of the columns that one product adds to.
     using PartOutput = float[kPartOutput];
     OA_DEVICE PartOutput& output(int part) {
         if constexpr (Config::kPvParts == 1)

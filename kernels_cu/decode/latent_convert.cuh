@@ -11,14 +11,17 @@
 #include "ptx/tma.cuh"
 #include "ptx/types.cuh"
 
-// The part of the producer warps in it. A warp has 8 rows of each block, 8 lanes have one each, and store 16 bytes of it
-// at a time: to all banks, as rows are swizzled. Of a half a lane has 16 codes of each panel. They are loaded a block
-// ahead, when the same half of the block before is there, from L2, for which they are asked two more blocks ahead.
+// The part of the producer warps in it. A warp has 8 rows of each block. 4 lanes side by side have one, and store 16
+// bytes of it each at a time: two rows fill all banks, as rows are swizzled. Of a half of a block a lane has 16 codes of
+// each panel. They come from L2, for which they are asked two blocks before.
+//
+// ptxas gives all loads of the loop one scoreboard: what waits for one of them waits for all. So those of a block stand
+// together, behind the stores of the block before. While they are under way the places of later rows are worked out.
+// Nothing may be spilled there either: its loads have the same scoreboard.
 template <typename Config>
 class LatentConverter {
     static constexpr int kFormat = Config::kFormat;
     static constexpr int kAhead = 2;  // blocks whose rows are known, and on their way to L2, beside the present one
-    static constexpr int kEarly = 0, kEarlySecond = 4;  // panels that are converted ahead of the wait for their place
     static constexpr uint32 kHalfBytes = Config::kHalfPanels * kPanelBytes;
     static_assert(Config::kKeys == Config::kProducers / 32 * 8 && Config::kHalfPanels == 4, "8 rows of a warp");
 
@@ -41,7 +44,7 @@ class LatentConverter {
 
     OA_DEVICE void bring(const LatentSplit& split) {
         LatentCodes first, second;  // halves
-        LatentLast<kFormat> last;
+        uint4 last = make_uint4(0, 0, 0, 0);  // of the last panel, where it has codes too
         float scale = load_scale(0);
         load_half<0>(first, last, 0, 0);
         load_half<1>(second, last, 0, 0);
@@ -50,7 +53,6 @@ class LatentConverter {
             const int32 buffer = block & 1;
             store_half<0>(first, last, scale, buffer);
             store_half<1>(second, last, scale, buffer);
-            // All loads stand together, as what waits for one of them waits for all: ptxas gives them one scoreboard.
             const int32 entry = in_register(entry_);
             entry_ = entry_of(split, block + kAhead + 1);
             scale = load_scale(1);
@@ -85,8 +87,7 @@ class LatentConverter {
     }
     OA_DEVICE bool row_exists(int at) const { return (exist_ >> at & 1) != 0; }
     OA_DEVICE const uint8* row_address(int at) const { return p_.k + uint64(places_[at]) * p_.place_bytes; }
-    // To L2: rows wait in registers for less time than memory takes. Of the CTAs with the same keys one does it. Copies
-    // would lose more than they gain.
+    // To L2: rows wait in registers for less time than memory takes. Of the CTAs with the same keys one does it.
     OA_DEVICE void prefetch_row(int at) const {
         if (blockIdx.x != 0 || !row_exists(at)) return;
         constexpr int kBytes = kFormat == kRows656 ? Config::kHeadDimV + 16 + 2 * 64 : Config::kHeadDim;
@@ -104,16 +105,14 @@ class LatentConverter {
 
     // Halves of block `buffer`, whose row is at `at`. Of a row that is not there zeros, as it may be NaN.
     template <int kHalf>
-    OA_DEVICE void load_half(LatentCodes& own, LatentLast<kFormat>& last, int32 buffer, int at) const {
+    OA_DEVICE void load_half(LatentCodes& own, uint4& last, int32 buffer, int at) const {
         const bool exists = row_exists(at);
         const int32 side = buffer ^ kHalf;  // 0: the left half
         const uint8* from = row_address(at) + column() * 16;
         const uint8* half = from + side * (Config::kHalfPanels * 64);
 #pragma unroll
         for (int n = 0; n < Config::kHalfPanels; ++n) own.panels[n] = load_if(half + n * 64, exists);
-        if constexpr (kHalf == 1) {
-            if constexpr (kFormat != kRows656) last.chunks[0] = load_if(from + Config::kHeadDimV, exists);
-        }
+        if constexpr (kHalf == 1 && kFormat != kRows656) last = load_if(from + Config::kHeadDimV, exists);
     }
 
     // Of the row's four scales, of 128 channels each, the lane's own.
@@ -123,24 +122,16 @@ class LatentConverter {
     }
 
     template <int kHalf>
-    OA_DEVICE void store_half(const LatentCodes& own, const LatentLast<kFormat>& last, float scale, int32 buffer) {
-        constexpr int kReady = kHalf == 0 ? kEarly : kEarlySecond;
-        uint4 ready[kReady + 1][2];
+    OA_DEVICE void store_half(const LatentCodes& own, const uint4& last, float scale, int32 buffer) {
         const int32 which = thread() & 28;  // the first lane of the row
         float scales[2] = {1.0f, 1.0f};
         if constexpr (kFormat == kRows656)
 #pragma unroll
-            for (int i = 0; i < 2; ++i)
-                scales[i] = __shfl_sync(0xffffffffu, scale, which + 2 * (buffer ^ kHalf) + i);
-#pragma unroll
-        for (int n = 0; n < kReady; ++n) convert(own.panels[n], scales[n / 2], ready[n]);
-#pragma unroll
-        for (int n = 0; n < kReady; ++n) hold(ready[n][0]), hold(ready[n][1]);
+            for (int i = 0; i < 2; ++i) scales[i] = __shfl_sync(0xffffffffu, scale, which + 2 * (buffer ^ kHalf) + i);
         mbarrier_wait(smem_addr_of(&smem_.empty[0][kHalf]) + buffer * 16, rounds_.parity(buffer) ^ 1);
         if (kHalf == 0 && params_.lists_rows != 0 && column() == 0) smem_.listed[buffer][row()] = exist_ & 1;
         const int32 side = buffer ^ kHalf, tid = thread(), line = tid >> 2 & 7, own_column = tid & 3;
-        const uint32 row =
-            smem_addr_of(smem_.k[0]) + buffer * LatentStorage<Config>::kBlockBytes + (tid >> 2) * 128;
+        const uint32 row = smem_addr_of(smem_.k[0]) + buffer * LatentStorage<Config>::kBlockBytes + (tid >> 2) * 128;
         const uint32 column = (2 * own_column ^ line) << 4;
         const uint32 to = row + side * kHalfBytes + column, other = to ^ 16;
         if constexpr (kHalf == 1 && kFormat == kRows656) {
@@ -156,27 +147,21 @@ class LatentConverter {
 #pragma unroll
         for (int n = 0; n < Config::kHalfPanels; ++n) {
             uint4 x[2];
-            if (n < kReady) {
-                x[0] = ready[min_of(n, kReady)][0], x[1] = ready[min_of(n, kReady)][1];
-            } else {
-                convert(own.panels[n], scales[n / 2], x);
-            }
+            convert(own.panels[n], scales[n / 2], x);
             store_shared4(to + n * kPanelBytes, x[0]);
             store_shared4(other + n * kPanelBytes, x[1]);
-            if (n + 1 < Config::kHalfPanels && (n + 1) % Config::kTogether == 0)
-                announce(buffer, side * Config::kHalfPanels + n + 1 - Config::kTogether);
         }
         if constexpr (kHalf == 1 && kFormat != kRows656) {
             const uint32 panel = row + (Config::kPanels - 1) * kPanelBytes;
             uint4 x[2];
-            convert(last.chunks[0], 1.0f, x);
+            convert(last, 1.0f, x);
             store_shared4(panel + column, x[0]);
             store_shared4(panel + (column ^ 16), x[1]);
         }
-        announce(buffer, (side + 1) * Config::kHalfPanels - Config::kTogether);
+        announce(buffer, side * Config::kHalfPanels);
         if (kHalf == 1) rounds_.advance(buffer);
     }
-    // The panels from this one on that have a barrier together.
+    // A half, by its first panel.
     OA_DEVICE void announce(int32 buffer, int32 panel) const {
         fence_proxy_async();
         __syncwarp();
@@ -191,10 +176,6 @@ class LatentConverter {
         } else {
             to[0] = widen8<Io>(codes.x, codes.y), to[1] = widen8<Io>(codes.z, codes.w);
         }
-    }
-    // Is there before what stands below.
-    OA_DEVICE static void hold(uint4& x) {
-        asm volatile("" : "+r"(x.x), "+r"(x.y), "+r"(x.z), "+r"(x.w)::"memory");
     }
 
     const MlaDecodeParams& params_;

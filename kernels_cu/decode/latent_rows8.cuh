@@ -1,6 +1,5 @@
 // Channels of a latent cache's rows in 8 bits, to 16 bits.
 #pragma once
-#include "decode/latent_rows.cuh"
 #include "ptx/cvt.cuh"
 #include "ptx/shared.cuh"
 
@@ -56,7 +55,7 @@ OA_DEVICE uint4 widen8(uint32 low, uint32 high) {
                       two(half2_of<true>(high)));
 }
 
-// The same of one number.
+// A number of global memory, or 0, as `load_if`.
 OA_DEVICE float load_float_if(const uint8* from, bool exists) {
     float x;
     asm volatile(
@@ -73,9 +72,4 @@ OA_DEVICE float load_float_if(const uint8* from, bool exists) {
 // Of a row a lane has 16 codes of each panel of a half.
 struct LatentCodes {
     uint4 panels[4];
-};
-// And of the last panel, which comes with the second half: 16 codes, or two times 8 channels of 16 bits.
-template <int kFormat>
-struct LatentLast {
-    uint4 chunks[kFormat == kRows656 ? 2 : 1];
 };

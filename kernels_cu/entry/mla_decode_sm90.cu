@@ -53,27 +53,27 @@ struct Config {
     static constexpr bool kByMaps = BY_MAPS;  // rows come by TMA; else by threads, 16 bytes each
     static_assert(!kByMaps || kFormat == kRows16, "TMA converts nothing");
     static constexpr int kProducers = kFormat == kRows16 ? 128 : 256, kThreads = kProducers + 256;
-    // Of a thread, 3 * 168 together. Rows in 8 bits wait in registers.
+    // Of a thread: 3 * 168 or 4 * 128 together. Rows in 8 bits wait in registers.
     static constexpr int kProducerRegisters = kFormat == kRows16 ? 56 : 64;
-    static constexpr int kTogether = kByMaps ? 1 : kFormat == kRows16 ? kHalfPanels : 4;  // panels of a barrier
-    static constexpr bool kCopiesLast = kFormat == kRows656;
-    static constexpr int kPvParts = kThreads > 384 ? 2 : 1;
     static constexpr int kConsumerRegisters = kFormat == kRows16 ? 224 : 192;
+    // Products that a warpgroup adds P V by. ptxas compiles 512 threads for 128 registers, too few for one of 256 columns.
+    static constexpr int kPvParts = kThreads > 384 ? 2 : 1;
+    static constexpr int kTogether = kByMaps ? 1 : kHalfPanels;  // panels of a barrier
+    static constexpr bool kCopiesLast = kFormat == kRows656;  // the last panel's channels need no conversion
     static_assert(kFormat != kRows656 || kIsBFloat16<Io>, "channels of 16 bits are bf16 there");
     static_assert(kHeadDim % 64 == 0 && kHeadDimV == kHeadDim - 64 && kHeadDimV % 128 == 0, "P has a panel of its own");
 };
 
 // Of a panel that is there: of the copy's lane, of each thread that copies, of each warp that converts.
-constexpr int32 kFullArrivals = Config::kByMaps ? 1
-                                : Config::kFormat == kRows16
-                                    ? Config::kProducers
-                                    : Config::kProducers / 32 * kArrivalsOfWarp;
+constexpr int32 kFullArrivals = Config::kByMaps              ? 1
+                                : Config::kFormat == kRows16 ? Config::kProducers
+                                                             : Config::kProducers / 32 * kArrivalsOfWarp;
 
 using SharedStorage = LatentStorage<Config>;
 static_assert(sizeof(SharedStorage) == SMEM_BYTES, "the registry's smem_bytes must be this struct's size");
 
-extern "C" __global__ void __launch_bounds__(Config::kThreads, 1)
-mla_decode_sm90(const __grid_constant__ MlaDecodeParams params) {
+extern "C" __global__ void __launch_bounds__(Config::kThreads, 1) mla_decode_sm90(
+    const __grid_constant__ MlaDecodeParams params) {
     extern __shared__ __align__(1024) uint8 smem_raw[];
     SharedStorage& smem = *reinterpret_cast<SharedStorage*>(smem_raw);
     const DecodeParams& p = params.decode;

@@ -228,6 +228,7 @@ def latent_row(dtype: str, fmt: str, *, by_maps: bool = False) -> KernelSpec:
     """
     short, tag = IO_TYPES[dtype]
     width, width_v = LATENT_DIMS
+    # Rows in 8 bits have a warpgroup more, for their conversion.
     threads, panels = 384 if fmt == "latent" else 512, width // 64
     # Q and two blocks of 64 keys; maxima, denominators, listed keys; barriers; splits and the cursor; scan.
     words = 4 * 8 + 5 + threads // 32 + _SCAN_WORDS
