@@ -19,9 +19,11 @@
 template <typename Config, int kOwn>
 class LatentConsumer {
     using Products = Wgmma<typename Config::Io, Config::kKeys>;
-    using Pv = Wgmma<typename Config::Io, Config::kHeadDimV / 2>;
+    using Pv = Wgmma<typename Config::Io, Config::kHeadDimV / 2 / Config::kPvParts>;
     static constexpr uint32 kBlockBytes = LatentStorage<Config>::kBlockBytes;
     static constexpr int kOutput = Config::kHeadDimV / 4, kScores = Config::kKeys / 2;
+    static constexpr int kPartOutput = kOutput / Config::kPvParts;
+    static constexpr uint32 kPartBytes = Config::kHalfPanels / Config::kPvParts * kPanelBytes;
 
   public:
     OA_DEVICE LatentConsumer(const MlaDecodeParams& p, LatentStorage<Config>& smem)
@@ -171,16 +173,13 @@ class LatentConsumer {
     OA_DEVICE void wait_together(int buffer, int first) const {
         wait_panel(buffer, first);
         // Copies of threads are announced by the copies themselves; converted rows are fenced by those who write them.
-        if constexpr (Config::kFormat == kRows16) fence_proxy_async();
+        if constexpr (Config::kFormat == kRows16 && !Config::kByMaps) fence_proxy_async();
     }
     // The panels of this warpgroup's half of V.
     OA_DEVICE void wait_full(int buffer) const {
-        if constexpr (!Config::kByMaps) {
-            wait_together(buffer, kOwn * Config::kHalfPanels);
-            return;
-        }
 #pragma unroll
-        for (int n = 0; n < Config::kHalfPanels; ++n) wait_panel(buffer, kOwn * Config::kHalfPanels + n);
+        for (int n = 0; n < Config::kHalfPanels; n += Config::kTogether)
+            wait_together(buffer, kOwn * Config::kHalfPanels + n);
     }
     OA_DEVICE void release(uint64& bar) const { arrive_for_warp(bar, lane_); }
     // TMA brings whole chunks, and leaves what is behind them: rows that are no keys of the split would be NaN times 0.
@@ -208,11 +207,13 @@ class LatentConsumer {
     }
     template <int kBuffer, int kHalf>
     OA_DEVICE void issue_half(float (&s)[kScores]) const {
-        if constexpr (!Config::kByMaps) wait_together(kBuffer, first_panel<Config>(kBuffer, kHalf));
 #pragma unroll
         for (int n = 0; n < Config::kHalfPanels + kHalf; ++n) {
             const int panel = n == Config::kHalfPanels ? Config::kPanels - 1 : first_panel<Config>(kBuffer, kHalf) + n;
-            if constexpr (Config::kByMaps) wait_panel(kBuffer, panel);
+            // The last panel of those that threads bring comes with those before it, or by copies that nobody fenced.
+            if (n % Config::kTogether == 0 && (Config::kByMaps || n < Config::kHalfPanels))
+                wait_together(kBuffer, panel);
+            if (Config::kCopiesLast && n == Config::kHalfPanels) wait_panel(kBuffer, panel), fence_proxy_async();
 #pragma unroll
             for (int step = 0; step < 4; ++step) {
                 const uint32 at = panel * kPanelBytes + step * 32;
@@ -330,13 +331,25 @@ class LatentConsumer {
         fence_proxy_async();
     }
 
+    // O of the columns that one product adds to.
+    using PartOutput = float[kPartOutput];
+    OA_DEVICE PartOutput& output(int part) {
+        if constexpr (Config::kPvParts == 1)
+            return o_;
+        else
+            return *reinterpret_cast<PartOutput*>(&o_[part * kPartOutput]);
+    }
+
     // O += P V of this warpgroup's own P, and of the other's.
     OA_DEVICE void issue_own(const uint32 (&probs)[Config::kKeys / 16][4], int buffer) {
         wgmma_pin(o_);
         wgmma_fence();
 #pragma unroll
         for (int step = 0; step < Config::kKeys / 16; ++step)
-            Pv::template rs<kMnMajor>(o_, probs[step], v_.at(buffer * kBlockBytes + step * 16 * 128), 1);
+#pragma unroll
+            for (int part = 0; part < Config::kPvParts; ++part)
+                Pv::template rs<kMnMajor>(output(part), probs[step],
+                                          v_.at(buffer * kBlockBytes + part * kPartBytes + step * 16 * 128), 1);
         wgmma_commit();
         wgmma_pin(o_);
     }
@@ -345,9 +358,11 @@ class LatentConsumer {
         wgmma_fence();
 #pragma unroll
         for (int step = 0; step < Config::kKeys / 16; ++step)
-            Pv::template ss<kKMajor, kMnMajor>(
-                o_, k_.at(buffer * kBlockBytes + (Config::kPanels - 1) * kPanelBytes + step * 32),
-                v_.at(buffer * kBlockBytes + step * 16 * 128), 1);
+#pragma unroll
+            for (int part = 0; part < Config::kPvParts; ++part)
+                Pv::template ss<kKMajor, kMnMajor>(
+                    output(part), k_.at(buffer * kBlockBytes + (Config::kPanels - 1) * kPanelBytes + step * 32),
+                    v_.at(buffer * kBlockBytes + part * kPartBytes + step * 16 * 128), 1);
         wgmma_commit();
         wgmma_pin(o_);
     }

@@ -26,6 +26,8 @@
 // The first thread walks over the splits, and hands each one to all others in shared memory. Where TMA brings keys, one
 // warp asks for them and the other three copy Q, so that neither waits for the other.
 //
+// Rows in 8 bits are converted by two warpgroups in the place of warpgroup 0.
+//
 // Shared memory, bytes: Q [9][64 * 128] | K [2][9][64 * 128] | maxima, denominators, barriers, splits, scan. Panels of
 // 64 channels, 128-byte swizzle.
 #include "decode/latent.cuh"
@@ -50,10 +52,14 @@ struct Config {
     static constexpr int kFormat = CACHE_FORMAT;  // LatentFormat
     static constexpr bool kByMaps = BY_MAPS;  // rows come by TMA; else by threads, 16 bytes each
     static_assert(!kByMaps || kFormat == kRows16, "TMA converts nothing");
-    static constexpr int kProducers = 128, kThreads = kProducers + 256;
-    // Of a thread, 3 * 168 together. Rows in 8 bits wait in registers.
-    static constexpr int kProducerRegisters = kFormat == kRows16 ? 56 : 104;
-    static constexpr int kConsumerRegisters = (3 * 168 - kProducerRegisters) / 2;
+    static constexpr int kProducers = kFormat == kRows16 ? 128 : 256, kThreads = kProducers + 256;
+    // Of a thread: 3 * 168 or 4 * 128 together. Rows in 8 bits wait in registers.
+    static constexpr int kProducerRegisters = kFormat == kRows16 ? 56 : 64;
+    static constexpr int kConsumerRegisters = kFormat == kRows16 ? 224 : 192;
+    // Products that a warpgroup adds P V by. ptxas compiles 512 threads for 128 registers, too few for one of 256 columns.
+    static constexpr int kPvParts = kThreads > 384 ? 2 : 1;
+    static constexpr int kTogether = kByMaps ? 1 : kHalfPanels;  // panels of a barrier
+    static constexpr bool kCopiesLast = kFormat == kRows656;  // the last panel's channels need no conversion
     static_assert(kFormat != kRows656 || kIsBFloat16<Io>, "channels of 16 bits are bf16 there");
     static_assert(kHeadDim % 64 == 0 && kHeadDimV == kHeadDim - 64 && kHeadDimV % 128 == 0, "P has a panel of its own");
 };
@@ -78,7 +84,8 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, 1) mla_decode_sm9
         for (int buffer = 0; buffer < 2; ++buffer) {
 #pragma unroll 1
             for (int panel = 0; panel < Config::kPanels; ++panel)
-                mbarrier_init(smem_addr_of(&smem.full[buffer][panel]), kFullArrivals);
+                mbarrier_init(smem_addr_of(&smem.full[buffer][panel]),
+                              Config::kCopiesLast && panel == Config::kPanels - 1 ? Config::kProducers : kFullArrivals);
             for (int half = 0; half < 2; ++half)
                 mbarrier_init(smem_addr_of(&smem.empty[buffer][half]), 4 * kArrivalsOfWarp);
         }
@@ -95,13 +102,13 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, 1) mla_decode_sm9
     cursor.sequence = smem.scan.sequence, cursor.before = smem.scan.before;
     if (threadIdx.x == 0) smem.cursor = cursor, smem.chunks = scan.total;
     const int32 warpgroup = __shfl_sync(0xffffffffu, int32(threadIdx.x) >> 7, 0);
-    if (warpgroup == 0) {
+    if (warpgroup < Config::kProducers / 128) {
         registers_release<Config::kProducerRegisters>();
         LatentProducer<Config>(params, smem).run();
         return;
     }
     registers_claim<Config::kConsumerRegisters>();
-    if (warpgroup == 1) {
+    if (warpgroup == Config::kProducers / 128) {
         LatentConsumer<Config, 0>(params, smem).run();
     } else {
         LatentConsumer<Config, 1>(params, smem).run();

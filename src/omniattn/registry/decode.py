@@ -228,7 +228,8 @@ def latent_row(dtype: str, fmt: str, *, by_maps: bool = False) -> KernelSpec:
     """
     short, tag = IO_TYPES[dtype]
     width, width_v = LATENT_DIMS
-    threads, panels = 384, width // 64
+    # Rows in 8 bits have a warpgroup more, for their conversion.
+    threads, panels = 384 if fmt == "latent" else 512, width // 64
     # Q and two blocks of 64 keys; maxima, denominators, listed keys; barriers; splits and the cursor; scan.
     words = 4 * 8 + 5 + threads // 32 + _SCAN_WORDS
     exact = 3 * panels * 64 * 128 + (4 * 6 + 2) * LATENT_ROWS + 8 * (2 * panels + 6) + 4 * words
