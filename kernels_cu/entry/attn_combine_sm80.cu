@@ -19,7 +19,7 @@
 #include "attention/partial_sum.cuh"
 #include "attention/sinks.cuh"
 #include "attention/softmax.cuh"
-#include "params/attn_combine.cuh"
+#include "params/attn_combine_used.cuh"
 #include "ptx/cvt.cuh"
 #include "ptx/gpu_sync.cuh"
 #include "ptx/math.cuh"
@@ -39,19 +39,21 @@ struct SharedStorage {
 };
 
 // Whether a query of packed sequences is used, and has partial results; so have those that no sequence owns.
-OA_DEVICE bool is_used(const AttnCombineParams& p, int32 query) {
+OA_DEVICE bool is_used(const AttnCombineUsedParams& params, int32 query) {
+    const AttnCombineParams& p = params.combine;
     if (query < __ldg(p.cu_seqlens_q) || query >= __ldg(p.cu_seqlens_q + p.num_sequences)) return true;
     int32 first = 0, end = p.num_sequences;  // the sequence is the last one that does not begin behind the query
     while (end - first > 1) {
         const int32 middle = first + (end - first) / 2;
         (__ldg(p.cu_seqlens_q + middle) <= query ? first : end) = middle;
     }
-    const Sequence of = used_sequence(p.cu_seqlens_q, p.seqused_q, first, p.rows);
+    const Sequence of = used_sequence(p.cu_seqlens_q, params.seqused_q, first, p.rows);
     return query < of.begin + of.len;
 }
 
 extern "C" __global__ void __launch_bounds__(Config::kThreads) attn_combine_sm80(
-    const __grid_constant__ AttnCombineParams p) {
+    const __grid_constant__ AttnCombineUsedParams params) {
+    const AttnCombineParams& p = params.combine;
     __shared__ SharedStorage smem;
     const int32 tid = threadIdx.x, own = 1 << p.threads_log2, parts = Config::kThreads >> p.threads_log2;
     const int32 part = tid >> p.threads_log2, column = int32(blockIdx.x) * own + (tid & (own - 1));
@@ -69,7 +71,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads) attn_combine_sm80
     active = active && own_head < p.pack_heads;
     wait_for_kernel_ahead();
     // Others are cleared behind this kernel, or belong to another launch.
-    if (p.seqused_q != nullptr) active = active && is_used(p, query);
+    if (params.seqused_q != nullptr) active = active && is_used(params, query);
     PartialSum<Config::kWidth> sum;
     auto row_of = [&](int32 split) { return first + int64(split) * p.rows; };
     if (active)

@@ -24,7 +24,6 @@ struct AttnCombineParams {
     int32 tile_rows, first_tile, blocks, num_queries;
     int32 num_sequences;
     const int32* cu_seqlens_q;  // of packed sequences; else null
-    const int32* seqused_q;  // [sequence]: rows of it that are used, and have partial results; null: all
 };
 
 // Partial results of a CTA that has even shares of packed sequences (scheduler/stream_k.cuh), of each class.

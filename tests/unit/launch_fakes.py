@@ -13,6 +13,7 @@ import pytest
 
 from omniattn import runtime
 from omniattn.launch.host_struct import At, HostStruct
+from omniattn.launch.structs import ATTN_COMBINE_USED
 from omniattn.plan import engine
 from omniattn.registry import KernelSpec
 from omniattn.runtime.device import DeviceInfo
@@ -97,6 +98,12 @@ def fields_of_record(record: LaunchRecord, layout: HostStruct) -> dict[str, Any]
     assert not pointers, "pointers that no field has"
     assert not maps, "tensor maps that no field has"
     return found
+
+
+def fields_of_merge(record: LaunchRecord) -> dict[str, Any]:
+    """The same of attn_combine_sm80."""
+    found = fields_of_record(record, ATTN_COMBINE_USED)
+    return {name.removeprefix("combine."): value for name, value in found.items()}
 
 
 def read(source: str) -> str:

@@ -12,7 +12,6 @@ import omniattn as oa
 from omniattn.errors import ArgumentError, UnsupportedError
 from omniattn.launch.host_struct import At
 from omniattn.launch.structs import (
-    ATTN_COMBINE,
     ATTN_FP8_FACTORS_SM89,
     ATTN_FP8_FACTORS_SM90,
     ATTN_FP8_MODS_FACTORS_SM90,
@@ -23,7 +22,7 @@ from omniattn.plan.attention import plan_attention
 from omniattn.problems import AttentionStrides, Descale, Target
 from omniattn.reference.e4m3 import decode_e4m3, encode_e4m3
 from omniattn.registry import REGISTRY
-from tests.unit.launch_fakes import fields_of_record
+from tests.unit.launch_fakes import fields_of_merge, fields_of_record
 from tests.unit.shape_plans import planned, unsplit
 from tests.unit.test_fp8 import drawn, e4m3, expanded, factors
 from tests.unit.test_launch_fp8 import ADA, HOPPER, arrays
@@ -276,7 +275,7 @@ def test_few_queries_are_split(head_dim: int, lse: bool) -> None:
     found = fields_of_record(main, ATTN_FP8_SPLIT_FACTORS_SM90)
     assert found["factors.factors"] == At("descale_v")
     assert tuple(found[f"factors.stride_{x}"] for x in ("b", "h", "block")) == (8, 4, 1)
-    merged = fields_of_record(made.records[2], ATTN_COMBINE)
+    merged = fields_of_merge(made.records[2])
     # One sum for O and LSE.
     assert merged["partial_ml"] == found["partial_ml"]
     assert merged["partial_lse"] is None

@@ -10,7 +10,7 @@ import pytest
 
 from omniattn.errors import ArgumentError
 from omniattn.launch import attn_fwd_split
-from omniattn.launch.structs import ATTN_COMBINE, ATTN_FWD_SPLIT_MODS_SM90, ATTN_FWD_SPLIT_SM90
+from omniattn.launch.structs import ATTN_FWD_SPLIT_MODS_SM90, ATTN_FWD_SPLIT_SM90
 from omniattn.plan.attention import plan_attention
 from omniattn.problems import AttentionProblem, AttentionStrides, Pages, Target
 from omniattn.problems.memory import WORKSPACE_ALIGNMENT
@@ -19,7 +19,7 @@ from omniattn.registry import REGISTRY, KernelSpec, by_name
 from omniattn.runtime.record import LaunchRecord, TensorMap
 from omniattn.select import candidates, ranked
 from omniattn.testing.cases import cases_for
-from tests.unit.launch_fakes import fields_of_record
+from tests.unit.launch_fakes import fields_of_merge, fields_of_record
 from tests.unit.shape_plans import planned
 
 HOPPER = Target((9, 0), 227 << 10, 132)
@@ -147,7 +147,7 @@ def attend(
 
 def combine(record: LaunchRecord, workspace: np.ndarray, o: np.ndarray, lse: np.ndarray, sinks: Any) -> None:
     """attn_combine_sm80; o and lse are flat."""
-    f = fields_of_record(record, ATTN_COMBINE)
+    f = fields_of_merge(record)
     o_at, ml_at = f["partial_o"].offset // 4, f["partial_ml"].offset // 4
     d, chunks, rows, splits = f["head_dim"], f["head_dim"] // 4, f["rows"], f["num_splits"]
     own = 1 << f["threads_log2"]
@@ -293,7 +293,7 @@ def test_queries_that_are_not_used_are_not_merged(used: bool) -> None:
     whole = problem_of(3, 16, 4096, 8, 8, 128, varlen=True, max_seqlen_q=16, max_seqlen_k=4096)
     p, spec = dataclasses.replace(whole, used=(used, False)), by_name("attn_fwd_sm80_fp16_d128_split")
     (_, merged), _ = attn_fwd_split.build(spec, COMBINE, p, HOPPER, ONE_HEAD, SplitKV(3))
-    fields = fields_of_record(merged, ATTN_COMBINE)
+    fields = fields_of_merge(merged)
     assert (fields["cu_seqlens_q"].operand, fields["rows"]) == ("cu_seqlens_q", p.seqlen_q)
     assert (fields["seqused_q"] is not None) == used
 
@@ -322,7 +322,7 @@ def test_boxes_and_workspace(spec: KernelSpec) -> None:
         assert f["partial_ml"].offset % WORKSPACE_ALIGNMENT == 0
         assert f["partial_ml"].offset >= 4 * ml * spec.head_dim
         assert num_bytes == f["partial_ml"].offset + 8 * ml
-        merged_fields = fields_of_record(merged, ATTN_COMBINE)
+        merged_fields = fields_of_merge(merged)
         assert all(merged_fields[name] == f[name] for name in ("partial_o", "partial_ml"))
         assert spec.smem_bytes <= HOPPER.max_smem
 

@@ -12,7 +12,7 @@ import omniattn as oa
 from omniattn.errors import ArgumentError
 from omniattn.launch import attn_fwd_split, attn_int8
 from omniattn.launch.host_struct import At
-from omniattn.launch.structs import ATTN_COMBINE, ATTN_INT8_SPLIT_SM90
+from omniattn.launch.structs import ATTN_INT8_SPLIT_SM90
 from omniattn.plan.attention import plan_attention
 from omniattn.problems import AttentionProblem, Descale, Descales, Fp8, Int4, Int8, QuantizeProblem
 from omniattn.problems.precision import FP8_ARRAYS
@@ -24,7 +24,7 @@ from omniattn.registry import REGISTRY, KernelSpec, by_name
 from omniattn.runtime.record import LaunchRecord, TensorMap
 from omniattn.select import choices, ranked
 from omniattn.testing.cases import cases_for
-from tests.unit.launch_fakes import fields_of_record
+from tests.unit.launch_fakes import fields_of_merge, fields_of_record
 from tests.unit.test_launch_split import AMPERE, FEW, HOPPER, combine, items_of, problem_of, visible
 
 #: Plain rows; others: test_fp8_factors.py, test_launch_split_int8_scores.py, test_stream_k.py.
@@ -209,7 +209,7 @@ def test_forced_rows(spec: KernelSpec) -> None:
     assert launches.selection.spec is main.spec is spec
     assert [r.overlap for r in launches.records[-2:]] == [False, True]
     assert main.num_ctas <= HOPPER.sm_count
-    f, m = fields_of_record(main, ATTN_INT8_SPLIT_SM90), fields_of_record(merged, ATTN_COMBINE)
+    f, m = fields_of_record(main, ATTN_INT8_SPLIT_SM90), fields_of_merge(merged)
     assert f["fwd.lse"] is f["fwd.sinks"] is f["operands.delta_s"] is None
     assert f["partial_lse"] == m["partial_lse"]
     assert (f["partial_lse"] is not None) == p.lse

@@ -13,7 +13,6 @@ from omniattn.errors import ArgumentError
 from omniattn.launch import score_mods
 from omniattn.launch.host_struct import At
 from omniattn.launch.structs import (
-    ATTN_COMBINE,
     ATTN_FP8_SPLIT_MODS_FACTORS_SM90,
     ATTN_INT8_SPLIT_MODS_SM90,
     MASK_LIST,
@@ -33,7 +32,7 @@ from omniattn.runtime.record import LaunchRecord, TensorMap
 from omniattn.select import Candidate, candidates, choices, ranked
 from omniattn.select.candidate import mask_inputs
 from omniattn.testing.cases import cases_for
-from tests.unit.launch_fakes import fields_of_record
+from tests.unit.launch_fakes import fields_of_merge, fields_of_record
 from tests.unit.test_launch_split import AMPERE, HOPPER, combine, items_of, problem_of, visible
 from tests.unit.test_launch_split_int8 import INT8, bytes_of
 
@@ -330,7 +329,7 @@ def test_forced_rows(spec: KernelSpec, lse: bool) -> None:
     assert launches.selection.spec is main.spec is spec
     assert [r.overlap for r in launches.records[-2:]] == [False, True]
     layout = ATTN_FP8_SPLIT_MODS_FACTORS_SM90 if factors else ATTN_INT8_SPLIT_MODS_SM90
-    f, m = fields_of_record(main, layout), fields_of_record(merged, ATTN_COMBINE)
+    f, m = fields_of_record(main, layout), fields_of_merge(merged)
     assert f["fwd.lse"] is f["fwd.sinks"] is f["operands.delta_s"] is None
     if factors:
         assert f["factors.factors"] == At("descale_v")

@@ -12,7 +12,6 @@ from omniattn.errors import ArgumentError
 from omniattn.launch import score_mods
 from omniattn.launch.host_struct import At
 from omniattn.launch.structs import (
-    ATTN_COMBINE,
     ATTN_FWD_SPLIT_MODS_SM80,
     ATTN_FWD_SPLIT_MODS_SM90,
     ATTN_FWD_SPLIT_SM80,
@@ -29,7 +28,7 @@ from omniattn.problems.split import SplitKV, StreamK, gqa_packing_on_mma_sync
 from omniattn.registry import by_name
 from omniattn.runtime.record import TensorMap
 from omniattn.select import Candidate, MaskInput, candidates, choices
-from tests.unit.launch_fakes import fields_of_record
+from tests.unit.launch_fakes import fields_of_merge, fields_of_record
 from tests.unit.shape_plans import planned
 from tests.unit.test_launch_split import AMPERE, BLACKWELL, HOPPER, problem_of
 
@@ -67,7 +66,7 @@ def test_on_mma_sync(changes: dict[str, Any], target: Target) -> None:
     pack = 1 if p.varlen else 4
     assert record.grid[0] == 32 // pack * (1 + (3 if p.varlen else 0))
     layout = ATTN_FWD_SPLIT_MODS_SM80 if p.score_mods else ATTN_FWD_SPLIT_SM80
-    f, merged = fields_of_record(record, layout), fields_of_record(launches.records[-1], ATTN_COMBINE)
+    f, merged = fields_of_record(record, layout), fields_of_merge(launches.records[-1])
     assert [merged[name] for name in ("num_splits", "heads", "rows", "pack")] == [splits, 32 // pack, 16 * pack, pack]
     assert all(merged[name] == f[name] for name in ("partial_o", "partial_ml"))
     prefix = "call.fwd." if p.score_mods else "call."
@@ -284,7 +283,7 @@ def test_scores_on_wgmma(
     *before, record, merge = planned(p, HOPPER, ways).records
     assert kernel in record.spec.name
     assert merge.spec.op == "attention_combine"
-    merged = fields_of_record(merge, ATTN_COMBINE)
+    merged = fields_of_merge(merge)
     heads, pack = pack_gqa
     assert [merged[x] for x in ("heads", "rows", "pack", "pack_heads")] == [32 // heads, queries * pack, pack, heads]
     if not record.spec.arch_specific:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import omniattn as oa
-from omniattn.launch.structs import ATTN_COMBINE, ATTN_FWD_SM90, ATTN_FWD_SPLIT_SM90, ATTN_INT8_SPLIT_SM90
+from omniattn.launch.structs import ATTN_FWD_SM90, ATTN_FWD_SPLIT_SM90, ATTN_INT8_SPLIT_SM90
 from omniattn.plan.attention import plan_attention
 from omniattn.problems import AttentionProblem
 from omniattn.problems.split import TailSplit
@@ -17,7 +17,7 @@ from omniattn.problems.tile_order import head_by_head, most_rows
 from omniattn.registry import by_name
 from omniattn.select import Candidate, candidates, choices
 from omniattn.select.orders import other_orders
-from tests.unit.launch_fakes import fields_of_record
+from tests.unit.launch_fakes import fields_of_merge, fields_of_record
 from tests.unit.shape_plans import fastest, is_whole, planned
 from tests.unit.test_launch_split import AMPERE, HOPPER, items_of, problem_of
 
@@ -50,7 +50,7 @@ def test_every_tile_is_attended_and_merged_once(extents: tuple[int, ...], precis
     assert (split.overlap, merge.overlap) == (False, True)
     assert {split.spec, merge.spec} <= {x.spec for x in plan.others}
     f = fields_of_record(split, ATTN_FWD_SPLIT_SM90 if precision == "exact" else ATTN_INT8_SPLIT_SM90)
-    m, rows = fields_of_record(merge, ATTN_COMBINE), split.spec.block_m
+    m, rows = fields_of_merge(merge), split.spec.block_m
     heads, blocks = p.batch * p.num_q_heads, -(-p.seqlen_q // rows)
     tiles, first, splits = (f[f"tiles.{name}"] for name in ("num_tiles", "first_tile", "num_splits"))
     # Whole rounds of the other kernel, which takes a head's last tile first.

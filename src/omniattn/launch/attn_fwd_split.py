@@ -19,7 +19,7 @@ from .masks import MaskPlaces, memory_of
 from .score_mod import array_values
 from .score_mods import bias_map, score_mod_values
 from .structs import (
-    ATTN_COMBINE,
+    ATTN_COMBINE_USED,
     ATTN_FP8_SPLIT_FACTORS_SM90,
     ATTN_FP8_SPLIT_MODS_FACTORS_SM90,
     ATTN_FWD_SPLIT_MODS_SM80,
@@ -283,7 +283,7 @@ def _merge(combine: KernelSpec, split: _Split, partial: dict[str, At | None]) ->
             "tile_rows": block_m, "first_tile": tail.first_tile, "blocks": split.blocks, "num_queries": p.seqlen_q
         }  # fmt: skip
     threads = combine_threads(columns, split.splits)
-    values = {
+    merged = {
         **partial,
         "o": At("o"),
         "lse": At("lse") if p.lse else None,
@@ -303,8 +303,8 @@ def _merge(combine: KernelSpec, split: _Split, partial: dict[str, At | None]) ->
         **of_tail,
         "num_sequences": p.batch,
         "cu_seqlens_q": At("cu_seqlens_q") if p.varlen else None,
-        "seqused_q": At("seqused_q") if p.used[0] else None,
     }
+    values = member("combine", merged) | {"seqused_q": At("seqused_q") if p.used[0] else None}
     return LaunchRecord(
-        combine, (-(-columns // threads), 1, 1), _COMBINE_THREADS, *ATTN_COMBINE.pack(values), overlap=True
+        combine, (-(-columns // threads), 1, 1), _COMBINE_THREADS, *ATTN_COMBINE_USED.pack(values), overlap=True
     )

@@ -109,7 +109,7 @@ ATTN_COMBINE = HostStruct(
     "AttnCombineParams", ("P", "partial_o partial_ml o lse sinks"),
     ("q", "o_stride_b o_stride_s o_stride_h lse_stride_b lse_stride_h"),
     ("i", "num_columns num_splits heads rows pack head_dim threads_log2 sinks_kind"), ("P", "partial_lse"),
-    ("i", "pack_heads tile_rows first_tile blocks num_queries num_sequences"), ("P", "cu_seqlens_q seqused_q"),
+    ("i", "pack_heads tile_rows first_tile blocks num_queries num_sequences"), ("P", "cu_seqlens_q"),
 )
 
 CUT_TILE = HostStruct(
@@ -120,6 +120,12 @@ ATTN_COMBINE_PACKED = HostStruct(
     "AttnCombinePackedParams", ("P", "partial_o partial_ml cuts o lse sinks"),
     ("q", "o_stride_s o_stride_h lse_stride_h"), ("i", "block_m pack pack_heads head_dim sinks_kind num_ctas"),
     ("P", "partial_lse"),
+)
+
+# params/attn_combine_used.cuh
+
+ATTN_COMBINE_USED = HostStruct(
+    "AttnCombineUsedParams", (ATTN_COMBINE, "combine"), ("P", "seqused_q"),
 )
 
 # params/attn_int8.cuh
