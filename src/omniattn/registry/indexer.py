@@ -12,9 +12,11 @@ INDEX_HEADS = 64
 INDEX_DIM = 128
 #: Of the generic kernel: queries times products of a CTA.
 _SLOTS = 2
-#: Of Hopper's, for up to 2 products of 64 heads, for up to 4 and for more: the same, columns of a product, warpgroups
-#: that multiply, tiles in shared memory, CTAs of an SM.
-_TWO, _FOUR, _MORE = (2, 64, 1, 6, 3), (4, 64, 2, 8, 2), (8, 128, 3, 8, 1)
+#: Of Hopper's, for one product of 64 heads, up to 2, up to 4 and more: the same, columns of a product, warpgroups that
+#: multiply, tiles in shared memory, CTAs of an SM, accumulators of a warpgroup, registers of a thread that multiplies
+#: (0: as many as of the others).
+_ONE, _TWO, _FOUR = (1, 64, 1, 6, 3, 1, 0, 4), (2, 128, 1, 8, 2, 1, 0, 5), (4, 128, 2, 16, 1, 2, 216, 10)
+_MORE = (8, 128, 4, 12, 1, 1, 112, 6)
 #: Keys that a CTA computes in one step.
 STEP = 128
 
@@ -32,11 +34,14 @@ LEAST_STEPS, ROUNDS = 8, 3
 LEAST_PART, LEAST_PART_OF_MANY = 8192, 16384
 
 
-def _index_logits_sm90(shape: tuple[int, int, int, int, int], name: str) -> KernelSpec:
-    slots, width, consumers, stages, ctas = shape
+def _index_logits_sm90(shape: tuple[int, int, int, int, int, int, int, int], name: str) -> KernelSpec:
+    slots, width, consumers, stages, ctas, buffers, registers, lag = shape
     tile = INDEX_HEADS * INDEX_DIM
     smem = slots * (tile + 4 * 4 * 20 + 8) + stages * (tile + 4 * 64 + 16)
-    defines = {"SLOTS": slots, "WIDTH": width, "CONSUMERS": consumers, "STAGES": stages, "CTAS": ctas}
+    defines = {
+        "SLOTS": slots, "WIDTH": width, "CONSUMERS": consumers, "STAGES": stages, "CTAS": ctas, "BUFFERS": buffers, "LAG": lag,
+        "REGISTERS": registers,
+    }  # fmt: skip
     return KernelSpec(
         name=f"index_logits_sm90_{name}", family="index_logits_sm90", op="index_logits",
         source="entry/index_logits_sm90.cu", symbol="index_logits_sm90",
@@ -73,6 +78,7 @@ def _top_k(shape: tuple[int, int, int, int], name: str, cluster: bool) -> Kernel
 
 def indexer_rows() -> Iterator[KernelSpec]:
     """Rows of ``index_logits`` and ``top_k``."""
+    yield _index_logits_sm90(_ONE, "one")
     yield _index_logits_sm90(_TWO, "two")
     yield _index_logits_sm90(_FOUR, "four")
     yield _index_logits_sm90(_MORE, "more")
