@@ -101,11 +101,11 @@ struct SampledSelect {
     }
 
     // Floor and width of the bins by a sample: the elements of it of the ranks `low` and `high`. `keys` are a thread's
-    // kOwn of the first round, more(r) those of another one. False: the sample has fewer numbers. Bins are clear, a
-    // barrier has passed.
-    template <int32 kOwn, typename More>
+    // kOwn of the first round, more(r) those of another one; arrived() is called when all have been counted. False: the
+    // sample has fewer numbers. Bins are clear, a barrier has passed.
+    template <int32 kOwn, typename More, typename Arrived>
     static OA_DEVICE bool sample(Storage& s, int32 rounds, uint32 low, uint32 high, Scale& scale, uint32 (&keys)[kOwn],
-                                 More more) {
+                                 More more, Arrived arrived) {
         for (int32 r = 0;;) {
 #pragma unroll
             for (int32 i = 0; i < kOwn; ++i) {
@@ -114,6 +114,7 @@ struct SampledSelect {
             if (++r == rounds) break;
             more(r, keys);
         }
+        arrived();
         __syncthreads();
         find_two<kCoarse>(s, s.coarse, low, high, s.low, s.high);
         const Rank at_low = s.low, at_high = s.high;

@@ -6,22 +6,29 @@
 // NaN is the largest, of equal numbers the first ones are chosen, -inf is never chosen. With a block_table positions
 // become rows of a pool: block_table[sequence, position / block_size] * block_size + position % block_size.
 //
-// A row belongs to a CTA, or with CLUSTER to a cluster, whose CTAs have consecutive parts of it and add their counts
-// through distributed shared memory. It is read once (decode/sampled_select.cuh):
+// A row belongs to a CTA, or with CLUSTER to a cluster, whose CTAs have consecutive parts of it and send each other
+// their counts and ties. It is read once (decode/sampled_select.cuh):
 //
 //   sample: a floor | row: what is not below it is a candidate | bins of candidates | ties | bits of positions
+//
+// The sample is asked for first, and the row when it has come: memory would mix them, and the floor would be known only
+// when most of the row is there.
 //
 // Where the sample misleads, or many elements are alike, the row is read for each of three digits
 // (decode/radix_select.cuh) and for the positions: the result is exact in any case.
 //
 // The order of positions comes from bits, or from sums over threads, and not from atomics: calls repeat exactly.
 //
-// Shared memory: bins 16 KB, bits of positions 4 * MASK, DEPTH candidates of 8 bytes a thread, 8 KB for more.
+// Shared memory: bins 16 KB, bits of positions 4 * MASK, DEPTH candidates of 8 bytes a thread, 8 KB for more;
+// 19 KB for what the CTAs of a cluster send.
 #include "decode/radix_select.cuh"
 #include "decode/sampled_select.cuh"
 #include "params/top_k.cuh"
 #include "ptx/bulk_prefetch.cuh"
+#include "ptx/cluster_copy.cuh"
 #include "ptx/cluster_memory.cuh"
+#include "ptx/mbarrier.cuh"
+#include "ptx/tma.cuh"
 #include "ptx/types.cuh"
 #include "scheduler/quotient.cuh"
 
@@ -32,13 +39,50 @@ constexpr bool kIsAlone = CTAS == 1;  // no other CTA of the SM has something to
 constexpr uint32 kAhead = 1 << 16;  // elements that are asked for ahead
 using Sampled = SampledSelect<kThreads, DEPTH, MASK>;
 
-// The row's digits are counted where nothing else is needed any more.
+// What the CTAs of a cluster send each other: each of them gets everything from all, itself too.
+struct Exchange {
+    static constexpr uint32 kTies = 32;
+    // Bins by two in a word, and how many candidates were spilled. More than 2^16 in a bin have no room anyway.
+    struct Bins {
+        uint32 pairs[Sampled::kBins / 2], num_spilled, none[3];
+    };
+    struct Ties {
+        uint2 of[kTies];
+        uint32 count, num_sure, none[2];
+    };
+    alignas(16) Bins bins[kMaxCluster];
+    alignas(16) Ties ties[kMaxCluster];
+    alignas(8) uint64 bins_bar, ties_bar;  // of one phase
+
+    // Ahead of cluster_arrive_relaxed. One thread.
+    OA_DEVICE void start(uint32 size) {
+        mbarrier_init(smem_addr_of(&bins_bar), 1), mbarrier_init(smem_addr_of(&ties_bar), 1);
+        fence_barrier_init();
+        mbarrier_arrive_expect_tx(smem_addr_of(&bins_bar), size * sizeof(Bins));
+        mbarrier_arrive_expect_tx(smem_addr_of(&ties_bar), size * sizeof(Ties));
+    }
+    // Sends `from`, which other threads may have written, into every CTA's to[rank], and waits for those of all.
+    template <typename Part>
+    OA_DEVICE void send(const Part& from, Part (&to)[kMaxCluster], uint64& bar, uint32 rank, uint32 size) {
+        fence_proxy_async();
+        __syncthreads();
+        if (threadIdx.x < size) {
+            bulk_copy_cluster(smem_addr_of(&to[rank]), smem_addr_of(&from), sizeof(Part), smem_addr_of(&bar),
+                              threadIdx.x);
+        }
+        mbarrier_wait(smem_addr_of(&bar), 0);
+    }
+};
+
+// The row's digits are counted where nothing else is needed any more. In a cluster an Exchange follows.
 union SharedStorage {
     Sampled::Storage sampled;
     SelectStorage select;
 };
 
+constexpr int32 kExchangeBytes = kCluster ? int32(sizeof(Exchange)) : 0;
 static_assert(sizeof(SharedStorage) <= 4 * 4096 + 4 * MASK + 8 * DEPTH * kThreads + 8 * 1024 + 256, "as the registry");
+static_assert(kExchangeBytes <= 19 * 1024, "as the registry");
 
 // A row, in coordinates that count from the 16 bytes in which its first element lies: [lead, end).
 struct Row {
@@ -216,11 +260,11 @@ OA_DEVICE void digit_of_row(const TopKParams& p, const Row& row, const Part& par
     found.template take<kDigit>(s, p.k);
 }
 
-// A sample is of kSampled of four neighbours at equal distances, kThreads times; of long rows kLongRounds times as
-// often. The CTAs of a cluster have room for more candidates of a row.
-constexpr int32 kSampled = kThreads >= 1024 ? 2 : 4;
-constexpr uint32 kSampleSize = kSampled * kThreads, kLongRow = kCluster ? 1 << 21 : 1 << 17;
+// A sample is of kSampleVectors vectors of four at equal distances; of long rows kLongRounds times as many. The CTAs of
+// a cluster have room for more candidates of a row.
+constexpr uint32 kSampleVectors = 512, kSampleSize = 4 * kSampleVectors, kLongRow = kCluster ? 1 << 21 : 1 << 17;
 constexpr int32 kLongShift = 2, kLongRounds = 1 << kLongShift;
+static_assert(kSampleVectors <= kThreads && kSampleVectors % 32 == 0, "whole warps have some");
 
 struct RowSample {
     const Row& row;
@@ -231,50 +275,59 @@ struct RowSample {
         begin = row.lead == 0 ? 0 : 4;
         vectors = max_of(row.end / 4, begin / 4) - begin / 4;
     }
+    // Threads beyond kSampleVectors have none: -inf, which is not counted.
     OA_DEVICE uint4 load(int32 round) const {
-        const uint64 place = uint32(round * kThreads) + threadIdx.x;
-        const uint32 vector = uint32(place * vectors / kThreads >> (is_long ? kLongShift : 0));
+        constexpr uint32 kNegInf = 0xff800000u;
+        if (threadIdx.x >= kSampleVectors) return make_uint4(kNegInf, kNegInf, kNegInf, kNegInf);
+        const uint64 place = uint32(round) * kSampleVectors + threadIdx.x;
+        const uint32 vector = uint32(place * vectors / kSampleVectors >> (is_long ? kLongShift : 0));
         return __ldg(reinterpret_cast<const uint4*>(row.base + begin + 4 * vector));
     }
-    static OA_DEVICE void keys_of_some(const uint4& x, uint32 (&keys)[kSampled]) {
-        keys[0] = key_of(x.x), keys[1] = key_of(x.z);
-        if constexpr (kSampled > 2) keys[2] = key_of(x.y), keys[3] = key_of(x.w);
+    static OA_DEVICE void keys_of_all(const uint4& x, uint32 (&keys)[4]) {
+        keys[0] = key_of(x.x), keys[1] = key_of(x.y), keys[2] = key_of(x.z), keys[3] = key_of(x.w);
     }
-    OA_DEVICE bool rank(const TopKParams& p, Sampled::Storage& s, const uint4& first, Sampled::Scale& scale) const {
+    // arrived() when the sample is there, before it is ranked.
+    template <typename Arrived>
+    OA_DEVICE bool rank(const TopKParams& p, Sampled::Storage& s, const uint4& first, Sampled::Scale& scale,
+                        Arrived arrived) const {
         // What k is of the row, and four standard deviations more and less.
         const float size = float(is_long ? kSampleSize << kLongShift : kSampleSize);
         const float share = float(p.k) * size * rcp_approx(float(row.end));
         const float spread = 4.0f * exp2_approx(0.5f * log2_approx(share)) + 8.0f;
         const uint32 low = uint32(fminf(share + spread, size)), high = uint32(fmaxf(share - spread, 1.0f));
-        uint32 keys[kSampled];
-        keys_of_some(first, keys);
-        return Sampled::sample(s, is_long ? kLongRounds : 1, low, high, scale, keys,
-                               [&](int32 round, uint32(&to)[kSampled]) { keys_of_some(load(round), to); });
+        uint32 keys[4];
+        keys_of_all(first, keys);
+        return Sampled::sample(
+            s, is_long ? kLongRounds : 1, low, high, scale, keys,
+            [&](int32 round, uint32(&to)[4]) { keys_of_all(load(round), to); }, arrived);
     }
 };
 
 // Finds the k-th largest candidate's bin, in s.kth. False: there are not so many, or some CTA had no room for its own.
-// Behind a barrier of the cluster, ends with one of the CTA.
-OA_DEVICE bool find_bin(const TopKParams& p, Sampled::Storage& s, const Step& step) {
+// With barriers.
+OA_DEVICE bool find_bin(const TopKParams& p, Sampled::Storage& s, Exchange& e, const Step& step) {
     constexpr int32 kOwn = Sampled::kBins / kThreads;
-    static_assert(kOwn == 2 || !kCluster, "bins of a thread are read from the others by twos");
+    static_assert(kOwn == 2 || !kCluster, "bins of a thread are a pair");
     const uint32 top = Sampled::kBins - 1 - threadIdx.x * kOwn;
+    __syncthreads();
     uint32 count[kOwn], sum = 0, all;
 #pragma unroll
     for (int32 i = 0; i < kOwn; ++i) count[i] = s.bins[top - i];
     bool fits = s.num_spilled <= Sampled::kSpilled;
     if constexpr (kCluster) {
-        const uint32 lane = threadIdx.x & 31;
-        const uint32 spilled = lane < step.size ? load_cluster(smem_addr_of(&s.num_spilled), lane) : 0u;
-        uint2 more[kMaxCluster] = {};
+        // Where the sample was ranked.
+        Exchange::Bins& own = *reinterpret_cast<Exchange::Bins*>(s.fine);
+        own.pairs[top / 2] = count[kOwn - 1] | count[0] << 16;
+        if (threadIdx.x == 0) own.num_spilled = s.num_spilled;
+        e.send(own, e.bins, e.bins_bar, step.rank, step.size);
+        fits = true, count[0] = count[kOwn - 1] = 0;
 #pragma unroll
-        for (uint32 r = 1; r < kMaxCluster; ++r) {
-            const uint32 other = step.rank + r < step.size ? step.rank + r : step.rank + r - step.size;
-            if (r < step.size) more[r] = load_cluster2(smem_addr_of(&s.bins[top - 1]), other);
+        for (uint32 r = 0; r < kMaxCluster; ++r) {
+            if (r >= step.size) break;
+            const uint32 pair = e.bins[r].pairs[top / 2];
+            count[0] += pair >> 16, count[kOwn - 1] += pair & 0xffffu;
+            fits &= e.bins[r].num_spilled <= Sampled::kSpilled;
         }
-#pragma unroll
-        for (uint32 r = 1; r < kMaxCluster; ++r) count[0] += more[r].y, count[kOwn - 1] += more[r].x;
-        fits = !__any_sync(0xffffffffu, spilled > Sampled::kSpilled);
     }
 #pragma unroll
     for (int32 i = 0; i < kOwn; ++i) sum += count[i];
@@ -285,26 +338,31 @@ OA_DEVICE bool find_bin(const TopKParams& p, Sampled::Storage& s, const Step& st
 }
 
 // Those of the cluster that are in the k-th largest's bin; `sure`: how many higher ones the CTAs of lower rank have.
-// False: they are too many. Behind a barrier of the cluster.
-OA_DEVICE bool gather_ties(Sampled::Storage& s, const Step& step, const uint2*& ties, uint32& count, uint32& sure) {
+// False: they are too many. With barriers.
+OA_DEVICE bool gather_ties(Sampled::Storage& s, Exchange& e, const Step& step, const uint2*& ties, uint32& count,
+                           uint32& sure) {
+    __syncthreads();
     if constexpr (!kCluster) {
         ties = s.ties, count = s.num_ties, sure = 0;
         return count <= Sampled::kTies;
     } else {
         const uint32 lane = threadIdx.x & 31, warp = threadIdx.x / 32;
-        uint32 of_lane = 0, sure_of_lane = 0;
-        if (lane < step.size) {
-            of_lane = load_cluster(smem_addr_of(&s.num_ties), lane);
-            sure_of_lane = load_cluster(smem_addr_of(&s.num_sure), lane);
-        }
-        count = __reduce_add_sync(0xffffffffu, of_lane);
-        sure = __reduce_add_sync(0xffffffffu, lane < step.rank ? sure_of_lane : 0u);
+        // Nothing is ranked in these bins any more.
+        Exchange::Ties& own = *reinterpret_cast<Exchange::Ties*>(s.bins);
+        if (threadIdx.x < Exchange::kTies) own.of[threadIdx.x] = s.ties[threadIdx.x];
+        if (threadIdx.x == 0) own.count = s.num_ties, own.num_sure = s.num_sure;
+        e.send(own, e.ties, e.ties_bar, step.rank, step.size);
+        const uint32 of_lane = lane < step.size ? e.ties[lane].count : 0u;
+        const uint32 sure_of_lane = lane < step.rank ? e.ties[lane].num_sure : 0u;
+        count = __reduce_add_sync(0xffffffffu, of_lane), sure = __reduce_add_sync(0xffffffffu, sure_of_lane);
         if (count > Sampled::kTies) return false;
+        const bool sent = !__any_sync(0xffffffffu, of_lane > Exchange::kTies);
+        if (!sent) step.sync();
         // A warp has a CTA's.
         const uint32 to = __reduce_add_sync(0xffffffffu, lane < warp ? of_lane : 0u);
         const uint32 of_warp = __shfl_sync(0xffffffffu, of_lane, warp);
         for (uint32 i = lane; i < of_warp; i += 32) {
-            s.all_ties[to + i] = load_cluster2(smem_addr_of(&s.ties[i]), warp);
+            s.all_ties[to + i] = sent ? e.ties[warp].of[i] : load_cluster2(smem_addr_of(&s.ties[i]), warp);
         }
         ties = s.all_ties;
         __syncthreads();
@@ -313,25 +371,32 @@ OA_DEVICE bool gather_ties(Sampled::Storage& s, const Step& step, const uint2*& 
 }
 
 // The positions of a row that is read once. False: that is not enough, and nothing is written.
-OA_DEVICE bool select_once(const TopKParams& p, const Row& row, Sampled::Storage& s, const Step& step,
+OA_DEVICE bool select_once(const TopKParams& p, const Row& row, Sampled::Storage& s, Exchange& e, const Step& step,
                            const Positions& out) {
     using S = Sampled;
     const RowSample sample(row);
-    if (row.end - row.lead <= uint32(p.k) || sample.vectors == 0) return false;
+    const bool is_short = row.end - row.lead <= uint32(p.k) || sample.vectors == 0;
+    if constexpr (kCluster) {
+        if (is_short) cluster_wait();
+    }
+    if (is_short) return false;
     const Part part(row, step);
-    // The row is under way while the sample is read and ranked.
     const uint4 first_sample = sample.load(0);
     Stream<kVectors> stream(row, part);
-    if constexpr (kIsAlone) stream.start();
-    constexpr uint32 kChunk = 4096;
-    const uint32 chunk = stream.begin + (kIsAlone ? stream.kStep : 0) + threadIdx.x * kChunk;
-    if (threadIdx.x * kChunk < kAhead && chunk < stream.end) {
-        prefetch_l2(row.base + chunk, 4 * min_of(stream.end - chunk, kChunk));
-    }
     S::clear(s);
     __syncthreads();
     S::Scale scale;
-    if (!sample.rank(p, s, first_sample, scale)) return false;
+    const bool is_ranked = sample.rank(p, s, first_sample, scale, [&] {
+        // The row is under way while the sample is ranked.
+        if constexpr (kIsAlone) stream.start();
+        constexpr uint32 kChunk = 4096;
+        const uint32 chunk = stream.begin + (kIsAlone ? stream.kStep : 0) + threadIdx.x * kChunk;
+        if (threadIdx.x * kChunk < kAhead && chunk < stream.end) {
+            prefetch_l2(row.base + chunk, 4 * min_of(stream.end - chunk, kChunk));
+        }
+    });
+    if constexpr (kCluster) cluster_wait();  // the others' barriers are there
+    if (!is_ranked) return false;
     if constexpr (!kIsAlone) stream.start();
 
     S::Stack stack{s};
@@ -344,8 +409,7 @@ OA_DEVICE bool select_once(const TopKParams& p, const Row& row, Sampled::Storage
         if (!(__uint_as_float(x.w) < scale.floor)) stack.push(x.w, at + 3);
     });
     stack.count(scale);
-    step.sync();
-    if (!find_bin(p, s, step)) return false;
+    if (!find_bin(p, s, e, step)) return false;
 
     const S::Rank kth = s.kth;
     const float edge = float(kth.bin);
@@ -363,11 +427,10 @@ OA_DEVICE bool select_once(const TopKParams& p, const Row& row, Sampled::Storage
         num_sure = __reduce_add_sync(0xffffffffu, num_sure);
         if ((threadIdx.x & 31) == 0 && num_sure != 0) atomicAdd(&s.num_sure, num_sure);
     }
-    step.sync();
     const uint2* ties;
     uint32 num_ties, first;
-    if (!gather_ties(s, step, ties, num_ties, first)) return false;
-    if constexpr (kCluster) cluster_arrive();
+    if (!gather_ties(s, e, step, ties, num_ties, first)) return false;
+    if constexpr (kCluster) cluster_arrive_relaxed();  // this CTA has what the others had to send
     const uint32 wanted = p.k - kth.above;
     if (threadIdx.x < num_ties) {
         const uint2 own = ties[threadIdx.x];
@@ -430,13 +493,19 @@ OA_DEVICE void select_by_digits(const TopKParams& p, const Row& row, SelectStora
 extern "C" __global__ void __launch_bounds__(kThreads, CTAS) top_k_sm80(const __grid_constant__ TopKParams p) {
     extern __shared__ __align__(1024) uint8 smem_raw[];
     SharedStorage& s = *reinterpret_cast<SharedStorage*>(smem_raw);
+    Exchange& e = *reinterpret_cast<Exchange*>(smem_raw + sizeof(SharedStorage));
     uint32 rank = 0, size = 1;
-    if constexpr (kCluster) rank = cluster_rank(), size = cluster_size();
+    if constexpr (kCluster) {
+        rank = cluster_rank(), size = cluster_size();
+        if (threadIdx.x == 0) e.start(size);
+        __syncwarp();
+        cluster_arrive_relaxed();
+    }
     const Step step{s.select, rank, size};
     const int32 at = int32(blockIdx.x / size);
     const Row row(p, at);
     const Positions out(p, at);
-    if (!select_once(p, row, s.sampled, step, out)) {
+    if (!select_once(p, row, s.sampled, e, step, out)) {
         select_by_digits(p, row, s.select, step, out);
         if constexpr (kCluster) cluster_arrive();
     }

@@ -22,9 +22,11 @@ STEP = 128
 
 #: Of a CTA of top_k: threads, vectors of four elements that a thread asks for at once, CTAs of an SM, candidates of a
 #: thread in shared memory. For rows that are many, for few, and for those that a cluster shares.
-_MANY, _FEW, _SHARED = (512, 6, 2, 16), (1024, 4, 1, 12), (512, 8, 1, 16)
+_MANY, _FEW, _SHARED = (512, 6, 2, 16), (1024, 4, 1, 12), (512, 8, 1, 10)
 #: Words of its bits of positions; bytes of its bins, of candidates beyond those of a thread, and of what stands behind.
 _MASK, _BINS_BYTES, _SPILLED_BYTES, _SELECT_BYTES = 2048, 4 * (2048 + 1024 + 1024), 8 * 1024, 256
+#: What the CTAs of a cluster send each other.
+_EXCHANGE_BYTES = 19 * 1024
 #: CTAs that share a row at most.
 MAX_CLUSTER = 8
 #: Steps of a CTA of index_logits that are worth its queries' way into shared memory, and rounds of CTAs that even out
@@ -62,6 +64,7 @@ def _index_logits_sm80() -> KernelSpec:
 
 def _top_k(shape: tuple[int, int, int, int], name: str, cluster: bool) -> KernelSpec:
     threads, vectors, ctas, depth = shape
+    smem = _BINS_BYTES + 4 * _MASK + 8 * threads * depth + _SPILLED_BYTES + _SELECT_BYTES
     arch = "sm90" if cluster else "sm80"
     defines = {
         "THREADS": threads, "VECTORS": vectors, "DEPTH": depth, "MASK": _MASK, "CTAS": ctas,
@@ -71,7 +74,7 @@ def _top_k(shape: tuple[int, int, int, int], name: str, cluster: bool) -> Kernel
         name=f"top_k_{arch}_{name}", family=f"top_k_{arch}", op="top_k", source="entry/top_k_sm80.cu",
         symbol="top_k_sm80", defines=tuple((n, str(v)) for n, v in defines.items()), dtype="float32",
         head_dim=INDEX_DIM, block_m=MAX_CLUSTER if cluster else 1, block_n=threads * depth, num_warps=threads // 32,
-        smem_bytes=_BINS_BYTES + 4 * _MASK + 8 * threads * depth + _SPILLED_BYTES + _SELECT_BYTES, ctas_per_sm=ctas,
+        smem_bytes=smem + (_EXCHANGE_BYTES if cluster else 0), ctas_per_sm=ctas,
         min_arch=(9, 0) if cluster else (8, 0),
     )  # fmt: skip
 
