@@ -175,6 +175,10 @@ struct SampledSelect {
 
     static OA_DEVICE bool is_better(uint2 x, uint2 than) { return x.x > than.x || (x.x == than.x && x.y < than.y); }
 
+    static OA_DEVICE void add_tie(Storage& s, uint32 bits, uint32 at) {
+        const uint32 i = atomicAdd(&s.num_ties, 1u);
+        if (i < kTies) s.ties[i] = make_uint2(key_of(bits), at);
+    }
     static OA_DEVICE void set_bit(Storage& s, uint32 at) {
         if (at < kWindow) atomicOr(&s.mask[at / 32], 1u << (at & 31));
     }

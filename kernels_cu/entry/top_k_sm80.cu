@@ -27,6 +27,7 @@
 #include "ptx/bulk_prefetch.cuh"
 #include "ptx/cluster_copy.cuh"
 #include "ptx/cluster_memory.cuh"
+#include "ptx/cp_async.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/tma.cuh"
 #include "ptx/types.cuh"
@@ -36,6 +37,7 @@ constexpr int32 kThreads = THREADS, kWarps = kThreads / 32;
 constexpr bool kCluster = CLUSTER;
 constexpr int32 kVectors = VECTORS;  // of four elements that a thread asks for at once
 constexpr bool kIsAlone = CTAS == 1;  // no other CTA of the SM has something to do while this one waits
+constexpr bool kHeld = HELD;  // rows, or their parts, have up to 32 elements a thread
 constexpr uint32 kAhead = 1 << 16;  // elements that are asked for ahead
 using Sampled = SampledSelect<kThreads, DEPTH, MASK>;
 
@@ -82,6 +84,7 @@ union SharedStorage {
 
 constexpr int32 kExchangeBytes = kCluster ? int32(sizeof(Exchange)) : 0;
 static_assert(sizeof(SharedStorage) <= 4 * 4096 + 4 * MASK + 8 * DEPTH * kThreads + 8 * 1024 + 256, "as the registry");
+static_assert(!kHeld || 8 * DEPTH == 4 * 32, "candidates' room is that of the part");
 static_assert(kExchangeBytes <= 19 * 1024, "as the registry");
 
 // A row, in coordinates that count from the 16 bytes in which its first element lies: [lead, end).
@@ -370,59 +373,185 @@ OA_DEVICE bool gather_ties(Sampled::Storage& s, Exchange& e, const Step& step, c
     }
 }
 
-// The positions of a row that is read once. False: that is not enough, and nothing is written.
-OA_DEVICE bool select_once(const TopKParams& p, const Row& row, Sampled::Storage& s, Exchange& e, const Step& step,
-                           const Positions& out) {
+// What reaches the floor of a part of any length: it passes through registers, and candidates go to stacks of threads.
+// The interface of both: start() asks for the part, read() finds candidates, count() counts their bins, choose() takes
+// those above the k-th largest's bin and returns how many this thread has, and puts those in it to s.ties; put() hands
+// on the positions of the chosen, ranks from `first` on, `last` being the last one of the bin that is chosen.
+struct StackedPart {
     using S = Sampled;
-    const RowSample sample(row);
-    const bool is_short = row.end - row.lead <= uint32(p.k) || sample.vectors == 0;
-    if constexpr (kCluster) {
-        if (is_short) cluster_wait();
-    }
-    if (is_short) return false;
-    const Part part(row, step);
-    const uint4 first_sample = sample.load(0);
-    Stream<kVectors> stream(row, part);
-    S::clear(s);
-    __syncthreads();
-    S::Scale scale;
-    const bool is_ranked = sample.rank(p, s, first_sample, scale, [&] {
-        // The row is under way while the sample is ranked.
+    const Row& row;
+    const Part& part;
+    S::Storage& s;
+    Stream<kVectors> stream;
+    S::Stack stack;
+
+    OA_DEVICE StackedPart(const Row& row, const Part& part, S::Storage& s)
+        : row(row), part(part), s(s), stream(row, part), stack{s} {}
+
+    OA_DEVICE void start() {
         if constexpr (kIsAlone) stream.start();
         constexpr uint32 kChunk = 4096;
         const uint32 chunk = stream.begin + (kIsAlone ? stream.kStep : 0) + threadIdx.x * kChunk;
         if (threadIdx.x * kChunk < kAhead && chunk < stream.end) {
             prefetch_l2(row.base + chunk, 4 * min_of(stream.end - chunk, kChunk));
         }
-    });
+    }
+    OA_DEVICE void read(const S::Scale& scale) {
+        if constexpr (!kIsAlone) stream.start();
+        stream.for_each([&](const uint4& x, uint32 at) {
+            stack.make_room(scale);
+            // NaN is not below anything.
+            if (!(__uint_as_float(x.x) < scale.floor)) stack.push(x.x, at);
+            if (!(__uint_as_float(x.y) < scale.floor)) stack.push(x.y, at + 1);
+            if (!(__uint_as_float(x.z) < scale.floor)) stack.push(x.z, at + 2);
+            if (!(__uint_as_float(x.w) < scale.floor)) stack.push(x.w, at + 3);
+        });
+    }
+    OA_DEVICE void count(const S::Scale& scale) const { stack.count(scale); }
+    OA_DEVICE uint32 choose(const S::Scale& scale, float edge) {
+        uint32 num_sure = 0;
+        stack.for_each([&](uint2 x) {
+            const float place = scale.place(x.x);
+            if (place >= edge + 1.0f) {
+                S::set_bit(s, x.y - part.begin), ++num_sure;
+            } else if (place >= edge) {
+                S::add_tie(s, x.x, x.y);
+            }
+        });
+        return num_sure;
+    }
+    OA_DEVICE void put(uint32 first, uint2 last, const Positions& out) const {
+        if (threadIdx.x < s.num_ties) {
+            const uint2 own = s.ties[threadIdx.x];
+            if (!S::is_better(last, own)) S::set_bit(s, own.y - part.begin);
+        }
+        __syncthreads();
+        for (uint32 window = part.begin;; __syncthreads()) {
+            first += S::for_bits(s, min_of(part.end - window, uint32(S::kWindow)), first,
+                                 [&](uint32 rank, uint32 at) { out.put(rank, window + at - row.lead); });
+            if (part.end - window <= S::kWindow) return;
+            // The bits of the next elements.
+            window += S::kWindow;
+            __syncthreads();
+            for (int32 i = threadIdx.x; i < MASK; i += kThreads) s.mask[i] = 0;
+            __syncthreads();
+            stack.for_each([&](uint2 x) {
+                if (x.y >= window && !S::is_better(last, make_uint2(key_of(x.x), x.y))) S::set_bit(s, x.y - window);
+            });
+        }
+    }
+};
+
+// The same of a part of up to 32 elements a thread, which lies in shared memory: a thread's candidates are bits of one
+// number, in the order of the row, and what is chosen of them needs no other order. A warp copies its own elements, and
+// waits for nothing else.
+struct HeldPart {
+    static constexpr uint32 kMost = 8;  // vectors of four elements of a thread
+    using S = Sampled;
+    const Row& row;
+    const Part& part;
+    S::Storage& s;
+    uint32 vectors;  // of a thread, a power of two
+    uint32* own;  // this thread's elements
+    uint32 candidates = 0, chosen = 0, ties = 0;
+
+    static OA_DEVICE bool fits(const Row& row, uint32 size) {
+        return (row.end + size - 1) / size <= 4 * kMost * kThreads;
+    }
+    OA_DEVICE HeldPart(const Row& row, const Part& part, S::Storage& s) : row(row), part(part), s(s), vectors(1) {
+        while (vectors < kMost && 4 * vectors * kThreads < part.end - part.begin) vectors *= 2;
+        own = reinterpret_cast<uint32*>(s.stacks) + 4 * vectors * threadIdx.x;
+    }
+
+    OA_DEVICE void start() const {
+        const uint32 lane = threadIdx.x & 31, first = (threadIdx.x & ~31u) * 4 * vectors + 4 * lane;
+        uint32* to = reinterpret_cast<uint32*>(s.stacks) + first;
+#pragma unroll
+        for (uint32 i = 0; i < kMost; ++i) {
+            if (i >= vectors) break;
+            const uint32 at = part.begin + first + 128 * i;
+            if (at >= row.lead && at + 4 <= part.end) {
+                cp_async_16(smem_addr_of(to + 128 * i), row.base + at, 16u);
+            } else {
+                *reinterpret_cast<uint4*>(to + 128 * i) = row.load(at < part.end ? at : row.end);
+            }
+        }
+        cp_async_commit();
+    }
+    OA_DEVICE void read(const S::Scale& scale) {
+        cp_async_wait<0>();
+        __syncwarp();
+        // Each lane of eight in another column of banks.
+        const uint32 swap = threadIdx.x * vectors / 8 & (vectors - 1);
+#pragma unroll
+        for (uint32 i = 0; i < kMost; ++i) {
+            if (i >= vectors) break;
+            const uint32 vector = i ^ swap;
+            const uint4 x = reinterpret_cast<const uint4*>(own)[vector];
+            // NaN is not below anything.
+            candidates |= mask_of(x, [&](uint32 bits) { return !(__uint_as_float(bits) < scale.floor); })
+                          << (4 * vector);
+        }
+    }
+    template <typename Take>
+    static OA_DEVICE void for_bits(uint32 bits, Take take) {
+        for (; bits != 0; bits &= bits - 1) take(uint32(__ffs(int32(bits)) - 1));
+    }
+    OA_DEVICE uint32 at(uint32 bit) const { return part.begin + 4 * vectors * threadIdx.x + bit; }
+
+    OA_DEVICE void count(const S::Scale& scale) const {
+        for_bits(candidates, [&](uint32 bit) { atomicAdd(&s.bins[uint32(scale.place(own[bit]))], 1u); });
+    }
+    OA_DEVICE uint32 choose(const S::Scale& scale, float edge) {
+        for_bits(candidates, [&](uint32 bit) {
+            const uint32 x = own[bit];
+            const float place = scale.place(x);
+            if (place >= edge + 1.0f) {
+                chosen |= 1u << bit;
+            } else if (place >= edge) {
+                ties |= 1u << bit;
+                S::add_tie(s, x, at(bit));
+            }
+        });
+        return __popc(chosen);
+    }
+    OA_DEVICE void put(uint32 first, uint2 last, const Positions& out) {
+        for_bits(ties, [&](uint32 bit) {
+            if (!S::is_better(last, make_uint2(key_of(own[bit]), at(bit)))) chosen |= 1u << bit;
+        });
+        uint32 all;
+        uint32 rank = first + S::sum_before(s, __popc(chosen), all);
+        for_bits(chosen, [&](uint32 bit) { out.put(rank++, at(bit) - row.lead); });
+    }
+};
+
+// The positions of a row that is read once. False: that is not enough, and nothing is written.
+OA_DEVICE bool select_once(const TopKParams& p, const Row& row, Sampled::Storage& s, Exchange& e, const Step& step,
+                           const Positions& out) {
+    using S = Sampled;
+    const RowSample sample(row);
+    const bool is_other = row.end - row.lead <= uint32(p.k) || sample.vectors == 0 ||
+                          (kHeld && !HeldPart::fits(row, step.size));
+    if constexpr (kCluster) {
+        if (is_other) cluster_wait();
+    }
+    if (is_other) return false;
+    const Part part(row, step);
+    const uint4 first_sample = sample.load(0);
+    typename Select<kHeld, HeldPart, StackedPart>::Type own(row, part, s);
+    S::clear(s);
+    __syncthreads();
+    S::Scale scale;
+    // The row is under way while the sample is ranked.
+    const bool is_ranked = sample.rank(p, s, first_sample, scale, [&] { own.start(); });
     if constexpr (kCluster) cluster_wait();  // the others' barriers are there
     if (!is_ranked) return false;
-    if constexpr (!kIsAlone) stream.start();
 
-    S::Stack stack{s};
-    stream.for_each([&](const uint4& x, uint32 at) {
-        stack.make_room(scale);
-        // NaN is not below anything.
-        if (!(__uint_as_float(x.x) < scale.floor)) stack.push(x.x, at);
-        if (!(__uint_as_float(x.y) < scale.floor)) stack.push(x.y, at + 1);
-        if (!(__uint_as_float(x.z) < scale.floor)) stack.push(x.z, at + 2);
-        if (!(__uint_as_float(x.w) < scale.floor)) stack.push(x.w, at + 3);
-    });
-    stack.count(scale);
+    own.read(scale);
+    own.count(scale);
     if (!find_bin(p, s, e, step)) return false;
-
     const S::Rank kth = s.kth;
-    const float edge = float(kth.bin);
-    uint32 num_sure = 0;
-    stack.for_each([&](uint2 x) {
-        const float place = scale.place(x.x);
-        if (place >= edge + 1.0f) {
-            S::set_bit(s, x.y - part.begin), ++num_sure;
-        } else if (place >= edge) {
-            const uint32 i = atomicAdd(&s.num_ties, 1u);
-            if (i < S::kTies) s.ties[i] = make_uint2(key_of(x.x), x.y);
-        }
-    });
+    uint32 num_sure = own.choose(scale, float(kth.bin));
     if constexpr (kCluster) {
         num_sure = __reduce_add_sync(0xffffffffu, num_sure);
         if ((threadIdx.x & 31) == 0 && num_sure != 0) atomicAdd(&s.num_sure, num_sure);
@@ -437,7 +566,6 @@ OA_DEVICE bool select_once(const TopKParams& p, const Row& row, Sampled::Storage
         uint32 better = 0;
 #pragma unroll 4
         for (uint32 i = 0; i < num_ties; ++i) better += S::is_better(ties[i], own);
-        if (better < wanted && own.y >= part.begin && own.y < part.end) S::set_bit(s, own.y - part.begin);
         if (better == wanted - 1) s.last = own;
     }
     __syncthreads();
@@ -447,19 +575,8 @@ OA_DEVICE bool select_once(const TopKParams& p, const Row& row, Sampled::Storage
 #pragma unroll 1
         for (uint32 i = 0; i < num_ties; ++i) first += ties[i].y < part.begin && !S::is_better(last, ties[i]);
     }
-    for (uint32 window = part.begin;; __syncthreads()) {
-        first += S::for_bits(s, min_of(part.end - window, uint32(S::kWindow)), first,
-                             [&](uint32 rank, uint32 at) { out.put(rank, window + at - row.lead); });
-        if (part.end - window <= S::kWindow) return true;
-        // The bits of the next elements.
-        window += S::kWindow;
-        __syncthreads();
-        for (int32 i = threadIdx.x; i < MASK; i += kThreads) s.mask[i] = 0;
-        __syncthreads();
-        stack.for_each([&](uint2 x) {
-            if (x.y >= window && !S::is_better(last, make_uint2(key_of(x.x), x.y))) S::set_bit(s, x.y - window);
-        });
-    }
+    own.put(first, last, out);
+    return true;
 }
 
 // The same in any case.

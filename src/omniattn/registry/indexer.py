@@ -23,6 +23,10 @@ STEP = 128
 #: Of a CTA of top_k: threads, vectors of four elements that a thread asks for at once, CTAs of an SM, candidates of a
 #: thread in shared memory. For rows that are many, for few, and for those that a cluster shares.
 _MANY, _FEW, _SHARED = (512, 6, 2, 16), (1024, 4, 1, 12), (512, 8, 1, 10)
+#: The same where shared memory holds a row, or a CTA's part of it, in the place of candidates.
+_HELD, _SHARED_HELD = (1024, 1, 1, 16), (512, 1, 1, 16)
+#: Elements of it that a thread has at most.
+HELD = 32
 #: Words of its bits of positions; bytes of its bins, of candidates beyond those of a thread, and of what stands behind.
 _MASK, _BINS_BYTES, _SPILLED_BYTES, _SELECT_BYTES = 2048, 4 * (2048 + 1024 + 1024), 8 * 1024, 256
 #: What the CTAs of a cluster send each other.
@@ -62,13 +66,13 @@ def _index_logits_sm80() -> KernelSpec:
     )  # fmt: skip
 
 
-def _top_k(shape: tuple[int, int, int, int], name: str, cluster: bool) -> KernelSpec:
+def _top_k(shape: tuple[int, int, int, int], name: str, cluster: bool, held: bool = False) -> KernelSpec:
     threads, vectors, ctas, depth = shape
     smem = _BINS_BYTES + 4 * _MASK + 8 * threads * depth + _SPILLED_BYTES + _SELECT_BYTES
     arch = "sm90" if cluster else "sm80"
     defines = {
         "THREADS": threads, "VECTORS": vectors, "DEPTH": depth, "MASK": _MASK, "CTAS": ctas,
-        "CLUSTER": int(cluster),
+        "CLUSTER": int(cluster), "HELD": int(held),
     }  # fmt: skip
     return KernelSpec(
         name=f"top_k_{arch}_{name}", family=f"top_k_{arch}", op="top_k", source="entry/top_k_sm80.cu",
@@ -88,4 +92,6 @@ def indexer_rows() -> Iterator[KernelSpec]:
     yield _index_logits_sm80()
     yield _top_k(_MANY, "many", cluster=False)
     yield _top_k(_FEW, "few", cluster=False)
+    yield _top_k(_HELD, "held", cluster=False, held=True)
     yield _top_k(_SHARED, "shared", cluster=True)
+    yield _top_k(_SHARED_HELD, "shared_held", cluster=True, held=True)

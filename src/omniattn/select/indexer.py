@@ -5,6 +5,7 @@ from __future__ import annotations
 from ..problems import IndexLogitsProblem, Target, TopKProblem
 from ..registry import REGISTRY, KernelSpec, by_name
 from ..registry.indexer import (
+    HELD,
     INDEX_HEADS,
     LEAST_PART,
     LEAST_PART_OF_MANY,
@@ -66,12 +67,27 @@ def select_top_k(problem: TopKProblem, target: Target, force: str | None = None)
     if (chosen := forced(force, ("top_k",), lambda spec: fit(spec, None, target))) is not None:
         # A row for clusters takes rows of one CTA too.
         return chosen, ctas if chosen.spec.min_arch >= (9, 0) else 1
-    many, few = by_name("top_k_sm80_many"), by_name("top_k_sm80_few")
-    is_few = problem.rows <= target.sm_count
-    # The one for few takes more shared memory than some GPUs have.
-    spec = by_name("top_k_sm90_shared") if ctas > 1 else few if is_few and fit(few, None, target) is None else many
+    names = ("top_k_sm80_many",)
+    if ctas > 1:
+        names = ("top_k_sm90_shared_held", "top_k_sm90_shared")
+    elif problem.rows <= target.sm_count:
+        names = ("top_k_sm80_held", "top_k_sm80_few", "top_k_sm80_many")
+    # Those that hold rows take short ones, and more shared memory than some GPUs have.
+    rows = map(by_name, names)
+    fitting = [spec for spec in rows if fit(spec, None, target) is None and _has_room(spec, problem, ctas)]
+    spec = fitting[0] if fitting else by_name(names[-1])
     why = f"{problem.rows} rows of {problem.width} elements on {target.sm_count} SMs, {ctas} CTAs a row"
     return the_one(spec, why, target, None), ctas
+
+
+def _has_room(spec: KernelSpec, problem: TopKProblem, ctas: int) -> bool:
+    """Whether CTAs of a row have shared memory for a row of the problem, if that is where it goes."""
+    defines = dict(spec.defines)
+    if defines["HELD"] == "0":
+        return True
+    # Rows that do not begin at 16 bytes have up to three elements more in front.
+    slack = 3 if problem.logits_stride % 4 else 0
+    return problem.width + slack <= HELD * int(defines["THREADS"]) * ctas
 
 
 def _ctas_of_row(problem: TopKProblem, target: Target) -> int:
