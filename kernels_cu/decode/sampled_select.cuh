@@ -12,7 +12,7 @@
 
 template <int32 kThreads, int32 kDepth, int32 kMask>
 struct SampledSelect {
-    static constexpr int32 kWarps = kThreads / 32;
+    static constexpr int32 kWarps = kThreads / 32, kMaskWords = kMask;
     static constexpr int32 kCoarse = 2048, kFine = 1024, kBins = 1024;
     static constexpr int32 kCoarseShift = 21, kFineShift = 11;  // of a key
     static constexpr uint32 kSpilled = 1024, kTies = 512;

@@ -56,9 +56,9 @@ struct SharedStorage {
 // How a CTA's queries are divided: a set is what one warpgroup has, as many queries as a product has room for.
 struct Sets {
     int32 products;  // of 64 heads, of a query
-    int32 queries;   // of a set
-    int32 groups;    // sets: of the warpgroups some have the same one
-    int32 turns;     // those of a set take tiles in turn
+    int32 queries;  // of a set
+    int32 groups;  // sets: of the warpgroups some have the same one
+    int32 turns;  // those of a set take tiles in turn
 
     OA_DEVICE Sets(const IndexLogitsParams& p, const IndexItem& item) {
         products = p.num_heads > kIndexHeads ? 2 : 1;

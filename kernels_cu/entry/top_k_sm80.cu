@@ -23,22 +23,21 @@
 // 19 KB for what the CTAs of a cluster send.
 #include "decode/radix_select.cuh"
 #include "decode/sampled_select.cuh"
+#include "decode/top_k_parts.cuh"
+#include "decode/top_k_row.cuh"
 #include "params/top_k.cuh"
-#include "ptx/bulk_prefetch.cuh"
 #include "ptx/cluster_copy.cuh"
 #include "ptx/cluster_memory.cuh"
 #include "ptx/cp_async.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/tma.cuh"
 #include "ptx/types.cuh"
-#include "scheduler/quotient.cuh"
 
 constexpr int32 kThreads = THREADS, kWarps = kThreads / 32;
 constexpr bool kCluster = CLUSTER;
 constexpr int32 kVectors = VECTORS;  // of four elements that a thread asks for at once
 constexpr bool kIsAlone = CTAS == 1;  // no other CTA of the SM has something to do while this one waits
 constexpr bool kHeld = HELD;  // rows, or their parts, have up to 32 elements a thread
-constexpr uint32 kAhead = 1 << 16;  // elements that are asked for ahead
 using Sampled = SampledSelect<kThreads, DEPTH, MASK>;
 
 // What the CTAs of a cluster send each other: each of them gets everything from all, itself too.
@@ -87,111 +86,6 @@ static_assert(sizeof(SharedStorage) <= 4 * 4096 + 4 * MASK + 8 * DEPTH * kThread
 static_assert(!kHeld || 8 * DEPTH == 4 * 32, "candidates' room is that of the part");
 static_assert(kExchangeBytes <= 19 * 1024, "as the registry");
 
-// A row, in coordinates that count from the 16 bytes in which its first element lies: [lead, end).
-struct Row {
-    const float* base;
-    uint32 lead, end;
-
-    OA_DEVICE Row(const TopKParams& p, int32 row) {
-        const int32 start = p.starts == nullptr ? 0 : min_of(max_of(p.starts[row], 0), p.width);
-        int64 length = p.width - start;
-        if (p.lengths != nullptr) {
-            const int32 sequence = row / p.queries;
-            const int64 own = int64(p.lengths[sequence]) - p.queries + (row - sequence * p.queries) + 1;
-            length = min_of(max_of(own, int64(0)), length);
-        }
-        const float* first = p.logits + row * p.logits_stride + start;
-        lead = uint32(reinterpret_cast<uint64>(first) >> 2) & 3u;
-        base = first - lead;
-        end = lead + uint32(length);
-    }
-
-    // Bits of elements at .. at + 3, `at` a multiple of 4; -inf for those that the row has not.
-    OA_DEVICE uint4 load(uint32 at) const {
-        constexpr uint32 kNegInf = 0xff800000u;
-        uint4 x = make_uint4(kNegInf, kNegInf, kNegInf, kNegInf);
-        if (at >= lead && at + 4 <= end) {
-            x = __ldg(reinterpret_cast<const uint4*>(base + at));
-        } else if (at < end) {
-            const uint32* bits = reinterpret_cast<const uint32*>(base + at);
-            if (at >= lead) x.x = __ldg(bits);
-            if (at + 1 >= lead && at + 1 < end) x.y = __ldg(bits + 1);
-            if (at + 2 >= lead && at + 2 < end) x.z = __ldg(bits + 2);
-            if (at + 3 >= lead && at + 3 < end) x.w = __ldg(bits + 3);
-        }
-        return x;
-    }
-};
-
-// Where a chosen position goes.
-class Positions {
-  public:
-    OA_DEVICE Positions(const TopKParams& p, int32 row)
-        : p_(p),
-          out_(p.indices + row * p.indices_stride),
-          table_(p.block_size == 0 ? nullptr : p.block_table + (row / p.queries) * p.table_stride) {}
-
-    OA_DEVICE void put(uint32 rank, uint32 position) const {
-        int32 value = int32(position);
-        if (table_ != nullptr) {
-            const int32 place = quotient(value, p_.block_multiplier, p_.block_shift);
-            value = __ldg(table_ + place) * p_.block_size + (value - place * p_.block_size);
-        }
-        out_[rank] = value;
-    }
-    OA_DEVICE void fill(uint32 from, uint32 rank, uint32 size) const {
-        for (uint32 i = from + rank * kThreads + threadIdx.x; i < uint32(p_.k); i += size * kThreads) out_[i] = -1;
-    }
-
-  private:
-    const TopKParams& p_;
-    int32* out_;
-    const int32* table_;
-};
-
-// Counters of chosen keys, those above the threshold and those equal to it.
-struct Ranks {
-    uint32 above, ties;
-};
-
-// One step in order: hands each chosen element to put(rank, element). Bits of `above` and `ties` are this thread's
-// elements, in order; its elements follow those of the thread before it. Of the ties the first `limit` of all steps are
-// chosen. `parity` alternates between steps.
-template <typename Put>
-OA_DEVICE void put_in_order(SelectStorage& s, uint32 above, uint32 ties, uint32 limit, Ranks& ranks, int32 parity,
-                            Put put) {
-    const int32 lane = threadIdx.x & 31, warp = threadIdx.x / 32;
-    // Two counts in a number: a warp has less than 2^16 elements.
-    const uint32 own = __popc(above) + (__popc(ties) << 16);
-    const uint32 mine = __reduce_add_sync(0xffffffffu, own);
-    if (lane == 0) s.warp_sums[parity][warp] = mine;
-    __syncthreads();
-    const uint32 of_lane = lane < kWarps ? s.warp_sums[parity][lane] : 0u;
-    uint32 a = ranks.above + __reduce_add_sync(0xffffffffu, lane < warp ? of_lane & 0xffffu : 0u), b = ranks.ties;
-    ranks.above += __reduce_add_sync(0xffffffffu, of_lane & 0xffffu);
-    if (limit != 0) {
-        b += __reduce_add_sync(0xffffffffu, lane < warp ? of_lane >> 16 : 0u);
-        ranks.ties += __reduce_add_sync(0xffffffffu, of_lane >> 16);
-    }
-    if (mine == 0) return;
-    const uint32 before = inclusive_sum(own, lane) - own;
-    a += before & 0xffffu, b += before >> 16;
-    for (uint32 left = above | ties; left != 0; left &= left - 1) {
-        const int32 i = __ffs(int32(left)) - 1;
-        const bool is_above = above >> i & 1;
-        if (is_above || b < limit) put(a + min_of(b, limit), i);
-        a += is_above, b += !is_above;
-    }
-}
-
-OA_DEVICE uint4 keys_of(const uint4& x) { return make_uint4(key_of(x.x), key_of(x.y), key_of(x.z), key_of(x.w)); }
-
-// Bits of the numbers of a vector that test(number) holds for.
-template <typename Test>
-OA_DEVICE uint32 mask_of(const uint4& x, Test test) {
-    return uint32(test(x.x)) | uint32(test(x.y)) << 1 | uint32(test(x.z)) << 2 | uint32(test(x.w)) << 3;
-}
-
 template <int32 kDigit>
 OA_DEVICE void count_keys(SelectStorage& s, const uint4& keys, uint32 prefix) {
     count_key<kDigit>(s, keys.x, prefix), count_key<kDigit>(s, keys.y, prefix);
@@ -200,62 +94,10 @@ OA_DEVICE void count_keys(SelectStorage& s, const uint4& keys, uint32 prefix) {
 
 using Step = Digit<kThreads, kCluster>;
 
-// Elements [begin, end) that a CTA has of a row.
-struct Part {
-    uint32 begin, end;
-    OA_DEVICE Part(const Row& row, const Step& step) {
-        const uint32 size = ((row.end + step.size - 1) / step.size + 31) & ~31u;
-        begin = min_of(step.rank * size, row.end), end = min_of(begin + size, row.end);
-    }
-};
-
-// What a CTA has of the row in whole 16 bytes, read kLoads vectors a thread ahead.
-template <int32 kLoads>
-struct Stream {
-    static constexpr uint32 kAcross = 4 * kThreads, kStep = kLoads * kAcross;
-    const Row& row;
-    const Part& part;
-    uint32 begin, end;
-    const uint4* next;  // of this thread's, what is read next
-    uint4 ahead[kLoads];
-
-    OA_DEVICE Stream(const Row& row, const Part& part) : row(row), part(part) {
-        begin = part.begin + (part.begin < row.lead ? 4 : 0), end = part.end & ~3u;
-    }
-    OA_DEVICE void start() {
-        const uint32 own = begin + 4 * threadIdx.x;
-        next = reinterpret_cast<const uint4*>(row.base + own);
-#pragma unroll
-        for (int32 v = 0; v < kLoads; ++v) load(v, own + v * kAcross);
-    }
-    OA_DEVICE void load(int32 v, uint32 at) {
-        if (at < end) ahead[v] = __ldg(next + v * kThreads);
-    }
-    // take(x, at) for this thread's numbers: bits of the four from `at` on.
-    template <typename Take>
-    OA_DEVICE void for_each(Take take) {
-#pragma unroll 1
-        for (uint32 at = begin + 4 * threadIdx.x; at < end; at += kStep) {
-            next += kLoads * kThreads;
-#pragma unroll
-            for (int32 v = 0; v < kLoads; ++v) {
-                if (at + v * kAcross >= end) break;
-                take(ahead[v], at + v * kAcross);
-                load(v, at + kStep + v * kAcross);
-            }
-        }
-        // The first and the last few.
-        uint32 edge = part.end;
-        if (threadIdx.x == 0 && part.begin < row.lead) edge = 0;
-        if (threadIdx.x == kThreads - 1 && end != part.end && end >= begin) edge = end;
-        if (edge < part.end) take(row.load(edge), edge);
-    }
-};
-
 template <int32 kDigit>
 OA_DEVICE void digit_of_row(const TopKParams& p, const Row& row, const Part& part, SelectStorage& s, const Step& step,
                             Selected& found) {
-    Stream<2> stream(row, part);
+    Stream<kThreads, 2> stream(row, part);
     stream.start();
     stream.for_each([&](const uint4& x, uint32) { count_keys<kDigit>(s, keys_of(x), found.prefix); });
     __syncthreads();
@@ -373,172 +215,22 @@ OA_DEVICE bool gather_ties(Sampled::Storage& s, Exchange& e, const Step& step, c
     }
 }
 
-// What reaches the floor of a part of any length: it passes through registers, and candidates go to stacks of threads.
-// The interface of both: start() asks for the part, read() finds candidates, count() counts their bins, choose() takes
-// those above the k-th largest's bin and returns how many this thread has, and puts those in it to s.ties; put() hands
-// on the positions of the chosen, ranks from `first` on, `last` being the last one of the bin that is chosen.
-struct StackedPart {
-    using S = Sampled;
-    const Row& row;
-    const Part& part;
-    S::Storage& s;
-    Stream<kVectors> stream;
-    S::Stack stack;
-
-    OA_DEVICE StackedPart(const Row& row, const Part& part, S::Storage& s)
-        : row(row), part(part), s(s), stream(row, part), stack{s} {}
-
-    OA_DEVICE void start() {
-        if constexpr (kIsAlone) stream.start();
-        constexpr uint32 kChunk = 4096;
-        const uint32 chunk = stream.begin + (kIsAlone ? stream.kStep : 0) + threadIdx.x * kChunk;
-        if (threadIdx.x * kChunk < kAhead && chunk < stream.end) {
-            prefetch_l2(row.base + chunk, 4 * min_of(stream.end - chunk, kChunk));
-        }
-    }
-    OA_DEVICE void read(const S::Scale& scale) {
-        if constexpr (!kIsAlone) stream.start();
-        stream.for_each([&](const uint4& x, uint32 at) {
-            stack.make_room(scale);
-            // NaN is not below anything.
-            if (!(__uint_as_float(x.x) < scale.floor)) stack.push(x.x, at);
-            if (!(__uint_as_float(x.y) < scale.floor)) stack.push(x.y, at + 1);
-            if (!(__uint_as_float(x.z) < scale.floor)) stack.push(x.z, at + 2);
-            if (!(__uint_as_float(x.w) < scale.floor)) stack.push(x.w, at + 3);
-        });
-    }
-    OA_DEVICE void count(const S::Scale& scale) const { stack.count(scale); }
-    OA_DEVICE uint32 choose(const S::Scale& scale, float edge) {
-        uint32 num_sure = 0;
-        stack.for_each([&](uint2 x) {
-            const float place = scale.place(x.x);
-            if (place >= edge + 1.0f) {
-                S::set_bit(s, x.y - part.begin), ++num_sure;
-            } else if (place >= edge) {
-                S::add_tie(s, x.x, x.y);
-            }
-        });
-        return num_sure;
-    }
-    OA_DEVICE void put(uint32 first, uint2 last, const Positions& out) const {
-        if (threadIdx.x < s.num_ties) {
-            const uint2 own = s.ties[threadIdx.x];
-            if (!S::is_better(last, own)) S::set_bit(s, own.y - part.begin);
-        }
-        __syncthreads();
-        for (uint32 window = part.begin;; __syncthreads()) {
-            first += S::for_bits(s, min_of(part.end - window, uint32(S::kWindow)), first,
-                                 [&](uint32 rank, uint32 at) { out.put(rank, window + at - row.lead); });
-            if (part.end - window <= S::kWindow) return;
-            // The bits of the next elements.
-            window += S::kWindow;
-            __syncthreads();
-            for (int32 i = threadIdx.x; i < MASK; i += kThreads) s.mask[i] = 0;
-            __syncthreads();
-            stack.for_each([&](uint2 x) {
-                if (x.y >= window && !S::is_better(last, make_uint2(key_of(x.x), x.y))) S::set_bit(s, x.y - window);
-            });
-        }
-    }
-};
-
-// The same of a part of up to 32 elements a thread, which lies in shared memory: a thread's candidates are bits of one
-// number, in the order of the row, and what is chosen of them needs no other order. A warp copies its own elements, and
-// waits for nothing else.
-struct HeldPart {
-    static constexpr uint32 kMost = 8;  // vectors of four elements of a thread
-    using S = Sampled;
-    const Row& row;
-    const Part& part;
-    S::Storage& s;
-    uint32 vectors;  // of a thread, a power of two
-    uint32* own;  // this thread's elements
-    uint32 candidates = 0, chosen = 0, ties = 0;
-
-    static OA_DEVICE bool fits(const Row& row, uint32 size) {
-        return (row.end + size - 1) / size <= 4 * kMost * kThreads;
-    }
-    OA_DEVICE HeldPart(const Row& row, const Part& part, S::Storage& s) : row(row), part(part), s(s), vectors(1) {
-        while (vectors < kMost && 4 * vectors * kThreads < part.end - part.begin) vectors *= 2;
-        own = reinterpret_cast<uint32*>(s.stacks) + 4 * vectors * threadIdx.x;
-    }
-
-    OA_DEVICE void start() const {
-        const uint32 lane = threadIdx.x & 31, first = (threadIdx.x & ~31u) * 4 * vectors + 4 * lane;
-        uint32* to = reinterpret_cast<uint32*>(s.stacks) + first;
-#pragma unroll
-        for (uint32 i = 0; i < kMost; ++i) {
-            if (i >= vectors) break;
-            const uint32 at = part.begin + first + 128 * i;
-            if (at >= row.lead && at + 4 <= part.end) {
-                cp_async_16(smem_addr_of(to + 128 * i), row.base + at, 16u);
-            } else {
-                *reinterpret_cast<uint4*>(to + 128 * i) = row.load(at < part.end ? at : row.end);
-            }
-        }
-        cp_async_commit();
-    }
-    OA_DEVICE void read(const S::Scale& scale) {
-        cp_async_wait<0>();
-        __syncwarp();
-        // Each lane of eight in another column of banks.
-        const uint32 swap = threadIdx.x * vectors / 8 & (vectors - 1);
-#pragma unroll
-        for (uint32 i = 0; i < kMost; ++i) {
-            if (i >= vectors) break;
-            const uint32 vector = i ^ swap;
-            const uint4 x = reinterpret_cast<const uint4*>(own)[vector];
-            // NaN is not below anything.
-            candidates |= mask_of(x, [&](uint32 bits) { return !(__uint_as_float(bits) < scale.floor); })
-                          << (4 * vector);
-        }
-    }
-    template <typename Take>
-    static OA_DEVICE void for_bits(uint32 bits, Take take) {
-        for (; bits != 0; bits &= bits - 1) take(uint32(__ffs(int32(bits)) - 1));
-    }
-    OA_DEVICE uint32 at(uint32 bit) const { return part.begin + 4 * vectors * threadIdx.x + bit; }
-
-    OA_DEVICE void count(const S::Scale& scale) const {
-        for_bits(candidates, [&](uint32 bit) { atomicAdd(&s.bins[uint32(scale.place(own[bit]))], 1u); });
-    }
-    OA_DEVICE uint32 choose(const S::Scale& scale, float edge) {
-        for_bits(candidates, [&](uint32 bit) {
-            const uint32 x = own[bit];
-            const float place = scale.place(x);
-            if (place >= edge + 1.0f) {
-                chosen |= 1u << bit;
-            } else if (place >= edge) {
-                ties |= 1u << bit;
-                S::add_tie(s, x, at(bit));
-            }
-        });
-        return __popc(chosen);
-    }
-    OA_DEVICE void put(uint32 first, uint2 last, const Positions& out) {
-        for_bits(ties, [&](uint32 bit) {
-            if (!S::is_better(last, make_uint2(key_of(own[bit]), at(bit)))) chosen |= 1u << bit;
-        });
-        uint32 all;
-        uint32 rank = first + S::sum_before(s, __popc(chosen), all);
-        for_bits(chosen, [&](uint32 bit) { out.put(rank++, at(bit) - row.lead); });
-    }
-};
+using OwnPart = Select<kHeld, HeldPart<Sampled, kThreads>, StackedPart<Sampled, kThreads, kVectors, kIsAlone>>::Type;
 
 // The positions of a row that is read once. False: that is not enough, and nothing is written.
 OA_DEVICE bool select_once(const TopKParams& p, const Row& row, Sampled::Storage& s, Exchange& e, const Step& step,
-                           const Positions& out) {
+                           const Positions<kThreads>& out) {
     using S = Sampled;
     const RowSample sample(row);
     const bool is_other = row.end - row.lead <= uint32(p.k) || sample.vectors == 0 ||
-                          (kHeld && !HeldPart::fits(row, step.size));
+                          (kHeld && !HeldPart<Sampled, kThreads>::fits(row, step.size));
     if constexpr (kCluster) {
         if (is_other) cluster_wait();
     }
     if (is_other) return false;
-    const Part part(row, step);
+    const Part part(row, step.rank, step.size);
     const uint4 first_sample = sample.load(0);
-    typename Select<kHeld, HeldPart, StackedPart>::Type own(row, part, s);
+    OwnPart own(row, part, s);
     S::clear(s);
     __syncthreads();
     S::Scale scale;
@@ -562,11 +254,11 @@ OA_DEVICE bool select_once(const TopKParams& p, const Row& row, Sampled::Storage
     if constexpr (kCluster) cluster_arrive_relaxed();  // this CTA has what the others had to send
     const uint32 wanted = p.k - kth.above;
     if (threadIdx.x < num_ties) {
-        const uint2 own = ties[threadIdx.x];
+        const uint2 mine = ties[threadIdx.x];
         uint32 better = 0;
 #pragma unroll 4
-        for (uint32 i = 0; i < num_ties; ++i) better += S::is_better(ties[i], own);
-        if (better == wanted - 1) s.last = own;
+        for (uint32 i = 0; i < num_ties; ++i) better += S::is_better(ties[i], mine);
+        if (better == wanted - 1) s.last = mine;
     }
     __syncthreads();
     const uint2 last = s.last;
@@ -581,8 +273,8 @@ OA_DEVICE bool select_once(const TopKParams& p, const Row& row, Sampled::Storage
 
 // The same in any case.
 OA_DEVICE void select_by_digits(const TopKParams& p, const Row& row, SelectStorage& s, const Step& step,
-                                const Positions& out) {
-    const Part part(row, step);
+                                const Positions<kThreads>& out) {
+    const Part part(row, step.rank, step.size);
     step.sync();  // others may still read what is overwritten
     for (int32 i = threadIdx.x; i < kAllBins / 4; i += kThreads) {
         reinterpret_cast<uint4*>(s.histogram)[i] = make_uint4(0, 0, 0, 0);
@@ -600,8 +292,8 @@ OA_DEVICE void select_by_digits(const TopKParams& p, const Row& row, SelectStora
         const uint4 keys = keys_of(row.load(first < part.end ? first : row.end));
         const uint32 above = mask_of(keys, [&](uint32 key) { return key > t.key; });
         const uint32 ties = t.ties == 0 ? 0 : mask_of(keys, [&](uint32 key) { return key == t.key; });
-        put_in_order(s, above, ties, t.ties, places, parity,
-                     [&](uint32 rank, int32 i) { out.put(rank, first + i - row.lead); });
+        put_in_order<kWarps>(s, above, ties, t.ties, places, parity,
+                             [&](uint32 rank, int32 i) { out.put(rank, first + i - row.lead); });
         parity ^= 1;
     }
     out.fill(found.chosen, step.rank, step.size);
@@ -621,7 +313,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, CTAS) top_k_sm80(const __
     const Step step{s.select, rank, size};
     const int32 at = int32(blockIdx.x / size);
     const Row row(p, at);
-    const Positions out(p, at);
+    const Positions<kThreads> out(p, at);
     if (!select_once(p, row, s.sampled, e, step, out)) {
         select_by_digits(p, row, s.select, step, out);
         if constexpr (kCluster) cluster_arrive();
