@@ -34,6 +34,7 @@ constexpr int32 kPair = WIDTH / kIndexHeads;  // of them in a product
 constexpr int32 kConsumers = CONSUMERS, kConsumerThreads = 128 * kConsumers;
 constexpr int32 kThreads = kConsumerThreads + 128;
 constexpr int32 kStages = STAGES, kLag = LAG;
+constexpr int32 kRing = RING;
 constexpr int32 kBuffers = BUFFERS;  // accumulators of a warpgroup
 constexpr int32 kRegisters = REGISTERS;  // of a thread that multiplies; 0: as many as of one that copies
 constexpr int32 kTile = 64;  // keys of a warpgroup's step
@@ -144,7 +145,10 @@ OA_DEVICE void multiply(float (&acc)[WIDTH / 2], WgmmaDescriptor k, WgmmaDescrip
     wgmma_discard(acc);
     wgmma_fence();
 #pragma unroll
-    for (int j = 0; j < 4; ++j) Wgmma<E4m3, WIDTH>::ss(acc, k.at(32 * j), q.at(32 * j), j > 0);
+    for (int j = 0; j < 4; ++j) {
+        Wgmma<E4m3, WIDTH>::ss(acc, k.at(32 * j), q.at(32 * j), j > 0);
+        if ((kRing == 2 && j == 1) || (kRing == 4 && j == 2)) wgmma_commit();
+    }
     wgmma_commit();
 }
 
@@ -171,7 +175,7 @@ struct Weights {
                 part[key][i & 1] = i < 2 ? x * of[i] : fmaf(x, of[i], part[key][i & 1]);
             }
         }
-        sum[0] += part[0][0] + part[0][1], sum[1] += part[1][0] + part[1][1];
+        sum[0] = part[0][0] + part[0][1], sum[1] = part[1][0] + part[1][1];
     }
 };
 
@@ -268,21 +272,46 @@ struct Consumer {
         target.store(begin + at.tile * kTile + own, sum_of_quad(sum, part) * scale);
     }
 
+    // Warpgroups multiply one behind the other.
+    OA_DEVICE int32 ring() const { return sets.groups * sets.turns; }
+    OA_DEVICE int32 place() const { return turn * sets.groups + group; }
+    OA_DEVICE void take_turn() const {
+        if (ring() > 1) named_barrier_sync(2 + place(), 256);
+    }
+    OA_DEVICE void pass_turn(bool is_last_step) const {
+        const int32 next = place() + 1 == ring() ? 0 : place() + 1;
+        if (ring() > 1 && !(is_last_step && next == 0)) named_barrier_arrive(2 + next, 256);
+    }
+
     OA_DEVICE void run() const {
         Weights weights[kPair];
         load(weights);
         const Target target(p, item, s, sets, group, part);
         Position at{turn, turn, 0};
         if constexpr (kBuffers == 1) {
+            if (kRing > 0 && ring() > 1 && place() + 1 == ring()) named_barrier_arrive(2, 256);
             for (; at.tile < tiles; at.advance(sets.turns)) {
-                float acc[WIDTH / 2], sum[kPair][2] = {};
+                const bool is_last = at.tile - turn + sets.turns >= tiles;
+                float acc[WIDTH / 2], sum[kPair][2];
                 float scale = arrived(at);
+                if (kRing > 0) take_turn();
                 start(acc, at);
+                if (kRing == 1) pass_turn(is_last);
+                if (kRing == 2 || kRing == 4) {
+                    wgmma_wait<1>();
+                    pass_turn(is_last);
+                }
                 wgmma_wait<0>();
+                if (kRing == 3) pass_turn(is_last);
                 wgmma_pin(acc);
                 give_back(at, scale);
                 add(acc, weights, sum);
                 finish(at, sum, scale, target);
+            }
+            // Those that had a tile less take and pass as many turns as the others.
+            if (kRing > 0 && at.tile - turn < tiles) {
+                take_turn();
+                pass_turn(true);
             }
         } else {
             // The next tile's product runs while this one's sums are taken.
@@ -300,7 +329,7 @@ struct Consumer {
                 }
                 wgmma_pin(acc[i]);
                 give_back(at, scale[i]);
-                float sum[kPair][2] = {};
+                float sum[kPair][2];
                 add(acc[i], weights, sum);
                 finish(at, sum, scale[i], target);
                 at = next;

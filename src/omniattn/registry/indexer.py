@@ -45,8 +45,8 @@ def _index_logits_sm90(shape: tuple[int, int, int, int, int, int, int, int], nam
     tile = INDEX_HEADS * INDEX_DIM
     smem = slots * (tile + 4 * 4 * 20 + 8) + stages * (tile + 4 * 64 + 16)
     defines = {
-        "SLOTS": slots, "WIDTH": width, "CONSUMERS": consumers, "STAGES": stages, "CTAS": ctas, "BUFFERS": buffers, "LAG": lag,
-        "REGISTERS": registers,
+        "SLOTS": slots, "WIDTH": width, "CONSUMERS": consumers, "STAGES": stages, "CTAS": ctas, "BUFFERS": buffers,
+        "LAG": lag, "REGISTERS": registers, "RING": 0,
     }  # fmt: skip
     return KernelSpec(
         name=f"index_logits_sm90_{name}", family="index_logits_sm90", op="index_logits",

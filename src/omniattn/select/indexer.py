@@ -67,7 +67,7 @@ def select_top_k(problem: TopKProblem, target: Target, force: str | None = None)
     if (chosen := forced(force, ("top_k",), lambda spec: fit(spec, None, target))) is not None:
         # A row for clusters takes rows of one CTA too.
         return chosen, ctas if chosen.spec.min_arch >= (9, 0) else 1
-    names = ("top_k_sm80_many",)
+    names: tuple[str, ...] = ("top_k_sm80_many",)
     if ctas > 1:
         names = ("top_k_sm90_shared_held", "top_k_sm90_shared")
     elif problem.rows <= target.sm_count:
