@@ -30,7 +30,6 @@
 #include "ptx/cluster_memory.cuh"
 #include "ptx/cp_async.cuh"
 #include "ptx/mbarrier.cuh"
-#include "ptx/tma.cuh"
 #include "ptx/types.cuh"
 
 constexpr int32 kThreads = THREADS, kWarps = kThreads / 32;
@@ -42,10 +41,12 @@ using Sampled = SampledSelect<kThreads, DEPTH, MASK>;
 
 // What the CTAs of a cluster send each other: each of them gets everything from all, itself too.
 struct Exchange {
-    static constexpr uint32 kTies = 32;
+    static constexpr uint32 kVectors = Sampled::kBins / 8, kTies = 30;
     // Bins by two in a word, and how many candidates were spilled. More than 2^16 in a bin have no room anyway.
     struct Bins {
-        uint32 pairs[Sampled::kBins / 2], num_spilled, none[3];
+        uint4 bins[kVectors];
+        uint32 num_spilled, none[3];
+        OA_DEVICE uint32 pair(uint32 i) const { return reinterpret_cast<const uint32*>(bins)[i]; }
     };
     struct Ties {
         uint2 of[kTies];
@@ -62,16 +63,30 @@ struct Exchange {
         mbarrier_arrive_expect_tx(smem_addr_of(&bins_bar), size * sizeof(Bins));
         mbarrier_arrive_expect_tx(smem_addr_of(&ties_bar), size * sizeof(Ties));
     }
-    // Sends `from`, which other threads may have written, into every CTA's to[rank], and waits for those of all.
-    template <typename Part>
-    OA_DEVICE void send(const Part& from, Part (&to)[kMaxCluster], uint64& bar, uint32 rank, uint32 size) {
-        fence_proxy_async();
-        __syncthreads();
-        if (threadIdx.x < size) {
-            bulk_copy_cluster(smem_addr_of(&to[rank]), smem_addr_of(&from), sizeof(Part), smem_addr_of(&bar),
-                              threadIdx.x);
+    // Each thread has a pair of bins, those of thread 0 are the highest: sends them, and waits for those of all CTAs.
+    OA_DEVICE void send_bins(uint32 pair, uint32 num_spilled, uint32 rank, uint32 size) {
+        const uint32 a = __shfl_xor_sync(0xffffffffu, pair, 1);
+        const uint32 b = __shfl_xor_sync(0xffffffffu, pair, 2), c = __shfl_xor_sync(0xffffffffu, pair, 3);
+        const uint32 bar = smem_addr_of(&bins_bar);
+        if ((threadIdx.x & 3) == 3) {  // the pair of a higher thread comes first
+            const uint32 to = smem_addr_of(&bins[rank].bins[kVectors - 1 - threadIdx.x / 4]);
+            for (uint32 r = 0; r < size; ++r) store_cluster_async4(to, make_uint4(pair, a, b, c), bar, r);
         }
-        mbarrier_wait(smem_addr_of(&bar), 0);
+        if (threadIdx.x < size) {
+            const uint4 head = make_uint4(num_spilled, 0, 0, 0);
+            store_cluster_async4(smem_addr_of(&bins[rank].num_spilled), head, bar, threadIdx.x);
+        }
+        mbarrier_wait(bar, 0);
+    }
+    OA_DEVICE void send_ties(const Sampled::Storage& s, uint32 rank, uint32 size) {
+        constexpr uint32 kParts = sizeof(Ties) / 16;
+        const uint32 bar = smem_addr_of(&ties_bar), part = threadIdx.x % kParts, r = threadIdx.x / kParts;
+        if (r < size) {
+            uint4 x = make_uint4(s.num_ties, s.num_sure, 0, 0);
+            if (part < kParts - 1) x = reinterpret_cast<const uint4*>(s.ties)[part];
+            store_cluster_async4(smem_addr_of(&ties[rank]) + 16 * part, x, bar, r);
+        }
+        mbarrier_wait(bar, 0);
     }
 };
 
@@ -160,16 +175,12 @@ OA_DEVICE bool find_bin(const TopKParams& p, Sampled::Storage& s, Exchange& e, c
     for (int32 i = 0; i < kOwn; ++i) count[i] = s.bins[top - i];
     bool fits = s.num_spilled <= Sampled::kSpilled;
     if constexpr (kCluster) {
-        // Where the sample was ranked.
-        Exchange::Bins& own = *reinterpret_cast<Exchange::Bins*>(s.fine);
-        own.pairs[top / 2] = count[kOwn - 1] | count[0] << 16;
-        if (threadIdx.x == 0) own.num_spilled = s.num_spilled;
-        e.send(own, e.bins, e.bins_bar, step.rank, step.size);
+        e.send_bins(count[kOwn - 1] | count[0] << 16, s.num_spilled, step.rank, step.size);
         fits = true, count[0] = count[kOwn - 1] = 0;
 #pragma unroll
         for (uint32 r = 0; r < kMaxCluster; ++r) {
             if (r >= step.size) break;
-            const uint32 pair = e.bins[r].pairs[top / 2];
+            const uint32 pair = e.bins[r].pair(top / 2);
             count[0] += pair >> 16, count[kOwn - 1] += pair & 0xffffu;
             fits &= e.bins[r].num_spilled <= Sampled::kSpilled;
         }
@@ -192,11 +203,7 @@ OA_DEVICE bool gather_ties(Sampled::Storage& s, Exchange& e, const Step& step, c
         return count <= Sampled::kTies;
     } else {
         const uint32 lane = threadIdx.x & 31, warp = threadIdx.x / 32;
-        // Nothing is ranked in these bins any more.
-        Exchange::Ties& own = *reinterpret_cast<Exchange::Ties*>(s.bins);
-        if (threadIdx.x < Exchange::kTies) own.of[threadIdx.x] = s.ties[threadIdx.x];
-        if (threadIdx.x == 0) own.count = s.num_ties, own.num_sure = s.num_sure;
-        e.send(own, e.ties, e.ties_bar, step.rank, step.size);
+        e.send_ties(s, step.rank, step.size);
         const uint32 of_lane = lane < step.size ? e.ties[lane].count : 0u;
         const uint32 sure_of_lane = lane < step.rank ? e.ties[lane].num_sure : 0u;
         count = __reduce_add_sync(0xffffffffu, of_lane), sure = __reduce_add_sync(0xffffffffu, sure_of_lane);
@@ -213,6 +220,32 @@ OA_DEVICE bool gather_ties(Sampled::Storage& s, Exchange& e, const Step& step, c
         __syncthreads();
         return true;
     }
+}
+
+// The one of rank `wanted`, from 1 on, of those in the k-th largest's bin. All threads.
+OA_DEVICE uint2 last_tie(Sampled::Storage& s, const uint2* ties, uint32 count, uint32 wanted) {
+    // A warp, or the CTA, has one a thread.
+    const uint32 thread = count <= 32 ? threadIdx.x & 31 : threadIdx.x;
+    const uint2 own = ties[min_of(thread, count - 1)];
+    uint32 better = 0;
+#pragma unroll 4
+    for (uint32 i = 0; i < count; ++i) better += Sampled::is_better(ties[i], own);
+    if (count <= 32) {
+        const int32 lane = __ffs(int32(__ballot_sync(0xffffffffu, better == wanted - 1))) - 1;
+        return make_uint2(__shfl_sync(0xffffffffu, own.x, lane), __shfl_sync(0xffffffffu, own.y, lane));
+    }
+    if (better == wanted - 1) s.last = own;
+    __syncthreads();
+    return s.last;
+}
+
+// How many chosen ones of that bin are in the parts before `begin`.
+OA_DEVICE uint32 ties_before(const uint2* ties, uint32 count, uint2 last, uint32 begin) {
+    uint32 before = 0;
+    for (uint32 i = threadIdx.x & 31; i < count; i += 32) {
+        before += ties[i].y < begin && !Sampled::is_better(last, ties[i]);
+    }
+    return __reduce_add_sync(0xffffffffu, before);
 }
 
 using OwnPart = Select<kHeld, HeldPart<Sampled, kThreads>, StackedPart<Sampled, kThreads, kVectors, kIsAlone>>::Type;
@@ -252,21 +285,8 @@ OA_DEVICE bool select_once(const TopKParams& p, const Row& row, Sampled::Storage
     uint32 num_ties, first;
     if (!gather_ties(s, e, step, ties, num_ties, first)) return false;
     if constexpr (kCluster) cluster_arrive_relaxed();  // this CTA has what the others had to send
-    const uint32 wanted = p.k - kth.above;
-    if (threadIdx.x < num_ties) {
-        const uint2 mine = ties[threadIdx.x];
-        uint32 better = 0;
-#pragma unroll 4
-        for (uint32 i = 0; i < num_ties; ++i) better += S::is_better(ties[i], mine);
-        if (better == wanted - 1) s.last = mine;
-    }
-    __syncthreads();
-    const uint2 last = s.last;
-    if constexpr (kCluster) {
-        // Chosen ties of the parts before this one.
-#pragma unroll 1
-        for (uint32 i = 0; i < num_ties; ++i) first += ties[i].y < part.begin && !S::is_better(last, ties[i]);
-    }
+    const uint2 last = last_tie(s, ties, num_ties, p.k - kth.above);
+    if constexpr (kCluster) first += ties_before(ties, num_ties, last, part.begin);
     own.put(first, last, out);
     return true;
 }

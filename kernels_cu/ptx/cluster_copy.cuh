@@ -1,20 +1,18 @@
-// Bulk copies to shared memory of other CTAs of a cluster, and a barrier of the cluster that orders nothing (PTX ISA,
-// "cp.async.bulk", "barrier.cluster"). sm_90 and newer.
+// Stores to shared memory of any CTA of a cluster, and a barrier of the cluster that orders nothing (PTX ISA, "st.async",
+// "mapa", "barrier.cluster"). sm_90 and newer.
 #pragma once
 #include "ptx/types.cuh"
 
-// mapa.shared::cluster, cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes: `bytes` from the address
-// `src` of this CTA to the address `dst` that CTA `rank` of the cluster has, complete on its barrier at the address
-// `bar`, which must expect them: waiting for it makes them visible there. Addresses and bytes are multiples of 16. One
-// lane, behind fence_proxy_async of the threads that wrote the source and a barrier of theirs.
-OA_DEVICE void bulk_copy_cluster(uint32 dst, uint32 src, uint32 bytes, uint32 bar, uint32 rank) {
+// mapa.shared::cluster, st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32: 16 bytes to the address `to` that
+// CTA `rank` of the cluster has, this one included; completes them on its barrier at the address `bar`, which must
+// expect them: waiting for it makes them visible there. Any lane; `to` is a multiple of 16.
+OA_DEVICE void store_cluster_async4(uint32 to, uint4 x, uint32 bar, uint32 rank) {
     asm volatile(
         "{.reg .b32 there, its_bar;\n"
-        "mapa.shared::cluster.u32 there, %0, %4;\n"
-        "mapa.shared::cluster.u32 its_bar, %3, %4;\n"
-        "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [there], [%1], %2, [its_bar];}" ::"r"(
-            dst),
-        "r"(src), "r"(bytes), "r"(bar), "r"(rank)
+        "mapa.shared::cluster.u32 there, %0, %6;\n"
+        "mapa.shared::cluster.u32 its_bar, %5, %6;\n"
+        "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [there], {%1, %2, %3, %4}, [its_bar];}" ::"r"(to),
+        "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w), "r"(bar), "r"(rank)
         : "memory");
 }
 
