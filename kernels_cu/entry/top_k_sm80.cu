@@ -37,7 +37,8 @@ constexpr bool kCluster = CLUSTER;
 constexpr int32 kVectors = VECTORS;  // of four elements that a thread asks for at once
 constexpr bool kIsAlone = CTAS == 1;  // no other CTA of the SM has something to do while this one waits
 constexpr bool kHeld = HELD;  // rows, or their parts, have up to 32 elements a thread
-using Sampled = SampledSelect<kThreads, DEPTH, MASK>;
+constexpr uint32 kRoom = kHeld ? 2 : 1024;  // for candidates that stacks have none for
+using Sampled = SampledSelect<kThreads, DEPTH, MASK, kRoom>;
 
 // What the CTAs of a cluster send each other: each of them gets everything from all, itself too.
 struct Exchange {
@@ -97,9 +98,9 @@ union SharedStorage {
 };
 
 constexpr int32 kExchangeBytes = kCluster ? int32(sizeof(Exchange)) : 0;
-static_assert(sizeof(SharedStorage) <= 4 * 4096 + 4 * MASK + 8 * DEPTH * kThreads + 8 * 1024 + 256, "as the registry");
+static_assert(sizeof(SharedStorage) <= 4 * 4096 + 4 * MASK + 8 * DEPTH * kThreads + 8 * kRoom + 256, "as the registry");
 static_assert(!kHeld || 8 * DEPTH == 4 * 32, "candidates' room is that of the part");
-static_assert(kExchangeBytes <= 19 * 1024, "as the registry");
+static_assert(kExchangeBytes <= 37 * 512, "as the registry");
 
 template <int32 kDigit>
 OA_DEVICE void count_keys(SelectStorage& s, const uint4& keys, uint32 prefix) {

@@ -30,7 +30,7 @@ HELD = 32
 #: Words of its bits of positions; bytes of its bins, of candidates beyond those of a thread, and of what stands behind.
 _MASK, _BINS_BYTES, _SPILLED_BYTES, _SELECT_BYTES = 2048, 4 * (2048 + 1024 + 1024), 8 * 1024, 256
 #: What the CTAs of a cluster send each other.
-_EXCHANGE_BYTES = 19 * 1024
+_EXCHANGE_BYTES = 37 * 512
 #: CTAs that share a row at most.
 MAX_CLUSTER = 8
 #: Steps of a CTA of index_logits that are worth its queries' way into shared memory, and rounds of CTAs that even out
@@ -68,10 +68,11 @@ def _index_logits_sm80() -> KernelSpec:
 
 def _top_k(shape: tuple[int, int, int, int], name: str, cluster: bool, held: bool = False) -> KernelSpec:
     threads, vectors, ctas, depth = shape
-    smem = _BINS_BYTES + 4 * _MASK + 8 * threads * depth + _SPILLED_BYTES + _SELECT_BYTES
+    mask, spilled = (threads, 16) if held else (_MASK, _SPILLED_BYTES)
+    smem = _BINS_BYTES + 4 * mask + 8 * threads * depth + spilled + _SELECT_BYTES
     arch = "sm90" if cluster else "sm80"
     defines = {
-        "THREADS": threads, "VECTORS": vectors, "DEPTH": depth, "MASK": _MASK, "CTAS": ctas,
+        "THREADS": threads, "VECTORS": vectors, "DEPTH": depth, "MASK": mask, "CTAS": ctas,
         "CLUSTER": int(cluster), "HELD": int(held),
     }  # fmt: skip
     return KernelSpec(
