@@ -36,6 +36,7 @@ struct SampledSelect {
         alignas(16) uint32 mask[kMask];
         alignas(16) uint2 stacks[kDepth * kThreads];  // bits of a number, where it is
         alignas(16) uint2 spilled[kSpilled];
+        alignas(8) uint64 copied[32];  // barriers of the warps' copies
         uint32 warp_sums[32];
         Rank low, high, low_fine, high_fine, kth;
         uint32 num_spilled, num_ties, num_sure;

@@ -4,6 +4,8 @@
 #include "decode/top_k_row.cuh"
 #include "ptx/bulk_prefetch.cuh"
 #include "ptx/cp_async.cuh"
+#include "ptx/mbarrier.cuh"
+#include "ptx/tma.cuh"
 #include "ptx/types.cuh"
 
 // What reaches the floor of a part of any length: it passes through registers, and candidates go to stacks of threads.
@@ -87,6 +89,7 @@ struct HeldPart {
     typename S::Storage& s;
     uint32 vectors;  // of a thread, a power of two
     uint32* own;  // this thread's elements
+    uint32 bar;   // of this warp's copy, where copies are bulk copies
     uint32 candidates = 0, chosen = 0, ties = 0;
 
     static OA_DEVICE bool fits(const Row& row, uint32 size) {
@@ -96,25 +99,48 @@ struct HeldPart {
         : row(row), part(part), s(s), vectors(1) {
         while (vectors < kMost && 4 * vectors * kThreads < part.end - part.begin) vectors *= 2;
         own = reinterpret_cast<uint32*>(s.stacks) + 4 * vectors * threadIdx.x;
+        bar = smem_addr_of(&s.copied[threadIdx.x / 32]);
+        if (kBulk && (threadIdx.x & 31) == 0) {
+            mbarrier_init(bar, 1);
+            fence_barrier_init();
+        }
     }
 
+#if __CUDA_ARCH__ >= 900
+    static constexpr bool kBulk = true;
+#else
+    static constexpr bool kBulk = false;
+#endif
+    // Whole vectors are copied; what the row has not of the others is -inf.
     OA_DEVICE void start() const {
-        const uint32 lane = threadIdx.x & 31, first = (threadIdx.x & ~31u) * 4 * vectors + 4 * lane;
-        uint32* to = reinterpret_cast<uint32*>(s.stacks) + first;
-#pragma unroll
-        for (uint32 i = 0; i < kMost; ++i) {
-            if (i >= vectors) break;
-            const uint32 at = part.begin + first + 128 * i;
-            if (at >= row.lead && at + 4 <= part.end) {
-                cp_async_16(smem_addr_of(to + 128 * i), row.base + at, 16u);
-            } else {
-                *reinterpret_cast<uint4*>(to + 128 * i) = row.load(at < part.end ? at : row.end);
+        const uint32 lane = threadIdx.x & 31, own_begin = part.begin + (threadIdx.x & ~31u) * 4 * vectors;
+        const uint32 own_end = own_begin + 128 * vectors;
+        uint32* to = reinterpret_cast<uint32*>(s.stacks) + (own_begin - part.begin);
+        const uint32 whole = max_of(own_begin, row.lead == 0 ? 0u : 4u), end = min_of(own_end, part.end & ~3u);
+        if constexpr (kBulk) {
+            if (lane == 0) {
+                const uint32 bytes = whole < end ? 4 * (end - whole) : 0;
+                mbarrier_arrive_expect_tx(bar, bytes);
+                if (bytes != 0) bulk_load(smem_addr_of(to + (whole - own_begin)), row.base + whole, bytes, bar);
+            }
+            if (whole == own_begin && end == own_end) return;
+        }
+        for (uint32 i = 0; i < vectors; ++i) {
+            const uint32 place = 4 * lane + 128 * i, at = own_begin + place;
+            if (at < whole || at >= end) {
+                *reinterpret_cast<uint4*>(to + place) = row.load(at < part.end ? at : row.end);
+            } else if (!kBulk) {
+                cp_async_16(smem_addr_of(to + place), row.base + at, 16u);
             }
         }
         cp_async_commit();
     }
     OA_DEVICE void read(const typename S::Scale& scale) {
-        cp_async_wait<0>();
+        if constexpr (kBulk) {
+            mbarrier_wait(bar, 0);
+        } else {
+            cp_async_wait<0>();
+        }
         __syncwarp();
         // Each lane of eight in another column of banks.
         const uint32 swap = threadIdx.x * vectors / 8 & (vectors - 1);
@@ -128,34 +154,48 @@ struct HeldPart {
                           << (4 * vector);
         }
     }
+    // take(first, last) for the lowest and the highest of the bits that are left, the same one at the end: two are under
+    // way at a time.
     template <typename Take>
-    static OA_DEVICE void for_bits(uint32 bits, Take take) {
-        for (; bits != 0; bits &= bits - 1) take(uint32(__ffs(int32(bits)) - 1));
+    static OA_DEVICE void for_pairs(uint32 bits, Take take) {
+        while (bits != 0) {
+            const uint32 first = __ffs(int32(bits)) - 1, last = 31 - __clz(int32(bits));
+            bits &= ~(1u << first | 1u << last);
+            take(first, last);
+        }
     }
     OA_DEVICE uint32 at(uint32 bit) const { return part.begin + 4 * vectors * threadIdx.x + bit; }
 
     OA_DEVICE void count(const typename S::Scale& scale) const {
-        for_bits(candidates, [&](uint32 bit) { atomicAdd(&s.bins[uint32(scale.place(own[bit]))], 1u); });
+        for_pairs(candidates, [&](uint32 first, uint32 last) {
+            const uint32 a = uint32(scale.place(own[first])), b = uint32(scale.place(own[last]));
+            atomicAdd(&s.bins[a], 1u);
+            if (last != first) atomicAdd(&s.bins[b], 1u);
+        });
     }
     OA_DEVICE uint32 choose(const typename S::Scale& scale, float edge) {
-        for_bits(candidates, [&](uint32 bit) {
-            const uint32 x = own[bit];
-            const float place = scale.place(x);
-            if (place >= edge + 1.0f) {
-                chosen |= 1u << bit;
-            } else if (place >= edge) {
-                ties |= 1u << bit;
-                S::add_tie(s, x, at(bit));
-            }
+        for_pairs(candidates, [&](uint32 first, uint32 last) {
+            const float a = scale.place(own[first]), b = scale.place(own[last]);
+            chosen |= uint32(a >= edge + 1.0f) << first | uint32(b >= edge + 1.0f) << last;
+            ties |= uint32(a >= edge) << first | uint32(b >= edge) << last;
         });
+        ties &= ~chosen;
+        for (uint32 left = ties; left != 0; left &= left - 1) {
+            const uint32 bit = __ffs(int32(left)) - 1;
+            S::add_tie(s, own[bit], at(bit));
+        }
         return __popc(chosen);
     }
-    OA_DEVICE void put(uint32 first, uint2 last, const Positions<kThreads>& out) {
-        for_bits(ties, [&](uint32 bit) {
-            if (!S::is_better(last, make_uint2(key_of(own[bit]), at(bit)))) chosen |= 1u << bit;
-        });
+    OA_DEVICE void put(uint32 before, uint2 last_tie, const Positions<kThreads>& out) {
+        for (uint32 left = ties; left != 0; left &= left - 1) {
+            const uint32 bit = __ffs(int32(left)) - 1;
+            chosen |= uint32(!S::is_better(last_tie, make_uint2(key_of(own[bit]), at(bit)))) << bit;
+        }
         uint32 all;
-        uint32 rank = first + S::sum_before(s, __popc(chosen), all);
-        for_bits(chosen, [&](uint32 bit) { out.put(rank++, at(bit) - row.lead); });
+        uint32 low = before + S::sum_before(s, __popc(chosen), all), high = low + __popc(chosen);
+        for_pairs(chosen, [&](uint32 first, uint32 last) {
+            out.put(low++, at(first) - row.lead);
+            if (last != first) out.put(--high, at(last) - row.lead);
+        });
     }
 };

@@ -11,7 +11,7 @@
 //
 //   sample: a floor | row: what is not below it is a candidate | bins of candidates | ties | bits of positions
 //
-// The sample is asked for first, and the row when it has come: memory would mix them, and the floor would be known only
+// The sample is asked for first, and the row a while later: memory would mix them, and the floor would be known only
 // when most of the row is there.
 //
 // Where the sample misleads, or many elements are alike, the row is read for each of three digits
@@ -98,7 +98,7 @@ union SharedStorage {
 };
 
 constexpr int32 kExchangeBytes = kCluster ? int32(sizeof(Exchange)) : 0;
-static_assert(sizeof(SharedStorage) <= 4 * 4096 + 4 * MASK + 8 * DEPTH * kThreads + 8 * kRoom + 256, "as the registry");
+static_assert(sizeof(SharedStorage) <= 4 * 4096 + 4 * MASK + 8 * DEPTH * kThreads + 8 * kRoom + 512, "as the registry");
 static_assert(!kHeld || 8 * DEPTH == 4 * 32, "candidates' room is that of the part");
 static_assert(kExchangeBytes <= 37 * 512, "as the registry");
 
@@ -267,9 +267,12 @@ OA_DEVICE bool select_once(const TopKParams& p, const Row& row, Sampled::Storage
     OwnPart own(row, part, s);
     S::clear(s);
     __syncthreads();
+    if constexpr (kHeld) own.start();
     S::Scale scale;
     // The row is under way while the sample is ranked.
-    const bool is_ranked = sample.rank(p, s, first_sample, scale, [&] { own.start(); });
+    const bool is_ranked = sample.rank(p, s, first_sample, scale, [&] {
+        if constexpr (!kHeld) own.start();
+    });
     if constexpr (kCluster) cluster_wait();  // the others' barriers are there
     if (!is_ranked) return false;
 

@@ -210,5 +210,6 @@ inline void store_cluster_async4(uint32, uint4, uint32, uint32) { abort(); }
 // mbarrier.cuh, for what only clusters do.
 inline void mbarrier_init(uint32, uint32) { abort(); }
 inline void fence_barrier_init() { abort(); }
+inline void bulk_load(uint32, const void*, uint32, uint32) { abort(); }
 inline void mbarrier_arrive_expect_tx(uint32, uint32) { abort(); }
 inline void mbarrier_wait(uint32, uint32) { abort(); }

@@ -28,7 +28,7 @@ _HELD, _SHARED_HELD = (1024, 1, 1, 16), (512, 1, 1, 16)
 #: Elements of it that a thread has at most.
 HELD = 32
 #: Words of its bits of positions; bytes of its bins, of candidates beyond those of a thread, and of what stands behind.
-_MASK, _BINS_BYTES, _SPILLED_BYTES, _SELECT_BYTES = 2048, 4 * (2048 + 1024 + 1024), 8 * 1024, 256
+_MASK, _BINS_BYTES, _SPILLED_BYTES, _SELECT_BYTES = 2048, 4 * (2048 + 1024 + 1024), 8 * 1024, 512
 #: What the CTAs of a cluster send each other.
 _EXCHANGE_BYTES = 37 * 512
 #: CTAs that share a row at most.
