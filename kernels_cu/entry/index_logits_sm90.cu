@@ -11,9 +11,9 @@
 // 128 columns, or one of up to 128 heads. Warpgroups of other queries multiply the same tiles, warpgroups of the same
 // queries take tiles in turn. The last warpgroup copies: 16 bytes a thread, from blocks of any size.
 //
-//   copies      tile i: wait for empty | 4 cp.async a thread, scales | kLag tiles later: landed, fence, arrive at full
-//   consumers   tile i: wait for full | 4 products m64nWIDTHk32 | arrive at empty
-//                       relu, weights, sum over the quad, scale, store
+//   copies      tile i: wait for empty | 4 cp.async a thread, scales | arrive at full when they have landed
+//   consumers   tile i: wait for full | fence, own turn | 4 products m64nWIDTHk32 | next one's turn
+//                       wait for products | arrive at empty | relu, weights, sum over the quad, scale, store
 //
 // Shared memory: queries kSlots x 8192 bytes and keys kStages x 8192 (64 rows of 128 channels, swizzled by 128 bytes),
 // scales kStages x 256, weights kSlots x 320, seen keys, barriers. Bound by memory for one query: 132 bytes a key, 4 a
@@ -33,9 +33,7 @@ constexpr int32 kSlots = SLOTS;  // queries times products of 64 heads
 constexpr int32 kPair = WIDTH / kIndexHeads;  // of them in a product
 constexpr int32 kConsumers = CONSUMERS, kConsumerThreads = 128 * kConsumers;
 constexpr int32 kThreads = kConsumerThreads + 128;
-constexpr int32 kStages = STAGES, kLag = LAG;
-constexpr int32 kRing = RING;
-constexpr int32 kBuffers = BUFFERS;  // accumulators of a warpgroup
+constexpr int32 kStages = STAGES;
 constexpr int32 kRegisters = REGISTERS;  // of a thread that multiplies; 0: as many as of one that copies
 constexpr int32 kTile = 64;  // keys of a warpgroup's step
 constexpr int32 kQuadStride = 20;  // floats of a quad lane's 16 weights, with padding against bank conflicts
@@ -106,10 +104,6 @@ OA_DEVICE void copy_keys(const IndexLogitsParams& p, const IndexItem& item, Shar
     const int32 row_of = 4 * warp + lane / 8, found = 4 * warp + (lane & 3) + 16 * ((lane >> 2) & 3);
     // Keys beyond the end are not there: the last one stands for them, and its scores are not used.
     auto find = [&](int32 tile) { return keys.at(min_of(begin + tile * kTile + found, end - 1)); };
-    auto land = [&](int32 stage) {
-        fence_proxy_async();  // products read what cp.async wrote
-        mbarrier_arrive(smem_addr_of(&s.full[stage]));
-    };
     IndexKeys::Place next = find(0);
     int32 stage = 0, phase = 1;  // waits for the parity of the round before: of the first one they all pass
     for (int32 tile = 0; tile < tiles; ++tile) {
@@ -124,20 +118,11 @@ OA_DEVICE void copy_keys(const IndexLogitsParams& p, const IndexItem& item, Shar
             cp_async_16(to + 16 * i * kIndexDim, reinterpret_cast<const uint8*>(from) + 16 * chunk, 16u);
         }
         if (lane < 16) cp_async_4(smem_addr_of(&s.scale[stage][found]), keys.scale(at));
-        if constexpr (kLag == 0) {
-            mbarrier_arrive_after_copies(smem_addr_of(&s.full[stage]));
-        } else {
-            cp_async_commit();
-        }
-        if (kLag > 0 && tile >= kLag) {
-            cp_async_wait<kLag>();
-            land(stage >= kLag ? stage - kLag : stage - kLag + kStages);
-        }
+        mbarrier_arrive_after_copies(smem_addr_of(&s.full[stage]));
         if (++stage == kStages) stage = 0, phase ^= 1;
     }
+    cp_async_commit();
     cp_async_wait<0>();
-    if constexpr (kLag == 0) return;
-    for (int32 tile = max_of(tiles - kLag, 0); tile < tiles; ++tile) land(tile % kStages);
 }
 
 // The four products of 64 keys and WIDTH columns.
@@ -145,10 +130,7 @@ OA_DEVICE void multiply(float (&acc)[WIDTH / 2], WgmmaDescriptor k, WgmmaDescrip
     wgmma_discard(acc);
     wgmma_fence();
 #pragma unroll
-    for (int j = 0; j < 4; ++j) {
-        Wgmma<E4m3, WIDTH>::ss(acc, k.at(32 * j), q.at(32 * j), j > 0);
-        if ((kRing == 2 && j == 1) || (kRing == 4 && j == 2)) wgmma_commit();
-    }
+    for (int j = 0; j < 4; ++j) Wgmma<E4m3, WIDTH>::ss(acc, k.at(32 * j), q.at(32 * j), j > 0);
     wgmma_commit();
 }
 
@@ -243,7 +225,7 @@ struct Consumer {
 
     OA_DEVICE float arrived(const Position& at) const {
         mbarrier_wait(smem_addr_of(&s.full[at.stage]), at.phase);
-        if constexpr (kLag == 0) fence_proxy_async();  // products read what cp.async wrote
+        fence_proxy_async();  // products read what cp.async wrote
         return load_shared_float(smem_addr_of(&s.scale[at.stage][own]));
     }
     OA_DEVICE void start(float (&acc)[WIDTH / 2], const Position& at) const {
@@ -272,15 +254,15 @@ struct Consumer {
         target.store(begin + at.tile * kTile + own, sum_of_quad(sum, part) * scale);
     }
 
-    // Warpgroups multiply one behind the other.
-    OA_DEVICE int32 ring() const { return sets.groups * sets.turns; }
-    OA_DEVICE int32 place() const { return turn * sets.groups + group; }
+    // Warpgroups of a CTA ask for their products in a fixed order: 2 + n is the barrier for the n-th one's turn.
+    OA_DEVICE int32 number() const { return turn * sets.groups + group; }
+    OA_DEVICE int32 all() const { return sets.groups * sets.turns; }
     OA_DEVICE void take_turn() const {
-        if (ring() > 1) named_barrier_sync(2 + place(), 256);
+        if (kConsumers > 1 && all() > 1) named_barrier_sync(2 + number(), 256);
     }
-    OA_DEVICE void pass_turn(bool is_last_step) const {
-        const int32 next = place() + 1 == ring() ? 0 : place() + 1;
-        if (ring() > 1 && !(is_last_step && next == 0)) named_barrier_arrive(2 + next, 256);
+    OA_DEVICE void pass_turn(bool is_last_round) const {
+        const int32 next = number() + 1 == all() ? 0 : number() + 1;
+        if (kConsumers > 1 && all() > 1 && !(is_last_round && next == 0)) named_barrier_arrive(2 + next, 256);
     }
 
     OA_DEVICE void run() const {
@@ -288,58 +270,23 @@ struct Consumer {
         load(weights);
         const Target target(p, item, s, sets, group, part);
         Position at{turn, turn, 0};
-        if constexpr (kBuffers == 1) {
-            if (kRing > 0 && ring() > 1 && place() + 1 == ring()) named_barrier_arrive(2, 256);
-            for (; at.tile < tiles; at.advance(sets.turns)) {
-                const bool is_last = at.tile - turn + sets.turns >= tiles;
-                float acc[WIDTH / 2], sum[kPair][2];
-                float scale = arrived(at);
-                if (kRing > 0) take_turn();
-                start(acc, at);
-                if (kRing == 1) pass_turn(is_last);
-                if (kRing == 2 || kRing == 4) {
-                    wgmma_wait<1>();
-                    pass_turn(is_last);
-                }
-                wgmma_wait<0>();
-                if (kRing == 3) pass_turn(is_last);
-                wgmma_pin(acc);
-                give_back(at, scale);
-                add(acc, weights, sum);
-                finish(at, sum, scale, target);
-            }
-            // Those that had a tile less take and pass as many turns as the others.
-            if (kRing > 0 && at.tile - turn < tiles) {
-                take_turn();
-                pass_turn(true);
-            }
-        } else {
-            // The next tile's product runs while this one's sums are taken.
-            float acc[2][WIDTH / 2], scale[2];
-            auto step = [&](int32 i) {
-                Position next = at;
-                next.advance(sets.turns);
-                const bool has_next = next.tile < tiles;
-                if (has_next) {
-                    scale[i ^ 1] = arrived(next);
-                    start(acc[i ^ 1], next);
-                    wgmma_wait<1>();
-                } else {
-                    wgmma_wait<0>();
-                }
-                wgmma_pin(acc[i]);
-                give_back(at, scale[i]);
-                float sum[kPair][2];
-                add(acc[i], weights, sum);
-                finish(at, sum, scale[i], target);
-                at = next;
-                return has_next;
-            };
-            if (at.tile >= tiles) return;
-            scale[0] = arrived(at);
-            start(acc[0], at);
-            while (step(0) && step(1)) {
-            }
+        if (number() + 1 == all()) pass_turn(false);
+        for (; at.tile < tiles; at.advance(sets.turns)) {
+            float acc[WIDTH / 2], sum[kPair][2];
+            float scale = arrived(at);
+            take_turn();
+            start(acc, at);
+            pass_turn(at.tile - turn + sets.turns >= tiles);
+            wgmma_wait<0>();
+            wgmma_pin(acc);
+            give_back(at, scale);
+            add(acc, weights, sum);
+            finish(at, sum, scale, target);
+        }
+        // Those that had a tile less than others take and pass as many turns.
+        if (at.tile - turn < tiles) {
+            take_turn();
+            pass_turn(true);
         }
     }
 };

@@ -13,10 +13,8 @@ INDEX_DIM = 128
 #: Of the generic kernel: queries times products of a CTA.
 _SLOTS = 2
 #: Of Hopper's, for one product of 64 heads, up to 2, up to 4 and more: the same, columns of a product, warpgroups that
-#: multiply, tiles in shared memory, CTAs of an SM, accumulators of a warpgroup, registers of a thread that multiplies
-#: (0: as many as of the others).
-_ONE, _TWO, _FOUR = (1, 64, 1, 6, 3, 1, 0, 4), (2, 128, 1, 8, 2, 1, 0, 5), (4, 128, 2, 16, 1, 2, 216, 10)
-_MORE = (8, 128, 4, 12, 1, 1, 112, 6)
+#: multiply, tiles in shared memory, CTAs of an SM, registers of a thread that multiplies (0: as many as of the others).
+_ONE, _TWO, _FOUR, _MORE = (1, 64, 1, 5, 4, 0), (2, 128, 1, 8, 2, 0), (4, 128, 4, 20, 1, 112), (8, 128, 4, 12, 1, 112)
 #: Keys that a CTA computes in one step.
 STEP = 128
 
@@ -40,13 +38,12 @@ LEAST_STEPS, ROUNDS = 8, 3
 LEAST_PART, LEAST_PART_OF_MANY = 8192, 16384
 
 
-def _index_logits_sm90(shape: tuple[int, int, int, int, int, int, int, int], name: str) -> KernelSpec:
-    slots, width, consumers, stages, ctas, buffers, registers, lag = shape
+def _index_logits_sm90(shape: tuple[int, int, int, int, int, int], name: str) -> KernelSpec:
+    slots, width, consumers, stages, ctas, registers = shape
     tile = INDEX_HEADS * INDEX_DIM
     smem = slots * (tile + 4 * 4 * 20 + 8) + stages * (tile + 4 * 64 + 16)
     defines = {
-        "SLOTS": slots, "WIDTH": width, "CONSUMERS": consumers, "STAGES": stages, "CTAS": ctas, "BUFFERS": buffers,
-        "LAG": lag, "REGISTERS": registers, "RING": 0,
+        "SLOTS": slots, "WIDTH": width, "CONSUMERS": consumers, "STAGES": stages, "CTAS": ctas, "REGISTERS": registers,
     }  # fmt: skip
     return KernelSpec(
         name=f"index_logits_sm90_{name}", family="index_logits_sm90", op="index_logits",
