@@ -16,7 +16,6 @@ struct SampledSelect {
     static constexpr int32 kCoarse = 4096, kFine = 1024, kBins = 1024;
     static constexpr int32 kCoarseShift = 20, kFineShift = 10;  // of a key
     static constexpr uint32 kSpilled = kRoom, kTies = 512;
-    static constexpr uint32 kCrowded = 32;  // elements of a sample in one of its coarse bins that need finer ones
     static constexpr uint32 kNone = 0xffffffffu;
     static constexpr uint32 kWindow = 32 * kMask;  // elements that have a bit at a time
     static_assert(kThreads <= 1024 && kMask % kThreads == 0 && kDepth > 4);
@@ -147,7 +146,8 @@ struct SampledSelect {
         const Rank at_low = s.low, at_high = s.high;
         if (at_low.bin == kNone) return false;
         uint32 first = at_low.bin << kCoarseShift, last = at_high.bin << kCoarseShift | ((1u << kCoarseShift) - 1);
-        if (at_low.inside > kCrowded) {
+        // Finer bins, where a coarse one has too much of what is looked for.
+        if (4 * at_low.inside > low) {
             for (int32 r = rounds;;) {  // the keys of the last round are still there
 #pragma unroll
                 for (int32 i = 0; i < kOwn; ++i) {
@@ -229,11 +229,23 @@ struct SampledSelect {
             sum += __popc(bits[i]);
         }
         uint32 rank = first + sum_before(s, sum, all);
+        // By way of the bins, which nobody needs any more: neighbours write neighbours.
+        uint32* const list = s.fine;
+        const bool is_listed = all <= uint32(kFine + kBins);
 #pragma unroll
         for (int32 i = 0; i < kWords; ++i) {
             for (uint32 left = bits[i]; left != 0; left &= left - 1) {
-                put(rank++, 32 * (threadIdx.x * own + i) + __ffs(int32(left)) - 1);
+                const uint32 at = 32 * (threadIdx.x * own + i) + __ffs(int32(left)) - 1;
+                if (is_listed) {
+                    list[rank++ - first] = at;
+                } else {
+                    put(rank++, at);
+                }
             }
+        }
+        if (is_listed) {
+            __syncthreads();
+            for (uint32 i = threadIdx.x; i < all; i += kThreads) put(first + i, list[i]);
         }
         return all;
     }

@@ -192,10 +192,14 @@ struct HeldPart {
             chosen |= uint32(!S::is_better(last_tie, make_uint2(key_of(own[bit]), at(bit)))) << bit;
         }
         uint32 all;
-        uint32 low = before + S::sum_before(s, __popc(chosen), all), high = low + __popc(chosen);
+        uint32 low = S::sum_before(s, __popc(chosen), all), high = low + __popc(chosen);
+        // By way of the part's place, which nobody needs any more: neighbours write neighbours.
+        uint32* const list = reinterpret_cast<uint32*>(s.stacks);
         for_pairs(chosen, [&](uint32 first, uint32 last) {
-            out.put(low++, at(first) - row.lead);
-            if (last != first) out.put(--high, at(last) - row.lead);
+            list[low++] = at(first);
+            if (last != first) list[--high] = at(last);
         });
+        __syncthreads();
+        for (uint32 i = threadIdx.x; i < all; i += kThreads) out.put(before + i, list[i] - row.lead);
     }
 };

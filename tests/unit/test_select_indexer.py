@@ -73,7 +73,8 @@ def test_rows_of_top_k() -> None:
     assert select_top_k(rows(4096, 32768), HOPPER)[0].spec.name == "top_k_sm80_many"
     assert select_top_k(rows(128, 32768), HOPPER)[0].spec.name == "top_k_sm80_held"
     assert select_top_k(rows(128, 32769), HOPPER)[0].spec.name == "top_k_sm80_few"
-    assert select_top_k(rows(4096, 131072), HOPPER)[0].spec.name == "top_k_sm80_many"
+    assert select_top_k(rows(4096, 16384), HOPPER)[0].spec.name == "top_k_sm80_many_held"
+    assert select_top_k(rows(4096, 131072), HOPPER)[0].spec.name == "top_k_sm80_few"
     assert select_top_k(rows(1, 32768), ADA)[0].spec.name == "top_k_sm80_many"  # less shared memory
     one, ctas = select_top_k(rows(1, 131072), HOPPER)
     assert one.spec.name == "top_k_sm90_shared_held"

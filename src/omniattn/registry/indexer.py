@@ -22,9 +22,11 @@ STEP = 128
 #: thread in shared memory. For rows that are many, for few, and for those that a cluster shares.
 _MANY, _FEW, _SHARED = (512, 6, 2, 16), (1024, 4, 1, 12), (512, 8, 1, 10)
 #: The same where shared memory holds a row, or a CTA's part of it, in the place of candidates.
-_HELD, _SHARED_HELD = (1024, 1, 1, 16), (512, 1, 1, 16)
+_HELD, _MANY_HELD, _SHARED_HELD = (1024, 1, 1, 16), (512, 1, 2, 16), (512, 1, 1, 16)
 #: Elements of it that a thread has at most.
 HELD = 32
+#: Elements of a row from which on 1024 threads of one CTA an SM are faster for many of them.
+LONG_ROW = 1 << 17
 #: Words of its bits of positions; bytes of its bins, of candidates beyond those of a thread, and of what stands behind.
 _MASK, _BINS_BYTES, _SPILLED_BYTES, _SELECT_BYTES = 2048, 4 * (2048 + 1024 + 1024), 8 * 1024, 512
 #: What the CTAs of a cluster send each other.
@@ -91,5 +93,6 @@ def indexer_rows() -> Iterator[KernelSpec]:
     yield _top_k(_MANY, "many", cluster=False)
     yield _top_k(_FEW, "few", cluster=False)
     yield _top_k(_HELD, "held", cluster=False, held=True)
+    yield _top_k(_MANY_HELD, "many_held", cluster=False, held=True)
     yield _top_k(_SHARED, "shared", cluster=True)
     yield _top_k(_SHARED_HELD, "shared_held", cluster=True, held=True)

@@ -10,6 +10,7 @@ from ..registry.indexer import (
     LEAST_PART,
     LEAST_PART_OF_MANY,
     LEAST_STEPS,
+    LONG_ROW,
     MAX_CLUSTER,
     ROUNDS,
     STEP,
@@ -53,10 +54,14 @@ def select_index_logits(problem: IndexLogitsProblem, target: Target, force: str 
 def span_of(spec: KernelSpec, problem: IndexLogitsProblem, target: Target) -> int:
     """Keys of a CTA of ``index_logits``: all SMs have some, and few steps are the least a CTA has."""
     tiles = problem.sequences * -(-problem.queries // problem.query_tile(spec.block_m))
-    places = target.sm_count * spec.ctas_per_sm
     steps = -(-problem.max_keys // STEP)
-    of_one_round = -(-steps * tiles // places)
-    own = of_one_round if of_one_round <= LEAST_STEPS else max(LEAST_STEPS, -(-of_one_round // ROUNDS))
+
+    def of_one_round(ctas: int) -> int:
+        return -(-steps * tiles // (target.sm_count * ctas))
+
+    own = of_one_round(spec.ctas_per_sm)
+    # More than two CTAs an SM even out what there is much of; of little, each of them has too little.
+    own = of_one_round(min(spec.ctas_per_sm, 2)) if own <= LEAST_STEPS else max(LEAST_STEPS, -(-own // ROUNDS))
     # Powers of two, so that spans begin where blocks do.
     return STEP * max(min(1 << (own - 1).bit_length() if own else 1, steps), 1)
 
@@ -67,11 +72,11 @@ def select_top_k(problem: TopKProblem, target: Target, force: str | None = None)
     if (chosen := forced(force, ("top_k",), lambda spec: fit(spec, None, target))) is not None:
         # A row for clusters takes rows of one CTA too.
         return chosen, ctas if chosen.spec.min_arch >= (9, 0) else 1
-    names: tuple[str, ...] = ("top_k_sm80_many",)
+    names: tuple[str, ...] = ("top_k_sm80_many_held", "top_k_sm80_many")
     if ctas > 1:
         names = ("top_k_sm90_shared_held", "top_k_sm90_shared")
-    elif problem.rows <= target.sm_count:
-        names = ("top_k_sm80_held", "top_k_sm80_few", "top_k_sm80_many")
+    elif problem.rows <= target.sm_count or problem.width >= LONG_ROW:
+        names = ("top_k_sm80_held", "top_k_sm80_few", *names)
     # Those that hold rows take short ones, and more shared memory than some GPUs have.
     rows = map(by_name, names)
     fitting = [spec for spec in rows if fit(spec, None, target) is None and _has_room(spec, problem, ctas)]
