@@ -36,8 +36,9 @@ MAX_CLUSTER = 8
 #: Steps of a CTA of index_logits that are worth its queries' way into shared memory, and rounds of CTAs that even out
 #: sequences of different lengths.
 LEAST_STEPS, ROUNDS = 8, 3
-#: Elements of a row that a CTA of a cluster is worth; of a cluster of more than 4, which few places have room for.
-LEAST_PART, LEAST_PART_OF_MANY = 8192, 16384
+#: Elements of a row that a CTA of a cluster is worth, and those that a cluster of 4 holds: only longer rows have larger
+#: clusters, which few places have room for.
+LEAST_PART, HELD_BY_FOUR = 8192, 4 * HELD * _SHARED_HELD[0]
 
 
 def _index_logits_sm90(shape: tuple[int, int, int, int, int, int], name: str) -> KernelSpec:

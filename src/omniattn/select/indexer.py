@@ -6,9 +6,9 @@ from ..problems import IndexLogitsProblem, Target, TopKProblem
 from ..registry import REGISTRY, KernelSpec, by_name
 from ..registry.indexer import (
     HELD,
+    HELD_BY_FOUR,
     INDEX_HEADS,
     LEAST_PART,
-    LEAST_PART_OF_MANY,
     LEAST_STEPS,
     LONG_ROW,
     MAX_CLUSTER,
@@ -99,7 +99,7 @@ def _ctas_of_row(problem: TopKProblem, target: Target) -> int:
     """As many as SMs would idle otherwise, where there are clusters."""
     ctas = 1
     while target.cc >= (9, 0) and ctas < MAX_CLUSTER and problem.rows * 2 * ctas <= target.sm_count:
-        if problem.width < 2 * ctas * (LEAST_PART if ctas < 4 else LEAST_PART_OF_MANY):
+        if problem.width < (2 * ctas * LEAST_PART if ctas < 4 else HELD_BY_FOUR + 1):
             break
         if ctas >= 4 and problem.rows * 4 * ctas > target.sm_count:  # so many large clusters do not fit at once
             break
