@@ -192,17 +192,27 @@ struct SampledSelect {
                 atomicAdd(&s.bins[uint32(scale.place(x.x))], 1u);
             }
         }
-        OA_DEVICE void count(const Scale& scale) const {
-#pragma unroll 4
-            for (uint32 i = threadIdx.x; i < end; i += kThreads) {
-                atomicAdd(&s.bins[uint32(scale.place(s.stacks[i].x))], 1u);
+        // take(candidate) for those of this thread: four are loaded before what is done with them, which may wait.
+        template <typename Take>
+        OA_DEVICE void for_own(Take take) const {
+#pragma unroll 1
+            for (uint32 i = threadIdx.x; i < end; i += 4 * kThreads) {
+                uint2 x[4];
+#pragma unroll
+                for (uint32 j = 0; j < 4; ++j) x[j] = s.stacks[min_of(i + j * kThreads, end - kThreads)];
+#pragma unroll
+                for (uint32 j = 0; j < 4; ++j) {
+                    if (i + j * kThreads < end) take(x[j]);
+                }
             }
+        }
+        OA_DEVICE void count(const Scale& scale) const {
+            for_own([&](uint2 x) { atomicAdd(&s.bins[uint32(scale.place(x.x))], 1u); });
         }
         // take(candidate) for those of this thread, and then for its part of what was spilled.
         template <typename Take>
         OA_DEVICE void for_each(Take take) const {
-#pragma unroll 4
-            for (uint32 i = threadIdx.x; i < end; i += kThreads) take(s.stacks[i]);
+            for_own(take);
             for (uint32 i = threadIdx.x; i < s.num_spilled; i += kThreads) take(s.spilled[i]);
         }
     };
