@@ -323,7 +323,14 @@ OA_DEVICE void select_by_digits(const TopKParams& p, const Row& row, SelectStora
     out.fill(found.chosen, step.rank, step.size);
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, CTAS) top_k_sm80(const __grid_constant__ TopKParams p) {
+// GPUs of compute capability 12 have shared memory for one CTA an SM.
+#if __CUDA_ARCH__ >= 1200
+constexpr int32 kPlaces = 1;
+#else
+constexpr int32 kPlaces = CTAS;
+#endif
+
+extern "C" __global__ void __launch_bounds__(kThreads, kPlaces) top_k_sm80(const __grid_constant__ TopKParams p) {
     extern __shared__ __align__(1024) uint8 smem_raw[];
     SharedStorage& s = *reinterpret_cast<SharedStorage*>(smem_raw);
     Exchange& e = *reinterpret_cast<Exchange*>(smem_raw + sizeof(SharedStorage));
