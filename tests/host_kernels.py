@@ -26,7 +26,8 @@ from omniattn.runtime.device import DeviceInfo
 TESTS = Path(__file__).parent
 #: Headers of kernels_cu/ptx in whose place host_cta/ptx.h is.
 _REPLACED = (
-    "cluster_memory cp_async cvt cvt_quant gpu_sync half2 l2 ldmatrix load_ahead math min_nan mma_sync shared tma"
+    "cluster_copy cluster_memory cp_async cvt cvt_quant gpu_sync half2 l2 ldmatrix load_ahead math mbarrier min_nan "
+    "mma_sync shared tma"
 )
 _PARAMS = {
     "attn_fwd_sm80": "Params", "index_logits_sm80": "IndexLogitsParams", "kv_append_sm80": "KvAppendParams",

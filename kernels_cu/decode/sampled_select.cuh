@@ -10,22 +10,22 @@
 #include "ptx/math.cuh"
 #include "ptx/types.cuh"
 
-template <int32 kThreads, int32 kDepth, int32 kMask>
+template <int32 kThreads, int32 kDepth, int32 kMask, uint32 kRoom>
 struct SampledSelect {
-    static constexpr int32 kWarps = kThreads / 32;
-    static constexpr int32 kCoarse = 2048, kFine = 1024, kBins = 1024;
-    static constexpr int32 kCoarseShift = 21, kFineShift = 11;  // of a key
-    static constexpr uint32 kSpilled = 1024, kTies = 512;
+    static constexpr int32 kWarps = kThreads / 32, kMaskWords = kMask;
+    static constexpr int32 kCoarse = 4096, kFine = 1024, kBins = 1024;
+    static constexpr int32 kCoarseShift = 20, kFineShift = 10;  // of a key
+    static constexpr uint32 kSpilled = kRoom, kTies = 512;
     static constexpr uint32 kNone = 0xffffffffu;
     static constexpr uint32 kWindow = 32 * kMask;  // elements that have a bit at a time
     static_assert(kThreads <= 1024 && kMask % kThreads == 0 && kDepth > 4);
 
     struct Rank {
-        uint32 bin, above;  // of an element of a certain rank: its bin, elements in the bins above
+        uint32 bin, above, inside;  // of an element of a certain rank: its bin, elements in the bins above and in it
     };
     struct Storage {
         union {
-            alignas(16) uint32 coarse[kCoarse];
+            alignas(16) uint32 coarse[kCoarse / 2];  // two bins in a word: a sample has less than 2^16 elements
             struct {  // when the floor is known
                 uint2 ties[kTies], all_ties[kTies];
             };
@@ -35,6 +35,7 @@ struct SampledSelect {
         alignas(16) uint32 mask[kMask];
         alignas(16) uint2 stacks[kDepth * kThreads];  // bits of a number, where it is
         alignas(16) uint2 spilled[kSpilled];
+        alignas(8) uint64 copied[32];  // barriers of the warps' copies
         uint32 warp_sums[32];
         Rank low, high, low_fine, high_fine, kth;
         uint32 num_spilled, num_ties, num_sure;
@@ -52,7 +53,7 @@ struct SampledSelect {
 
     // Bins of the sample, counts and bits are 0. A barrier has to follow.
     static OA_DEVICE void clear(Storage& s) {
-        constexpr int32 kVectors = (kCoarse + kFine + kBins + kMask) / 4;
+        constexpr int32 kVectors = (kCoarse / 2 + kFine + kBins + kMask) / 4;
         for (int32 i = threadIdx.x; i < kVectors; i += kThreads) {
             reinterpret_cast<uint4*>(s.coarse)[i] = make_uint4(0, 0, 0, 0);
         }
@@ -80,20 +81,42 @@ struct SampledSelect {
     static OA_DEVICE void find(Rank& to, uint32 rank, const uint32 (&count)[kOwn], uint32 top, uint32 above) {
 #pragma unroll
         for (int32 i = 0; i < kOwn; ++i) {
-            if (above < rank && above + count[i] >= rank) to.bin = top - i, to.above = above;
+            if (above < rank && above + count[i] >= rank) to.bin = top - i, to.above = above, to.inside = count[i];
             above += count[i];
         }
     }
 
-    // Ranks `low` and `high` (not above it) of what kAll bins have. Ends with a barrier.
-    template <int32 kAll>
+    // Ranks `low` and `high` (not above it) of what kAll bins have; kPacked: two of them are in a word. Ends with a
+    // barrier.
+    template <int32 kAll, bool kPacked>
     static OA_DEVICE void find_two(Storage& s, const uint32* bins, uint32 low, uint32 high, Rank& to_low,
                                    Rank& to_high) {
         constexpr int32 kOwn = kAll / kThreads;
         const uint32 top = kAll - 1 - threadIdx.x * kOwn;
         uint32 count[kOwn], sum = 0, all;
+        if constexpr (kPacked) {
+            constexpr int32 kWords = kOwn / 2;
+            static_assert(kWords == 2 || kWords == 4, "a load of 8 or 16 bytes");
+            uint32 words[kWords];
+            const uint32* own = bins + (top + 1 - kOwn) / 2;
+            if constexpr (kWords == 2) {
+                const uint2 x = *reinterpret_cast<const uint2*>(own);
+                words[0] = x.x, words[1] = x.y;
+            } else {
+                const uint4 x = *reinterpret_cast<const uint4*>(own);
+                words[0] = x.x, words[1] = x.y, words[2] = x.z, words[3] = x.w;
+            }
 #pragma unroll
-        for (int32 i = 0; i < kOwn; ++i) count[i] = bins[top - i], sum += count[i];
+            for (int32 i = 0; i < kOwn; ++i) {
+                const uint32 word = words[kWords - 1 - i / 2];
+                count[i] = i % 2 == 0 ? word >> 16 : word & 0xffffu;
+            }
+        } else {
+#pragma unroll
+            for (int32 i = 0; i < kOwn; ++i) count[i] = bins[top - i];
+        }
+#pragma unroll
+        for (int32 i = 0; i < kOwn; ++i) sum += count[i];
         const uint32 above = sum_before(s, sum, all);
         if (above < low && above + sum >= low) find(to_low, low, count, top, above);
         if (above < high && above + sum >= high) find(to_high, high, count, top, above);
@@ -101,37 +124,49 @@ struct SampledSelect {
     }
 
     // Floor and width of the bins by a sample: the elements of it of the ranks `low` and `high`. `keys` are a thread's
-    // kOwn of the first round, more(r) those of another one. False: the sample has fewer numbers. Bins are clear, a
-    // barrier has passed.
-    template <int32 kOwn, typename More>
+    // kOwn of the first round, more(r) those of another one; arrived() is called when all have been counted. False: the
+    // sample has fewer numbers. Bins are clear, a barrier has passed.
+    template <int32 kOwn, typename More, typename Arrived>
     static OA_DEVICE bool sample(Storage& s, int32 rounds, uint32 low, uint32 high, Scale& scale, uint32 (&keys)[kOwn],
-                                 More more) {
+                                 More more, Arrived arrived) {
         for (int32 r = 0;;) {
 #pragma unroll
             for (int32 i = 0; i < kOwn; ++i) {
-                if (keys[i] > kKeyNegInf) atomicAdd(&s.coarse[keys[i] >> kCoarseShift], 1u);
+                if (keys[i] > kKeyNegInf) {
+                    const uint32 bin = keys[i] >> kCoarseShift;
+                    atomicAdd(&s.coarse[bin / 2], bin % 2 == 0 ? 1u : 1u << 16);
+                }
             }
             if (++r == rounds) break;
             more(r, keys);
         }
+        arrived();
         __syncthreads();
-        find_two<kCoarse>(s, s.coarse, low, high, s.low, s.high);
+        find_two<kCoarse, true>(s, s.coarse, low, high, s.low, s.high);
         const Rank at_low = s.low, at_high = s.high;
         if (at_low.bin == kNone) return false;
-        for (int32 r = rounds;;) {  // the keys of the last round are still there
+        uint32 first = at_low.bin << kCoarseShift, last = at_high.bin << kCoarseShift | ((1u << kCoarseShift) - 1);
+        // Finer bins, where a coarse one has too much of what is looked for.
+        if (4 * at_low.inside > low) {
+            for (int32 r = rounds;;) {  // the keys of the last round are still there
 #pragma unroll
-            for (int32 i = 0; i < kOwn; ++i) {
-                if (keys[i] >> kCoarseShift == at_low.bin) atomicAdd(&s.fine[keys[i] >> kFineShift & (kFine - 1)], 1u);
+                for (int32 i = 0; i < kOwn; ++i) {
+                    if (keys[i] >> kCoarseShift == at_low.bin) {
+                        atomicAdd(&s.fine[keys[i] >> kFineShift & (kFine - 1)], 1u);
+                    }
+                }
+                if (--r == 0) break;
+                more(r - 1, keys);
             }
-            if (--r == 0) break;
-            more(r - 1, keys);
+            __syncthreads();
+            const bool is_one = at_low.bin == at_high.bin;
+            find_two<kFine, false>(s, s.fine, low - at_low.above, is_one ? high - at_low.above : 1, s.low_fine,
+                                   s.high_fine);
+            first |= s.low_fine.bin << kFineShift;
+            if (is_one) last = at_high.bin << kCoarseShift | s.high_fine.bin << kFineShift | ((1u << kFineShift) - 1);
         }
-        __syncthreads();
-        const bool is_one = at_low.bin == at_high.bin;
-        find_two<kFine>(s, s.fine, low - at_low.above, is_one ? high - at_low.above : 1, s.low_fine, s.high_fine);
-        const uint32 fine_high = is_one ? s.high_fine.bin : kFine - 1;
-        scale.floor = number_of(at_low.bin << kCoarseShift | s.low_fine.bin << kFineShift);
-        const float top = number_of(at_high.bin << kCoarseShift | fine_high << kFineShift | ((1u << kFineShift) - 1));
+        scale.floor = number_of(first);
+        const float top = number_of(last);
         scale.factor = float(kBins - 1) * rcp_approx(top - scale.floor);
         return true;
     }
@@ -157,23 +192,37 @@ struct SampledSelect {
                 atomicAdd(&s.bins[uint32(scale.place(x.x))], 1u);
             }
         }
-        OA_DEVICE void count(const Scale& scale) const {
-#pragma unroll 4
-            for (uint32 i = threadIdx.x; i < end; i += kThreads) {
-                atomicAdd(&s.bins[uint32(scale.place(s.stacks[i].x))], 1u);
+        // take(candidate) for those of this thread: four are loaded before what is done with them, which may wait.
+        template <typename Take>
+        OA_DEVICE void for_own(Take take) const {
+#pragma unroll 1
+            for (uint32 i = threadIdx.x; i < end; i += 4 * kThreads) {
+                uint2 x[4];
+#pragma unroll
+                for (uint32 j = 0; j < 4; ++j) x[j] = s.stacks[min_of(i + j * kThreads, end - kThreads)];
+#pragma unroll
+                for (uint32 j = 0; j < 4; ++j) {
+                    if (i + j * kThreads < end) take(x[j]);
+                }
             }
+        }
+        OA_DEVICE void count(const Scale& scale) const {
+            for_own([&](uint2 x) { atomicAdd(&s.bins[uint32(scale.place(x.x))], 1u); });
         }
         // take(candidate) for those of this thread, and then for its part of what was spilled.
         template <typename Take>
         OA_DEVICE void for_each(Take take) const {
-#pragma unroll 4
-            for (uint32 i = threadIdx.x; i < end; i += kThreads) take(s.stacks[i]);
+            for_own(take);
             for (uint32 i = threadIdx.x; i < s.num_spilled; i += kThreads) take(s.spilled[i]);
         }
     };
 
     static OA_DEVICE bool is_better(uint2 x, uint2 than) { return x.x > than.x || (x.x == than.x && x.y < than.y); }
 
+    static OA_DEVICE void add_tie(Storage& s, uint32 bits, uint32 at) {
+        const uint32 i = atomicAdd(&s.num_ties, 1u);
+        if (i < kTies) s.ties[i] = make_uint2(key_of(bits), at);
+    }
     static OA_DEVICE void set_bit(Storage& s, uint32 at) {
         if (at < kWindow) atomicOr(&s.mask[at / 32], 1u << (at & 31));
     }
@@ -190,11 +239,23 @@ struct SampledSelect {
             sum += __popc(bits[i]);
         }
         uint32 rank = first + sum_before(s, sum, all);
+        // By way of the bins, which nobody needs any more: neighbours write neighbours.
+        uint32* const list = s.fine;
+        const bool is_listed = all <= uint32(kFine + kBins);
 #pragma unroll
         for (int32 i = 0; i < kWords; ++i) {
             for (uint32 left = bits[i]; left != 0; left &= left - 1) {
-                put(rank++, 32 * (threadIdx.x * own + i) + __ffs(int32(left)) - 1);
+                const uint32 at = 32 * (threadIdx.x * own + i) + __ffs(int32(left)) - 1;
+                if (is_listed) {
+                    list[rank++ - first] = at;
+                } else {
+                    put(rank++, at);
+                }
             }
+        }
+        if (is_listed) {
+            __syncthreads();
+            for (uint32 i = threadIdx.x; i < all; i += kThreads) put(first + i, list[i]);
         }
         return all;
     }

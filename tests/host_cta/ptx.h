@@ -204,3 +204,12 @@ inline void cluster_wait() { abort(); }
 inline uint32 load_cluster(uint32, uint32) { abort(); }
 inline uint2 load_cluster2(uint32, uint32) { abort(); }
 inline uint4 load_cluster4(uint32, uint32) { abort(); }
+inline void cluster_arrive_relaxed() { abort(); }
+inline void store_cluster_async4(uint32, uint4, uint32, uint32) { abort(); }
+
+// mbarrier.cuh, for what only clusters do.
+inline void mbarrier_init(uint32, uint32) { abort(); }
+inline void fence_barrier_init() { abort(); }
+inline void bulk_load(uint32, const void*, uint32, uint32) { abort(); }
+inline void mbarrier_arrive_expect_tx(uint32, uint32) { abort(); }
+inline void mbarrier_wait(uint32, uint32) { abort(); }

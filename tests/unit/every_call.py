@@ -264,10 +264,10 @@ def other_calls() -> Iterator[MergeProblem | IndexLogitsProblem | TopKProblem]:
     """``merge_states``, ``index_logits`` and ``top_k``."""
     for dtype in (DTYPE, "float32"):
         yield MergeProblem(dtype, (2, 3, 4, 64), (((768, 256, 64),) * 3), (((12, 3, 1),) * 3))
-    for size, new in ((64, 1), (64, 4), (64, 9), (7, 1)):
+    for size, new in ((64, 1), (64, 2), (64, 4), (64, 9), (7, 1)):
         q, k, scale = (8192 * new, 8192, 128), (132 * size, 128), (132 * size, 4)
         yield IndexLogitsProblem(
             32, new, 64, 4096, size, 3000, 600, q, k, scale, 128 * size, 64, 4096, (True, False, False)
         )
-    for rows, width in ((1, 100_000), (1, 2_000_000), (400, 4096), (90, 4096), (90, 200_000)):
+    for rows, width in ((1, 100_000), (1, 2_000_000), (400, 4096), (400, 40_000), (90, 4096), (90, 200_000)):
         yield TopKProblem(rows, width, 2048, 1, 0, width, 2048, 0, (False, True))

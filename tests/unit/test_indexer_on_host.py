@@ -45,7 +45,7 @@ def test_ranges_of_keys(kernels: HostKernels, heads: int) -> None:
     same_logits(got, call)
 
 
-@pytest.mark.parametrize("row", ["top_k_sm80_few", "top_k_sm80_many"])
+@pytest.mark.parametrize("row", ["top_k_sm80_few", "top_k_sm80_held", "top_k_sm80_many", "top_k_sm80_many_held"])
 @pytest.mark.parametrize("k", [1, 50, 2048])
 @pytest.mark.parametrize("kind", ROWS)
 def test_top_k(kernels: HostKernels, monkeypatch: pytest.MonkeyPatch, kind: str, k: int, row: str) -> None:
@@ -64,7 +64,7 @@ def test_long_rows(kernels: HostKernels, kind: str) -> None:
         np.testing.assert_array_equal(got, wanted_positions(logits, k))
 
 
-@pytest.mark.parametrize("row", ["top_k_sm80_few", "top_k_sm80_many"])
+@pytest.mark.parametrize("row", ["top_k_sm80_few", "top_k_sm80_held", "top_k_sm80_many", "top_k_sm80_many_held"])
 @pytest.mark.parametrize("pooled_rows", [False, True])
 def test_parts_of_rows(kernels: HostKernels, monkeypatch: pytest.MonkeyPatch, row: str, pooled_rows: bool) -> None:
     """Starts at every place of 16 bytes, lengths from 0 on, rows with a stride of their own, a block table."""

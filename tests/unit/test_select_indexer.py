@@ -35,15 +35,15 @@ def rows(count: int, width: int) -> TopKProblem:
 @pytest.mark.parametrize(
     ("problem", "name"),
     [
-        (logits(), "index_logits_sm90_two"),
-        (logits(heads=32), "index_logits_sm90_two"),
+        (logits(), "index_logits_sm90_one"),
+        (logits(heads=32), "index_logits_sm90_one"),
         (logits(queries=2), "index_logits_sm90_two"),
         (logits(heads=65), "index_logits_sm90_two"),
         (logits(queries=2, heads=65), "index_logits_sm90_four"),
         (logits(queries=3), "index_logits_sm90_four"),
         (logits(queries=3, heads=128), "index_logits_sm90_more"),
         (logits(1, 4096), "index_logits_sm90_more"),
-        (logits(size=100), "index_logits_sm90_two"),
+        (logits(size=100), "index_logits_sm90_one"),
         (logits(size=7), "index_logits_sm80"),
     ],
 )
@@ -71,12 +71,15 @@ def test_old_gpus() -> None:
 
 def test_rows_of_top_k() -> None:
     assert select_top_k(rows(4096, 32768), HOPPER)[0].spec.name == "top_k_sm80_many"
-    assert select_top_k(rows(128, 32768), HOPPER)[0].spec.name == "top_k_sm80_few"
-    assert select_top_k(rows(4096, 131072), HOPPER)[0].spec.name == "top_k_sm80_many"
+    assert select_top_k(rows(128, 32768), HOPPER)[0].spec.name == "top_k_sm80_held"
+    assert select_top_k(rows(128, 32769), HOPPER)[0].spec.name == "top_k_sm80_few"
+    assert select_top_k(rows(4096, 16384), HOPPER)[0].spec.name == "top_k_sm80_many_held"
+    assert select_top_k(rows(4096, 131072), HOPPER)[0].spec.name == "top_k_sm80_few"
     assert select_top_k(rows(1, 32768), ADA)[0].spec.name == "top_k_sm80_many"  # less shared memory
     one, ctas = select_top_k(rows(1, 131072), HOPPER)
-    assert one.spec.name == "top_k_sm90_shared"
+    assert one.spec.name == "top_k_sm90_shared_held"
     assert ctas == 8
+    assert select_top_k(rows(1, 131074), HOPPER)[0].spec.name == "top_k_sm90_shared"
     assert select_top_k(rows(16, 32768), HOPPER)[1] == 4
     assert select_top_k(rows(16, 131072), HOPPER)[1] == 4  # 16 clusters of 8 do not fit at once
     assert select_top_k(rows(1, 131072), AMPERE)[1] == 1

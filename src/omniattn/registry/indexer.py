@@ -12,31 +12,42 @@ INDEX_HEADS = 64
 INDEX_DIM = 128
 #: Of the generic kernel: queries times products of a CTA.
 _SLOTS = 2
-#: Of Hopper's, for up to 2 products of 64 heads, for up to 4 and for more: the same, columns of a product, warpgroups
-#: that multiply, tiles in shared memory, CTAs of an SM.
-_TWO, _FOUR, _MORE = (2, 64, 1, 6, 3), (4, 64, 2, 8, 2), (8, 128, 3, 8, 1)
+#: Of Hopper's, for one product of 64 heads, up to 2, up to 4 and more: the same, columns of a product, warpgroups that
+#: multiply, tiles in shared memory, CTAs of an SM, registers of a thread that multiplies (0: as many as of the others).
+_ONE, _TWO, _FOUR, _MORE = (1, 64, 1, 5, 4, 0), (2, 128, 1, 8, 2, 0), (4, 128, 4, 20, 1, 112), (8, 128, 4, 12, 1, 112)
 #: Keys that a CTA computes in one step.
 STEP = 128
 
 #: Of a CTA of top_k: threads, vectors of four elements that a thread asks for at once, CTAs of an SM, candidates of a
 #: thread in shared memory. For rows that are many, for few, and for those that a cluster shares.
-_MANY, _FEW, _SHARED = (512, 6, 2, 16), (1024, 4, 1, 12), (512, 8, 1, 16)
+_MANY, _FEW, _SHARED = (512, 6, 2, 16), (1024, 4, 1, 12), (512, 8, 1, 10)
+#: The same where shared memory holds a row, or a CTA's part of it, in the place of candidates.
+_HELD, _MANY_HELD, _SHARED_HELD = (1024, 1, 1, 16), (512, 1, 2, 16), (512, 1, 1, 16)
+#: Elements of it that a thread has at most.
+HELD = 32
+#: Elements of a row from which on 1024 threads of one CTA an SM are faster for many of them.
+LONG_ROW = 1 << 17
 #: Words of its bits of positions; bytes of its bins, of candidates beyond those of a thread, and of what stands behind.
-_MASK, _BINS_BYTES, _SPILLED_BYTES, _SELECT_BYTES = 2048, 4 * (2048 + 1024 + 1024), 8 * 1024, 256
+_MASK, _BINS_BYTES, _SPILLED_BYTES, _SELECT_BYTES = 2048, 4 * (2048 + 1024 + 1024), 8 * 1024, 512
+#: What the CTAs of a cluster send each other.
+_EXCHANGE_BYTES = 37 * 512
 #: CTAs that share a row at most.
 MAX_CLUSTER = 8
 #: Steps of a CTA of index_logits that are worth its queries' way into shared memory, and rounds of CTAs that even out
 #: sequences of different lengths.
 LEAST_STEPS, ROUNDS = 8, 3
-#: Elements of a row that a CTA of a cluster is worth; of a cluster of more than 4, which few places have room for.
-LEAST_PART, LEAST_PART_OF_MANY = 8192, 16384
+#: Elements of a row that a CTA of a cluster is worth, and those that a cluster of 4 holds: only longer rows have larger
+#: clusters, which few places have room for.
+LEAST_PART, HELD_BY_FOUR = 8192, 4 * HELD * _SHARED_HELD[0]
 
 
-def _index_logits_sm90(shape: tuple[int, int, int, int, int], name: str) -> KernelSpec:
-    slots, width, consumers, stages, ctas = shape
+def _index_logits_sm90(shape: tuple[int, int, int, int, int, int], name: str) -> KernelSpec:
+    slots, width, consumers, stages, ctas, registers = shape
     tile = INDEX_HEADS * INDEX_DIM
     smem = slots * (tile + 4 * 4 * 20 + 8) + stages * (tile + 4 * 64 + 16)
-    defines = {"SLOTS": slots, "WIDTH": width, "CONSUMERS": consumers, "STAGES": stages, "CTAS": ctas}
+    defines = {
+        "SLOTS": slots, "WIDTH": width, "CONSUMERS": consumers, "STAGES": stages, "CTAS": ctas, "REGISTERS": registers,
+    }  # fmt: skip
     return KernelSpec(
         name=f"index_logits_sm90_{name}", family="index_logits_sm90", op="index_logits",
         source="entry/index_logits_sm90.cu", symbol="index_logits_sm90",
@@ -55,28 +66,34 @@ def _index_logits_sm80() -> KernelSpec:
     )  # fmt: skip
 
 
-def _top_k(shape: tuple[int, int, int, int], name: str, cluster: bool) -> KernelSpec:
+def _top_k(shape: tuple[int, int, int, int], name: str, cluster: bool, held: bool = False) -> KernelSpec:
     threads, vectors, ctas, depth = shape
+    mask, spilled = (threads, 16) if held else (_MASK, _SPILLED_BYTES)
+    smem = _BINS_BYTES + 4 * mask + 8 * threads * depth + spilled + _SELECT_BYTES
     arch = "sm90" if cluster else "sm80"
     defines = {
-        "THREADS": threads, "VECTORS": vectors, "DEPTH": depth, "MASK": _MASK, "CTAS": ctas,
-        "CLUSTER": int(cluster),
+        "THREADS": threads, "VECTORS": vectors, "DEPTH": depth, "MASK": mask, "CTAS": ctas,
+        "CLUSTER": int(cluster), "HELD": int(held),
     }  # fmt: skip
     return KernelSpec(
         name=f"top_k_{arch}_{name}", family=f"top_k_{arch}", op="top_k", source="entry/top_k_sm80.cu",
         symbol="top_k_sm80", defines=tuple((n, str(v)) for n, v in defines.items()), dtype="float32",
         head_dim=INDEX_DIM, block_m=MAX_CLUSTER if cluster else 1, block_n=threads * depth, num_warps=threads // 32,
-        smem_bytes=_BINS_BYTES + 4 * _MASK + 8 * threads * depth + _SPILLED_BYTES + _SELECT_BYTES, ctas_per_sm=ctas,
+        smem_bytes=smem + (_EXCHANGE_BYTES if cluster else 0), ctas_per_sm=ctas,
         min_arch=(9, 0) if cluster else (8, 0),
     )  # fmt: skip
 
 
 def indexer_rows() -> Iterator[KernelSpec]:
     """Rows of ``index_logits`` and ``top_k``."""
+    yield _index_logits_sm90(_ONE, "one")
     yield _index_logits_sm90(_TWO, "two")
     yield _index_logits_sm90(_FOUR, "four")
     yield _index_logits_sm90(_MORE, "more")
     yield _index_logits_sm80()
     yield _top_k(_MANY, "many", cluster=False)
     yield _top_k(_FEW, "few", cluster=False)
+    yield _top_k(_HELD, "held", cluster=False, held=True)
+    yield _top_k(_MANY_HELD, "many_held", cluster=False, held=True)
     yield _top_k(_SHARED, "shared", cluster=True)
+    yield _top_k(_SHARED_HELD, "shared_held", cluster=True, held=True)

@@ -5,10 +5,12 @@ from __future__ import annotations
 from ..problems import IndexLogitsProblem, Target, TopKProblem
 from ..registry import REGISTRY, KernelSpec, by_name
 from ..registry.indexer import (
+    HELD,
+    HELD_BY_FOUR,
     INDEX_HEADS,
     LEAST_PART,
-    LEAST_PART_OF_MANY,
     LEAST_STEPS,
+    LONG_ROW,
     MAX_CLUSTER,
     ROUNDS,
     STEP,
@@ -52,10 +54,14 @@ def select_index_logits(problem: IndexLogitsProblem, target: Target, force: str 
 def span_of(spec: KernelSpec, problem: IndexLogitsProblem, target: Target) -> int:
     """Keys of a CTA of ``index_logits``: all SMs have some, and few steps are the least a CTA has."""
     tiles = problem.sequences * -(-problem.queries // problem.query_tile(spec.block_m))
-    places = target.sm_count * spec.ctas_per_sm
     steps = -(-problem.max_keys // STEP)
-    of_one_round = -(-steps * tiles // places)
-    own = of_one_round if of_one_round <= LEAST_STEPS else max(LEAST_STEPS, -(-of_one_round // ROUNDS))
+
+    def of_one_round(ctas: int) -> int:
+        return -(-steps * tiles // (target.sm_count * ctas))
+
+    own = of_one_round(spec.ctas_per_sm)
+    # More than two CTAs an SM even out what there is much of; of little, each of them has too little.
+    own = of_one_round(min(spec.ctas_per_sm, 2)) if own <= LEAST_STEPS else max(LEAST_STEPS, -(-own // ROUNDS))
     # Powers of two, so that spans begin where blocks do.
     return STEP * max(min(1 << (own - 1).bit_length() if own else 1, steps), 1)
 
@@ -66,19 +72,34 @@ def select_top_k(problem: TopKProblem, target: Target, force: str | None = None)
     if (chosen := forced(force, ("top_k",), lambda spec: fit(spec, None, target))) is not None:
         # A row for clusters takes rows of one CTA too.
         return chosen, ctas if chosen.spec.min_arch >= (9, 0) else 1
-    many, few = by_name("top_k_sm80_many"), by_name("top_k_sm80_few")
-    is_few = problem.rows <= target.sm_count
-    # The one for few takes more shared memory than some GPUs have.
-    spec = by_name("top_k_sm90_shared") if ctas > 1 else few if is_few and fit(few, None, target) is None else many
+    names: tuple[str, ...] = ("top_k_sm80_many_held", "top_k_sm80_many")
+    if ctas > 1:
+        names = ("top_k_sm90_shared_held", "top_k_sm90_shared")
+    elif problem.rows <= target.sm_count or problem.width >= LONG_ROW:
+        names = ("top_k_sm80_held", "top_k_sm80_few", *names)
+    # Those that hold rows take short ones, and more shared memory than some GPUs have.
+    rows = map(by_name, names)
+    fitting = [spec for spec in rows if fit(spec, None, target) is None and _has_room(spec, problem, ctas)]
+    spec = fitting[0] if fitting else by_name(names[-1])
     why = f"{problem.rows} rows of {problem.width} elements on {target.sm_count} SMs, {ctas} CTAs a row"
     return the_one(spec, why, target, None), ctas
+
+
+def _has_room(spec: KernelSpec, problem: TopKProblem, ctas: int) -> bool:
+    """Whether CTAs of a row have shared memory for a row of the problem, if that is where it goes."""
+    defines = dict(spec.defines)
+    if defines["HELD"] == "0":
+        return True
+    # Rows that do not begin at 16 bytes have up to three elements more in front.
+    slack = 3 if problem.logits_stride % 4 else 0
+    return problem.width + slack <= HELD * int(defines["THREADS"]) * ctas
 
 
 def _ctas_of_row(problem: TopKProblem, target: Target) -> int:
     """As many as SMs would idle otherwise, where there are clusters."""
     ctas = 1
     while target.cc >= (9, 0) and ctas < MAX_CLUSTER and problem.rows * 2 * ctas <= target.sm_count:
-        if problem.width < 2 * ctas * (LEAST_PART if ctas < 4 else LEAST_PART_OF_MANY):
+        if problem.width < (2 * ctas * LEAST_PART if ctas < 4 else HELD_BY_FOUR + 1):
             break
         if ctas >= 4 and problem.rows * 4 * ctas > target.sm_count:  # so many large clusters do not fit at once
             break
