@@ -230,6 +230,19 @@ def test_rows_that_a_copy_brings(block_size: int, columns: int, maps: bool, rows
         assert map_.dims == (576, block_size, 1, 2)
 
 
+@pytest.mark.parametrize(
+    ("heads", "block_size", "maps", "name"),
+    [(128, 64, True, "rows16_sm90_fp16_d576v512"), (128, 256, True, "rows16_sm90_fp16_d576v512"),
+     (65, 64, True, "rows16_sm90_fp16_d576v512"), (64, 64, True, "sm90_fp16_d576v512_tma"),
+     (128, 32, True, "sm90_fp16_d576v512_tma"), (128, 64, False, "sm90_fp16_d576v512")],
+)  # fmt: skip
+def test_whole_blocks_of_keys_and_many_rows(heads: int, block_size: int, maps: bool, name: str) -> None:
+    main, _ = launches(problem(heads, block_size=block_size, table_columns=64, tensor_maps=maps))
+    assert main.spec.name == f"mla_decode_{name}"
+    if name.startswith("rows16"):
+        assert [(m.dims, m.box) for m in main.tensor_maps] == [((64, block_size, 9, 2), (64, 64, 9, 1))]
+
+
 def test_partial_results_have_the_rows_of_all_blocks() -> None:
     main, combine = launches(problem(128, 2))
     size = plan_decode(problem(128, 2), HOPPER, None).workspace_bytes
