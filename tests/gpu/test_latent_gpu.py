@@ -230,8 +230,12 @@ def test_batch_index() -> None:
 def test_explain_names_the_kernels(latent_family: str) -> None:
     case = Filled((500,), 64)
     said = str(oa.explain(oa.decode, case.q, case.cache, seq_lens=case.lens, **case.where))
-    name = "mla_decode_sm90_bf16_d576v512" if latent_family == "hopper" else "mla_decode_sm80_bf16_d576v512_r16"
-    assert name in said
+    names = {
+        "hopper": "mla_decode_sm90_bf16_d576v512",
+        "blocks": "mla_decode_rows16_sm90_bf16_d576v512",
+        "generic": "mla_decode_sm80_bf16_d576v512_r16",
+    }
+    assert names[latent_family] in said
     assert "the first 512 of them V" in said
 
 
@@ -245,7 +249,7 @@ def test_warps_that_come_at_random_times(block_size: int, monkeypatch: pytest.Mo
 
     case = Filled((1500, 64, 333), block_size, 128, 2, growth=0.01)
     monkeypatch.setattr(select_cache, "registered", lambda row: row)
-    for name in ("latent_row", "latent_sm80_row"):
+    for name in ("latent_row", "latent_blocks_row", "latent_sm80_row"):
         monkeypatch.setattr(select_cache, name, delayed(getattr(select_cache, name)))
     PLANS.clear()
     try:

@@ -177,7 +177,8 @@ def launches(asked: DecodeProblem, target: Target = HOPPER) -> tuple[LaunchRecor
 )
 def test_blocks_of_rows_share_the_sms(heads: int, q_len: int, blocks: int, workers: int) -> None:
     main, combine = launches(problem(heads, q_len))
-    assert main.spec.name == "mla_decode_sm90_fp16_d576v512_tma"
+    many = heads * q_len > 64
+    assert main.spec.name == f"mla_decode_{'rows16_sm90_fp16_d576v512' if many else 'sm90_fp16_d576v512_tma'}"
     assert combine.spec.name == "mla_combine_sm80_fp16_d512"
     # 4 sequences: a whole number of CTAs each.
     assert main.grid == (blocks, workers - workers % 4, 1)
@@ -220,7 +221,7 @@ def test_a_named_kernel_is_taken() -> None:
      (4097, 1, True, 64), (64, 64, False, 0)],
 )  # fmt: skip
 def test_rows_that_a_copy_brings(block_size: int, columns: int, maps: bool, rows: int) -> None:
-    main, _ = launches(problem(block_size=block_size, table_columns=columns, tensor_maps=maps))
+    main, _ = launches(problem(64, block_size=block_size, table_columns=columns, tensor_maps=maps))
     at = MLA_DECODE.offsets["box_rows_log2"]
     log2 = int.from_bytes(main.arguments[at : at + 4], "little")
     assert len(main.tensor_maps) == (rows > 0)
@@ -228,6 +229,19 @@ def test_rows_that_a_copy_brings(block_size: int, columns: int, maps: bool, rows
     for map_ in main.tensor_maps:
         assert map_.box == (64, rows, 1, 1)
         assert map_.dims == (576, block_size, 1, 2)
+
+
+@pytest.mark.parametrize(
+    ("heads", "block_size", "maps", "name"),
+    [(128, 64, True, "rows16_sm90_fp16_d576v512"), (128, 256, True, "rows16_sm90_fp16_d576v512"),
+     (65, 64, True, "rows16_sm90_fp16_d576v512"), (64, 64, True, "sm90_fp16_d576v512_tma"),
+     (128, 32, True, "sm90_fp16_d576v512_tma"), (128, 64, False, "sm90_fp16_d576v512")],
+)  # fmt: skip
+def test_whole_blocks_of_keys_and_many_rows(heads: int, block_size: int, maps: bool, name: str) -> None:
+    main, _ = launches(problem(heads, block_size=block_size, table_columns=64, tensor_maps=maps))
+    assert main.spec.name == f"mla_decode_{name}"
+    if name.startswith("rows16"):
+        assert [(m.dims, m.box) for m in main.tensor_maps] == [((64, block_size, 9, 2), (64, 64, 9, 1))]
 
 
 def test_partial_results_have_the_rows_of_all_blocks() -> None:

@@ -244,7 +244,7 @@ class _PassPlan:
             **scale_values(cache),
         }
         if cache.is_latent:
-            arguments = mla_decode.arguments(values, p, self.slot_rows, has_map=spec.tensor_maps)
+            arguments = mla_decode.arguments(values, p, self.slot_rows, spec)
         else:
             arguments = DECODE.pack(values)
         # The CTAs of one sequence more clear the rows that no sequence owns.

@@ -7,12 +7,13 @@ from typing import Any
 from ..kv.places import places_of
 from ..problems import DecodeProblem
 from ..problems.decode import box_rows
+from ..registry import KernelSpec
 from .attn_fwd_sm90 import PANEL, mapped
 from .host_struct import Arguments, At
 from .structs import MLA_DECODE
 
 
-def arguments(values: dict[str, object], problem: DecodeProblem, slot_rows: int, *, has_map: bool) -> Arguments:
+def arguments(values: dict[str, object], problem: DecodeProblem, slot_rows: int, spec: KernelSpec) -> Arguments:
     """The struct of a call.
 
     Parameters
@@ -22,13 +23,13 @@ def arguments(values: dict[str, object], problem: DecodeProblem, slot_rows: int,
     problem : DecodeProblem
     slot_rows : int
         Query rows of all blocks.
-    has_map : bool
-        The kernel copies by TMA.
+    spec : KernelSpec
+        The row, which says whether TMA copies keys.
     """
-    rows = box_rows(problem) if has_map else 0
+    rows = box_rows(problem) if spec.tensor_maps else 0
     packed: dict[str, Any] = {f"decode.{name}": x for name, x in values.items()}
     packed |= {
-        "map": _map(problem, rows) if rows else None,
+        "map": _map(problem, rows, spec) if rows else None,
         "row_max": At("row_max") if problem.maximum else None,
         "box_rows_log2": max(rows.bit_length() - 1, 0),
         "slot_rows": slot_rows,
@@ -38,10 +39,15 @@ def arguments(values: dict[str, object], problem: DecodeProblem, slot_rows: int,
     return MLA_DECODE.pack(packed)
 
 
-def _map(problem: DecodeProblem, rows: int) -> Any:
+def _map(problem: DecodeProblem, rows: int, spec: KernelSpec) -> Any:
+    """Of the cache: copies of a panel of 64 columns, or of all panels of a block of keys."""
     cache = problem.cache
     places = places_of(cache, "decode")
     assert places is not None
     token, head, block = (n * places.unit_bytes for n in (places.token, places.head, places.block))
+    if spec.family == "mla_decode_rows16_sm90":
+        panels = problem.head_dim // PANEL
+        extents = (PANEL, problem.block_size, panels, problem.num_blocks)
+        return mapped("cache.k", 0, problem.dtype, extents, (token, 2 * PANEL, block), (PANEL, rows, panels, 1))
     extents = (problem.head_dim, problem.block_size, 1, problem.num_blocks)
     return mapped("cache.k", 0, problem.dtype, extents, (token, head, block), (PANEL, rows, 1, 1))

@@ -146,7 +146,7 @@ class DecodeProblem:
 
 
 #: Keys of a block of Hopper's kernel over latent caches, and rows in one page from which on a tensor map brings them.
-_LATENT_KEYS, _FEWEST_ROWS = 64, 8
+LATENT_KEYS, _FEWEST_ROWS = 64, 8
 
 
 def box_rows(problem: DecodeProblem) -> int:
@@ -157,7 +157,7 @@ def box_rows(problem: DecodeProblem) -> int:
     if not problem.tensor_maps or problem.topk or problem.cache.k_format.quantized:
         return 0
     size = problem.block_size
-    rows = _LATENT_KEYS if problem.table_columns <= 1 else min(size & -size, _LATENT_KEYS)
+    rows = LATENT_KEYS if problem.table_columns <= 1 else min(size & -size, LATENT_KEYS)
     return rows if rows >= _FEWEST_ROWS else 0
 
 

@@ -262,6 +262,47 @@ def latent_row(dtype: str, fmt: str, *, by_maps: bool = False) -> KernelSpec:
     )
 
 
+def latent_blocks_row(dtype: str) -> KernelSpec:
+    """One ``mla_decode_rows16_sm90`` kernel: over a latent cache in 16 bits whose pages have whole blocks of 64 keys.
+
+    Parameters
+    ----------
+    dtype : str
+    """
+    short, tag = IO_TYPES[dtype]
+    width, width_v = LATENT_DIMS
+    threads, panels = 384, width // 64
+    # Three blocks of 64 keys, a panel and 16 channels of Q; factors of two kinds; barriers; splits, the cursor, blocks
+    # of warps; scan.
+    words = 4 * 8 + 5 + 4 + threads // 32 + _SCAN_WORDS
+    exact = (3 * panels + 1) * 64 * 128 + (32 + 2 * 4) * LATENT_ROWS + 8 * 19 + 4 * words
+    smem_bytes = _up(exact, 1024)
+    return KernelSpec(
+        name=f"mla_decode_rows16_sm90_{short}_d{width}v{width_v}",
+        family="mla_decode_rows16_sm90",
+        op="latent_decode",
+        source="entry/mla_decode_rows16_sm90.cu",
+        symbol="mla_decode_rows16_sm90",
+        defines=(
+            ("IO_TYPE", tag),
+            ("HEAD_DIM", str(width)),
+            ("HEAD_DIM_V", str(width_v)),
+            ("SMEM_BYTES", str(smem_bytes)),
+        ),
+        dtype=dtype,
+        head_dim=width,
+        own_head_dim_v=width_v,
+        tensor_maps=True,
+        block_m=LATENT_ROWS,
+        block_n=64,
+        num_warps=threads // 32,
+        smem_bytes=smem_bytes,
+        min_arch=(9, 0),
+        arch_specific=True,
+        cache=("latent", "latent"),
+    )
+
+
 def latent_combine_row(dtype: str) -> KernelSpec:
     """The ``mla_combine_sm80`` kernel behind `latent_row`'s; its slots have the rows of all blocks."""
     short, tag = IO_TYPES[dtype]
@@ -408,6 +449,7 @@ def decode_rows() -> Iterator[KernelSpec]:
         yield dequantize_row(dtype, head_dim)
     for dtype in ("float16", "bfloat16"):
         yield latent_row(dtype, "latent", by_maps=True)
+        yield latent_blocks_row(dtype)
         yield from (latent_row(dtype, fmt) for fmt in LATENT_FORMATS if has_latent_row(dtype, fmt))
         yield latent_combine_row(dtype)
     yield rounds_row()

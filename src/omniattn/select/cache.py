@@ -7,15 +7,18 @@ from collections.abc import Sequence
 from ..errors import UnsupportedError
 from ..kv.formats import IN_ORDER, LATENT_656, KVFormat
 from ..problems import AppendProblem, DequantizeProblem, Target
+from ..problems.decode import LATENT_KEYS
 from ..registry import REGISTRY, KernelSpec, registered
 from ..registry.decode import (
     BESIDE_TILES,
     KV_KINDS,
     LATENT_DIMS,
+    LATENT_ROWS,
     append_row,
     combine_row,
     decode_row,
     has_latent_row,
+    latent_blocks_row,
     latent_combine_row,
     latent_row,
 )
@@ -123,12 +126,13 @@ def latent_kind(k: KVFormat) -> str:
 
 
 def select_latent(
-    dtype: str, k: KVFormat, rows: int, target: Target, force: str | None = None, *, by_maps: bool = False
+    dtype: str, k: KVFormat, rows: int, target: Target, force: str | None = None, *, box: int = 0
 ) -> tuple[Selection, Selection]:
     """The kernels of one pass over a latent cache for so many query rows of a sequence, as `select_decode`'s.
 
-    Hopper has kernels of its own, for 64 rows at a time; see `FEW_LATENT_ROWS`. by_maps: rows of the cache lie so that
-    TMA can copy them.
+    Hopper has kernels of its own, for 64 rows at a time; see `FEW_LATENT_ROWS`. box: rows of the cache that one copy by
+    TMA can bring, 0 if none can. Where those are a block of keys, more than 64 query rows have a kernel that computes
+    more at a time; with fewer, memory is what it waits for.
     """
     fmt = latent_kind(k)
     best = next((tile for tile in LATENT_TILES if tile >= rows), LATENT_TILES[-1])
@@ -136,7 +140,10 @@ def select_latent(
     able = [general, *(latent_sm80_row(dtype, fmt, tile) for tile in LATENT_TILES if tile != best)]
     if has_latent_row(dtype, fmt):
         at = 1 if rows <= FEW_LATENT_ROWS else 0
-        able[at:at] = [latent_row(dtype, fmt, by_maps=maps) for maps in ((True, False) if by_maps else (False,))]
+        own = [latent_row(dtype, fmt, by_maps=maps) for maps in ((True, False) if box else (False,))]
+        if box == LATENT_KEYS:
+            own.insert(0 if rows > LATENT_ROWS else len(own), latent_blocks_row(dtype))
+        able[at:at] = own
     names = names_in(force)
     named = [row for row in able if row.name in names]
     main = next((row for row in named or able if fit(row, None, target) is None), general)

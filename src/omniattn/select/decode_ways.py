@@ -139,7 +139,7 @@ def _over_latents(one: KeyPass, target: Target, force: str | None) -> PassWay:
     dims = p.head_dim, p.head_dim_v
     if dims != LATENT_DIMS:
         raise no_latent_kernel(*dims)
-    pair = select_latent(p.dtype, one.k, one.rows, target, force, by_maps=box_rows(p) > 0)
+    pair = select_latent(p.dtype, one.k, one.rows, target, force, box=box_rows(p))
     spec = pair[0].spec
     ctas = target.sm_count * at_a_time(spec, target)
     return _with_split(one, (1, 1), pair, max(1, ctas // max(one.row_blocks(spec.block_m), 1)))

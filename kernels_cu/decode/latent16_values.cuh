@@ -1,0 +1,156 @@
+// A warpgroup of mla_decode_rows16_sm90 that has a half of O: O += P V. It copies keys too.
+#pragma once
+#include "decode/latent16_keys.cuh"
+#include "decode/latent16_scores.cuh"
+#include "decode/latent16_storage.cuh"
+#include "ptx/cvt.cuh"
+#include "ptx/l2.cuh"
+#include "ptx/math.cuh"
+#include "ptx/shared.cuh"
+#include "ptx/wgmma.cuh"
+#include "ptx/wgmma_bf16.cuh"
+#include "ptx/wgmma_fp16.cuh"
+
+// The two have the same instructions: those of a split's end come from far away, for both once.
+template <typename Config>
+class Latent16Values {
+    using Io = typename Config::Io;
+    using Pv = Wgmma<Io, Config::kHeadDimV / 2>;
+    static constexpr uint32 kBlockBytes = Latent16Storage<Config>::kBlockBytes;
+    static constexpr int kOutput = Config::kHeadDimV / 4;
+
+  public:
+    OA_DEVICE Latent16Values(const MlaDecodeParams& p, Latent16Storage<Config>& smem, int32 own)
+        : params_(p),
+          p_(p.decode),
+          smem_(smem),
+          keys_(p, smem),
+          own_(own),
+          lane_(int32(threadIdx.x) & 31),
+          warp_(__shfl_sync(0xffffffffu, int32(threadIdx.x) >> 5 & 3, 0)),
+          row_(warp_ * 16 + (lane_ >> 2)) {}
+
+    OA_DEVICE void run() {
+        if (copies())
+#pragma unroll 1
+            for (int i = 0; i < kBuffers; ++i) {
+                keys_.copy_next(i);
+            }
+        for (uint32 number = 0;; ++number) {
+            wait_for_split(smem_, number);
+            const LatentSplit& split = smem_.splits[number & 3];
+            if (!__any_sync(0xffffffffu, split.blocks > 0)) return;
+#pragma unroll
+            for (int i = 0; i < kOutput; ++i) o_[i] = 0.0f;
+            if (own_ == 1) prefetch_queries(number + 1);
+            for (int32 block = 0;; ++block) {
+                add_block(split, block);
+                if (__all_sync(0xffffffffu, block + 1 >= split.blocks)) break;
+                if (copies()) keys_.copy_next(stream_ + kBuffers - 1);
+            }
+            end(split);
+        }
+    }
+
+  private:
+    OA_DEVICE bool copies() const { return own_ == 0 && warp_ == 0; }
+
+    // Q of the split behind this one, to L2: half a row a thread. The scores' warpgroup has to wait for it there.
+    OA_DEVICE void prefetch_queries(uint32 number) const {
+        wait_for_split(smem_, number);
+        const LatentSplit& split = smem_.splits[number & 3];
+        const int32 thread = in_register(int32(threadIdx.x)) & 127;
+        const uint16* from;
+        if (split.blocks == 0 || !query_row<Config>(p_, from, split, thread >> 1)) return;
+        from += (thread & 1) * (Config::kHeadDim / 2);
+#pragma unroll
+        for (int channel = 0; channel < Config::kHeadDim / 2; channel += 64) prefetch_l2(from + channel);
+    }
+
+    OA_DEVICE void add_block(const LatentSplit& split, int32 block) {
+        mbarrier_wait(smem_addr_of(&smem_.ready[buffer_of(stream_)]), parity_of(stream_));
+        if (__any_sync(0xffffffffu, smem_.grown[warp_] == int32(stream_))) {
+            const float alpha[2] = {smem_.alpha[row_], smem_.alpha[row_ + 8]};
+            arrive_for_warp(smem_.alpha_read[warp_], lane_);
+#pragma unroll
+            for (int i = 0; i < kOutput; ++i) o_[i] *= alpha[i >> 1 & 1];
+        }
+        mbarrier_wait(smem_addr_of(&smem_.full[buffer_of(stream_)]), parity_of(stream_));
+        clear_tail(split, block);
+        const uint32 at = smem_addr_of(smem_.k[0]) + buffer_of(stream_) * kBlockBytes;
+        const WgmmaDescriptor p = wgmma_descriptor(at + (Config::kPanels - 1) * kPanelBytes, 16, 1024);
+        const WgmmaDescriptor v = wgmma_descriptor(at + own_ * Config::kHalfPanels * kPanelBytes, kPanelBytes, 1024);
+        wgmma_pin(o_);
+        wgmma_fence();
+#pragma unroll
+        for (int step = 0; step < Config::kKeys / 16; ++step)
+            Pv::template ss<kKMajor, kMnMajor>(o_, p.at(step * 32), v.at(step * 16 * 128), 1);
+        wgmma_commit();
+        wgmma_pin(o_);
+        wgmma_wait<0>();
+        wgmma_pin(o_);
+        arrive_for_warp(smem_.empty[buffer_of(stream_)], lane_);
+        ++stream_;
+    }
+    // TMA brings whole chunks, and leaves what is behind them: rows that are no keys of the split would be NaN times 0.
+    OA_DEVICE void clear_tail(const LatentSplit& split, int32 block) const {
+        const int32 rows = split.end - split.begin - block * Config::kKeys;
+        if (rows >= Config::kKeys) return;
+        const uint32 to = smem_addr_of(smem_.k[0]) + buffer_of(stream_) * kBlockBytes +
+                          own_ * Config::kHalfPanels * kPanelBytes + rows * 128;
+        for (int32 i = int32(threadIdx.x) & 127; i < (Config::kKeys - rows) * 8; i += 128)
+#pragma unroll 1
+            for (int panel = 0; panel < Config::kHalfPanels; ++panel)
+                store_shared4(to + panel * kPanelBytes + i * 16, make_uint4(0, 0, 0, 0));
+        fence_proxy_async();
+        named_barrier_sync(kValuesOnly + own_, 128);
+    }
+
+    // Of all keys O, else a partial result.
+    OA_DEVICE void end(const LatentSplit& split) {
+        const float scale[2] = {smem_.scale[row_], smem_.scale[row_ + 8]};
+        arrive_for_warp(smem_.scale_read, lane_);
+        // Only here: the split that it waits for may be one that waits for these factors to be read.
+        if (copies()) keys_.copy_next(stream_ + kBuffers - 1);
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const int32 flat = int32(blockIdx.x) * Config::kRows + row_ + 8 * r, token = token_of(p_, flat);
+            const bool exists = token < split.queries.count;
+            const int32 column = own_ * (Config::kHeadDimV / 2);
+            if (split.slot < 0) {
+                uint16* to = p_.o + split.sequence * p_.o_stride_b + (split.queries.first + token) * p_.o_stride_s +
+                             (flat - token * p_.group) * p_.o_stride_h + column;
+                store_final(to, r, scale[r], exists);
+            } else if (exists) {
+                const int64 row = int64(split.slot) * params_.slot_rows + flat;
+                float* to = p_.partial_o + row * Config::kHeadDimV + column + 4 * (lane_ & 3);
+#pragma unroll
+                for (int n = 0; n < kOutput / 4; n += 2)
+                    *reinterpret_cast<float4*>(to + 8 * n) = pair_of_blocks(&o_[4 * n], r);
+            }
+        }
+    }
+    // The lane's row r of this warpgroup's channels, from `to` on: a quad exchanges words of four blocks of 8 channels,
+    // so that each lane stores 16 bytes, one block.
+    OA_DEVICE void store_final(uint16* to, int r, float scale, bool exists) const {
+        const int32 own = lane_ & 3;
+#pragma unroll
+        for (int n = 0; n < kOutput / 4; n += 4) {
+            uint32 w[4];
+#pragma unroll
+            for (int j = 0; j < 4; ++j)
+                w[j] = pack2(Io{}, o_[4 * (n + j) + 2 * r] * scale, o_[4 * (n + j) + 2 * r + 1] * scale);
+            transpose_quad(w, own);
+            if (exists) *reinterpret_cast<uint4*>(to + 8 * (n + own)) = make_uint4(w[0], w[1], w[2], w[3]);
+        }
+    }
+
+    const MlaDecodeParams& params_;
+    const DecodeParams& p_;
+    Latent16Storage<Config>& smem_;
+    Latent16Keys<Config> keys_;
+    const int32 own_;  // 0: left half of O, 1: right half
+    const int32 lane_, warp_, row_;  // the lane's first row
+    uint32 stream_ = 0;  // blocks of all splits
+    float o_[kOutput];
+};
