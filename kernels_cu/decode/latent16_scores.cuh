@@ -11,17 +11,6 @@
 #include "ptx/wgmma_bf16.cuh"
 #include "ptx/wgmma_fp16.cuh"
 
-// Words of the lanes of a quad: word j of lane i becomes word i of lane j.
-OA_DEVICE void transpose_quad(uint32 (&w)[4], int32 lane) {
-    const bool odd = lane & 1, upper = lane & 2;
-    const uint32 x0 = __shfl_xor_sync(0xffffffffu, odd ? w[0] : w[1], 1);
-    const uint32 x1 = __shfl_xor_sync(0xffffffffu, odd ? w[2] : w[3], 1);
-    const uint32 a0 = odd ? x0 : w[0], a1 = odd ? w[1] : x0, b0 = odd ? x1 : w[2], b1 = odd ? w[3] : x1;
-    const uint32 y0 = __shfl_xor_sync(0xffffffffu, upper ? a0 : b0, 2);
-    const uint32 y1 = __shfl_xor_sync(0xffffffffu, upper ? a1 : b1, 2);
-    w[0] = upper ? y0 : a0, w[1] = upper ? y1 : a1, w[2] = upper ? b0 : y0, w[3] = upper ? b1 : y1;
-}
-
 template <typename Config>
 class Latent16Scores {
     using Io = typename Config::Io;

@@ -3,6 +3,7 @@
 #include "decode/latent16_keys.cuh"
 #include "decode/latent16_scores.cuh"
 #include "decode/latent16_storage.cuh"
+#include "decode/latent_output.cuh"
 #include "ptx/cvt.cuh"
 #include "ptx/l2.cuh"
 #include "ptx/math.cuh"
@@ -120,7 +121,7 @@ class Latent16Values {
             if (split.slot < 0) {
                 uint16* to = p_.o + split.sequence * p_.o_stride_b + (split.queries.first + token) * p_.o_stride_s +
                              (flat - token * p_.group) * p_.o_stride_h + column;
-                store_final(to, r, scale[r], exists);
+                store_accumulators<Io>(to, o_, r, scale[r], lane_, exists);
             } else if (exists) {
                 const int64 row = int64(split.slot) * params_.slot_rows + flat;
                 float* to = p_.partial_o + row * Config::kHeadDimV + column + 4 * (lane_ & 3);
@@ -128,20 +129,6 @@ class Latent16Values {
                 for (int n = 0; n < kOutput / 4; n += 2)
                     *reinterpret_cast<float4*>(to + 8 * n) = pair_of_blocks(&o_[4 * n], r);
             }
-        }
-    }
-    // The lane's row r of this warpgroup's channels, from `to` on: a quad exchanges words of four blocks of 8 channels,
-    // so that each lane stores 16 bytes, one block.
-    OA_DEVICE void store_final(uint16* to, int r, float scale, bool exists) const {
-        const int32 own = lane_ & 3;
-#pragma unroll
-        for (int n = 0; n < kOutput / 4; n += 4) {
-            uint32 w[4];
-#pragma unroll
-            for (int j = 0; j < 4; ++j)
-                w[j] = pack2(Io{}, o_[4 * (n + j) + 2 * r] * scale, o_[4 * (n + j) + 2 * r + 1] * scale);
-            transpose_quad(w, own);
-            if (exists) *reinterpret_cast<uint4*>(to + 8 * (n + own)) = make_uint4(w[0], w[1], w[2], w[3]);
         }
     }
 

@@ -3,6 +3,7 @@
 #include "attention/sinks.cuh"
 #include "attention/softmax.cuh"
 #include "decode/latent_copies.cuh"
+#include "decode/latent_output.cuh"
 #include "ptx/cvt.cuh"
 #include "ptx/math.cuh"
 #include "ptx/mbarrier.cuh"
@@ -386,7 +387,7 @@ class LatentConsumer {
                     note_row(params_, split.sequence, head, split.queries.first, token, m_[r], result.lse);
                 uint16* to = p_.o + split.sequence * p_.o_stride_b + (split.queries.first + token) * p_.o_stride_s +
                              head * p_.o_stride_h + column;
-                store_final(to, r, result.o_scale, exists);
+                store_accumulators<typename Config::Io>(to, o_, r, result.o_scale, lane_, exists);
             } else {
                 const int64 row = int64(split.slot) * params_.slot_rows + flat;
                 if (kOwn == 0 && (lane_ & 3) == 0 && exists)
@@ -397,28 +398,6 @@ class LatentConsumer {
                     for (int n = 0; n < kOutput / 4; n += 2)
                         *reinterpret_cast<float4*>(to + 8 * n) = pair_of_blocks(&o_[4 * n], r);
             }
-        }
-    }
-    // The lane's row r of this warpgroup's channels, from `to` on: a quad exchanges words of four blocks of 8 channels,
-    // so that each lane stores 16 bytes, one block.
-    OA_DEVICE void store_final(uint16* to, int r, float scale, bool exists) const {
-        const int32 own = lane_ & 3;
-        const bool odd = own & 1, upper = own & 2;
-#pragma unroll
-        for (int n = 0; n < kOutput / 4; n += 4) {
-            uint32 w[4];
-#pragma unroll
-            for (int j = 0; j < 4; ++j)
-                w[j] =
-                    pack2(typename Config::Io{}, o_[4 * (n + j) + 2 * r] * scale, o_[4 * (n + j) + 2 * r + 1] * scale);
-            const uint32 x0 = __shfl_xor_sync(0xffffffffu, odd ? w[0] : w[1], 1);
-            const uint32 x1 = __shfl_xor_sync(0xffffffffu, odd ? w[2] : w[3], 1);
-            const uint32 a0 = odd ? x0 : w[0], a1 = odd ? w[1] : x0, b0 = odd ? x1 : w[2], b1 = odd ? w[3] : x1;
-            const uint32 y0 = __shfl_xor_sync(0xffffffffu, upper ? a0 : b0, 2);
-            const uint32 y1 = __shfl_xor_sync(0xffffffffu, upper ? a1 : b1, 2);
-            if (exists)
-                *reinterpret_cast<uint4*>(to + 8 * (n + own)) =
-                    upper ? make_uint4(y0, y1, b0, b1) : make_uint4(a0, a1, y0, y1);
         }
     }
 
