@@ -121,7 +121,7 @@ class HalvedOProducer {
         copy_v(t, first_key(t, n, 1 - rank_));
     }
     // Before the first unit of K of the step is announced. What was handed at its place is of two steps ago, which no
-    // warp looks at any more once that unit's buffer is free.
+    // warp reads any more once that unit's buffer is free.
     OA_DEVICE static void hand(HandedModsTile& t, int32 n, const PairEntries& x) {
 #pragma unroll
         for (int32 rank = 0; rank < int32(kPair); ++rank) t.entries[2 * (n & 1) + rank] = x.of[rank];

@@ -3,8 +3,8 @@
 #include "decode/latent16_storage.cuh"
 #include "scheduler/quotient.cuh"
 
-// The copies of all splits, up to three blocks ahead, by one warp of those that have O, which waits for P meanwhile. One
-// lane asks for a whole block at once: more copies would wait for each other, and the warp with them.
+// The copies of all splits, up to three blocks ahead, by one warp of those that have O, which waits for P meanwhile.
+// One lane asks for a whole block at once: more copies would wait for each other, and the warp with them.
 template <typename Config>
 class Latent16Keys {
     static constexpr uint32 kBlockBytes = Latent16Storage<Config>::kBlockBytes;

@@ -108,8 +108,8 @@ class Latent16Scores {
             if (rare & kCapped) cap(s, factor);
             if (rare & kMasked) mask(s, split, split.begin + block * Config::kKeys);
             soften(s, factor, place, block > 0);
-            before_ = turn_.buffer;
-            turn_.advance();
+            before_ = ring_.buffer;
+            ring_.advance();
             ++stream_;
             if (last) break;
         }
@@ -121,8 +121,8 @@ class Latent16Scores {
 
     // S = Q K^T of a block, asynchronous, in two groups.
     OA_DEVICE void issue_scores(float (&s)[kScores]) const {
-        const WgmmaDescriptor k = wgmma_descriptor(smem_addr_of(smem_.k[0]) + turn_.buffer * kBlockBytes, 16, 1024);
-        mbarrier_wait(smem_addr_of(&smem_.full[turn_.buffer]), turn_.parity);
+        const WgmmaDescriptor k = wgmma_descriptor(smem_addr_of(smem_.k[0]) + ring_.buffer * kBlockBytes, 16, 1024);
+        mbarrier_wait(smem_addr_of(&smem_.full[ring_.buffer]), ring_.parity);
         wgmma_discard(s);
         wgmma_fence();
 #pragma unroll
@@ -224,7 +224,8 @@ class Latent16Scores {
         if (lane_ == 0) smem_.grown[warp_] = int32(stream_);
     }
 
-    // P, as left operand of a product, to where the last panel of the block was, once all warps' products have read that.
+    // P, as left operand of a product, to where the last panel of the block was, once all warps' products have read
+    // that.
     OA_DEVICE void share(const float (&s)[kScores], float factor, uint32 place, float (&sum)[2]) const {
 #pragma unroll
         for (int step = 0; step < Config::kKeys / 16; ++step) {
@@ -243,7 +244,7 @@ class Latent16Scores {
     }
     OA_DEVICE uint32 place_of_probabilities() const {
         const int32 lane = in_register(int32(threadIdx.x)) & 127, row = lane >> 5 << 4 | (lane & 15);
-        return smem_addr_of(smem_.k[0]) + turn_.buffer * kBlockBytes + (Config::kPanels - 1) * kPanelBytes + row * 128 +
+        return smem_addr_of(smem_.k[0]) + ring_.buffer * kBlockBytes + (Config::kPanels - 1) * kPanelBytes + row * 128 +
                (((lane >> 4 & 1) ^ (lane & 7)) << 4);
     }
 
@@ -273,7 +274,7 @@ class Latent16Scores {
     const DecodeParams& p_;
     Latent16Storage<Config>& smem_;
     const int32 lane_, warp_, row_;  // the lane's first row
-    Turn turn_;
+    RingPlace ring_;
     uint32 before_ = 0;  // the buffer of the block before
     uint32 stream_ = 0, times_grown_ = 0;  // blocks of all splits; those whose alpha others have to read
     float m_[2], l_[2];

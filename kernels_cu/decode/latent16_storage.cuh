@@ -1,4 +1,5 @@
-// Storage of mla_decode_rows16_sm90, whose comment has the design, and how its roles hand over splits, blocks and factors.
+// Storage of mla_decode_rows16_sm90, whose comment has the design, and how its roles hand over splits, blocks and
+// factors.
 #pragma once
 #include "decode/latent.cuh"
 #include "decode/latent_rows.cuh"
@@ -52,7 +53,7 @@ struct Latent16Storage {
 OA_DEVICE uint32 buffer_of(uint32 stream) { return stream % kBuffers; }
 OA_DEVICE uint32 parity_of(uint32 stream) { return stream / kBuffers & 1; }
 
-struct Turn {
+struct RingPlace {
     uint32 buffer = 0, parity = 0;
     OA_DEVICE void advance() {
         if (++buffer == kBuffers) buffer = 0, parity ^= 1;

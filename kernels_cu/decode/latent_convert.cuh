@@ -12,8 +12,8 @@
 #include "ptx/types.cuh"
 
 // The part of the producer warps in it. A warp has 8 rows of each block. 4 lanes side by side have one, and store 16
-// bytes of it each at a time: two rows fill all banks, as rows are swizzled. Of a half of a block a lane has 16 codes of
-// each panel. They come from L2, for which they are asked two blocks before.
+// bytes of it each at a time: two rows fill all banks, as rows are swizzled. Of a half of a block a lane has 16 codes
+// of each panel. They come from L2, for which they are asked two blocks before.
 //
 // ptxas gives all loads of the loop one scoreboard: what waits for one of them waits for all. So those of a block stand
 // together, behind the stores of the block before. While they are under way the places of later rows are worked out.

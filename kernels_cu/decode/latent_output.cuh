@@ -14,8 +14,8 @@ OA_DEVICE void transpose_quad(uint32 (&w)[4], int32 lane) {
     w[0] = upper ? y0 : a0, w[1] = upper ? y1 : a1, w[2] = upper ? b0 : y0, w[3] = upper ? b1 : y1;
 }
 
-// The lane's row r of a warpgroup's channels, from `to` on: a quad exchanges words of four blocks of 8 channels, so that
-// each lane stores 16 bytes, one block.
+// The lane's row r of a warpgroup's channels, from `to` on: a quad exchanges words of four blocks of 8 channels, so
+// that each lane stores 16 bytes, one block.
 template <typename Io, int kOutput>
 OA_DEVICE void store_accumulators(uint16* to, const float (&o)[kOutput], int r, float scale, int32 lane, bool exists) {
     const int32 own = lane & 3;

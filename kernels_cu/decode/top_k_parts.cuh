@@ -154,8 +154,8 @@ struct HeldPart {
                           << (4 * vector);
         }
     }
-    // take(first, last) for the lowest and the highest of the bits that are left, the same one at the end: two are under
-    // way at a time.
+    // take(first, last) for the lowest and the highest of the bits that are left, the same one at the end: two are
+    // under way at a time.
     template <typename Take>
     static OA_DEVICE void for_pairs(uint32 bits, Take take) {
         while (bits != 0) {

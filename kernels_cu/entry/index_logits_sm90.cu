@@ -57,13 +57,13 @@ struct Sets {
     int32 products;  // of 64 heads, of a query
     int32 queries;  // of a set
     int32 groups;  // sets: of the warpgroups some have the same one
-    int32 turns;  // those of a set take tiles in turn
+    int32 rotation;  // those of a set take tiles in turn
 
     OA_DEVICE Sets(const IndexLogitsParams& p, const IndexItem& item) {
         products = p.num_heads > kIndexHeads ? 2 : 1;
         queries = max_of(kPair / products, 1);
         groups = (item.queries + queries - 1) / queries;
-        turns = kConsumers / groups;
+        rotation = kConsumers / groups;
     }
 };
 
@@ -197,8 +197,8 @@ struct Target {
 // Where a warpgroup is: its tile, and the stage and the parity of the ring.
 struct Position {
     int32 tile, stage, phase;
-    OA_DEVICE void advance(int32 turns) {
-        tile += turns, stage += turns;
+    OA_DEVICE void advance(int32 rotation) {
+        tile += rotation, stage += rotation;
         if (stage >= kStages) stage -= kStages, phase ^= 1;
     }
 };
@@ -210,14 +210,14 @@ struct Consumer {
     SharedStorage& s;
     const Sets& sets;
     int32 begin, tiles;
-    int32 lane, part, own, group, turn;
+    int32 lane, part, own, group, rank;
     WgmmaDescriptor q, k;
 
     OA_DEVICE Consumer(const IndexLogitsParams& p, const IndexItem& item, SharedStorage& s, const Sets& sets,
                        int32 begin, int32 tiles)
         : p(p), item(item), s(s), sets(sets), begin(begin), tiles(tiles) {
         const int32 warpgroup = __shfl_sync(0xffffffffu, int32(threadIdx.x) / 128, 0);
-        group = warpgroup % sets.groups, turn = warpgroup / sets.groups;
+        group = warpgroup % sets.groups, rank = warpgroup / sets.groups;
         lane = threadIdx.x & 31, part = lane & 3;
         own = 16 * ((int32(threadIdx.x) / 32) & 3) + (lane >> 2) + 8 * (part & 1);  // of a tile's keys
         q = wgmma_descriptor(smem_addr_of(s.q), 16, 1024), k = wgmma_descriptor(smem_addr_of(s.k), 16, 1024);
@@ -255,12 +255,12 @@ struct Consumer {
     }
 
     // Warpgroups of a CTA ask for their products in a fixed order: 2 + n is the barrier for the n-th one's turn.
-    OA_DEVICE int32 number() const { return turn * sets.groups + group; }
-    OA_DEVICE int32 all() const { return sets.groups * sets.turns; }
-    OA_DEVICE void take_turn() const {
+    OA_DEVICE int32 number() const { return rank * sets.groups + group; }
+    OA_DEVICE int32 all() const { return sets.groups * sets.rotation; }
+    OA_DEVICE void wait_for_order() const {
         if (kConsumers > 1 && all() > 1) named_barrier_sync(2 + number(), 256);
     }
-    OA_DEVICE void pass_turn(bool is_last_round) const {
+    OA_DEVICE void pass_order(bool is_last_round) const {
         const int32 next = number() + 1 == all() ? 0 : number() + 1;
         if (kConsumers > 1 && all() > 1 && !(is_last_round && next == 0)) named_barrier_arrive(2 + next, 256);
     }
@@ -269,14 +269,14 @@ struct Consumer {
         Weights weights[kPair];
         load(weights);
         const Target target(p, item, s, sets, group, part);
-        Position at{turn, turn, 0};
-        if (number() + 1 == all()) pass_turn(false);
-        for (; at.tile < tiles; at.advance(sets.turns)) {
+        Position at{rank, rank, 0};
+        if (number() + 1 == all()) pass_order(false);
+        for (; at.tile < tiles; at.advance(sets.rotation)) {
             float acc[WIDTH / 2], sum[kPair][2];
             float scale = arrived(at);
-            take_turn();
+            wait_for_order();
             start(acc, at);
-            pass_turn(at.tile - turn + sets.turns >= tiles);
+            pass_order(at.tile - rank + sets.rotation >= tiles);
             wgmma_wait<0>();
             wgmma_pin(acc);
             give_back(at, scale);
@@ -284,9 +284,9 @@ struct Consumer {
             finish(at, sum, scale, target);
         }
         // Those that had a tile less than others take and pass as many turns.
-        if (at.tile - turn < tiles) {
-            take_turn();
-            pass_turn(true);
+        if (at.tile - rank < tiles) {
+            wait_for_order();
+            pass_order(true);
         }
     }
 };
@@ -325,6 +325,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, CTAS) index_logits_sm90(c
         fence_proxy_async();
         named_barrier_sync(1, kConsumerThreads);
         const Consumer consumer(p, item, s, sets, begin, tiles);
-        if (consumer.turn < sets.turns) consumer.run();
+        if (consumer.rank < sets.rotation) consumer.run();
     }
 }

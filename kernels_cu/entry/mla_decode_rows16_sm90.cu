@@ -17,8 +17,8 @@
 // softmax runs, which takes less time.
 //
 // The 512 channels of Q that a value has too lie in the registers of warpgroup 0, but for 16 of them: wgmma takes no
-// registers below 24, and three warpgroups have 504 for a thread of each. Those 16 and the last 64 are in shared memory.
-// P takes the place of the last 64 channels of its block, which no value has.
+// registers below 24, and three warpgroups have 504 for a thread of each. Those 16 and the last 64 are in shared
+// memory. P takes the place of the last 64 channels of its block, which no value has.
 //
 // The first thread walks over the splits, one ahead of the scores. Where the running maximum rises, rows of alpha tell
 // warpgroups 1 and 2 to rescale O; at the end of a split scale is what O is multiplied with. A warp of rows has to do

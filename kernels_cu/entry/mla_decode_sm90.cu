@@ -56,7 +56,8 @@ struct Config {
     // Of a thread: 3 * 168 or 4 * 128 together. Rows in 8 bits wait in registers.
     static constexpr int kProducerRegisters = kFormat == kRows16 ? 56 : 64;
     static constexpr int kConsumerRegisters = kFormat == kRows16 ? 224 : 192;
-    // Products that a warpgroup adds P V by. ptxas compiles 512 threads for 128 registers, too few for one of 256 columns.
+    // Products that a warpgroup adds P V by. ptxas compiles 512 threads for 128 registers, too few for one of 256
+    // columns.
     static constexpr int kPvParts = kThreads > 384 ? 2 : 1;
     static constexpr int kTogether = kByMaps ? 1 : kHalfPanels;  // panels of a barrier
     static constexpr bool kCopiesLast = kFormat == kRows656;  // the last panel's channels need no conversion

@@ -7,7 +7,8 @@
 
 struct MlaDecodeParams {
     // Of the cache: {column, row of a block, head, block}, boxes of 64 columns and 2^box_rows_log2 rows. Of
-    // mla_decode_rows16_sm90 {column of a panel, row of a block, panel of 64 columns, block}, boxes of 64 rows, all panels.
+    // mla_decode_rows16_sm90 {column of a panel, row of a block, panel of 64 columns, block}, boxes of 64 rows, all
+    // panels.
     TensorMap map;
     // Of a cache with one head; head_dim is that of V. k_params: the one scale of e4m3 rows without scales of their
     // own, or null for 1.

@@ -1,5 +1,5 @@
-// Stores to shared memory of any CTA of a cluster, and a barrier of the cluster that orders nothing (PTX ISA, "st.async",
-// "mapa", "barrier.cluster"). sm_90 and newer.
+// Stores to shared memory of any CTA of a cluster, and a barrier of the cluster that orders nothing (PTX ISA,
+// "st.async", "mapa", "barrier.cluster"). sm_90 and newer.
 #pragma once
 #include "ptx/types.cuh"
 
