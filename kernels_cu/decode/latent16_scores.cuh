@@ -221,7 +221,7 @@ class Latent16Scores {
         }
         if (!follows) return;
         ++times_grown_;
-        if (lane_ == 0) smem_.grown[warp_] = int32(stream_);
+        if (lane_ == 0) smem_.grown[ring_.buffer][warp_] = int32(stream_);
     }
 
     // P, as left operand of a product, to where the last panel of the block was, once all warps' products have read

@@ -45,7 +45,9 @@ struct Latent16Storage {
     LatentSplit splits[4];  // split n is in place n % 4; behind the last one there is one of no blocks
     SplitCursor<Config> cursor;
     int32 chunks;  // of all sequences
-    int32 grown[4];  // of each warp's rows: the block that `alpha` is of
+    // Of a buffer's block, of each warp's rows: the block if `alpha` is of it. By buffers, so that those who read one
+    // block's word never meet the next block's.
+    int32 grown[kBuffers][4];
     ScanStorage<Config::kThreads> scan;
 };
 

@@ -70,7 +70,7 @@ class Latent16Values {
 
     OA_DEVICE void add_block(const LatentSplit& split, int32 block) {
         mbarrier_wait(smem_addr_of(&smem_.ready[buffer_of(stream_)]), parity_of(stream_));
-        if (__any_sync(0xffffffffu, smem_.grown[warp_] == int32(stream_))) {
+        if (__any_sync(0xffffffffu, smem_.grown[buffer_of(stream_)][warp_] == int32(stream_))) {
             const float alpha[2] = {smem_.alpha[row_], smem_.alpha[row_ + 8]};
             arrive_for_warp(smem_.alpha_read[warp_], lane_);
 #pragma unroll

@@ -73,7 +73,8 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, 1) mla_decode_row
         for (int i = 0; i < 4; ++i) {
             mbarrier_init(smem_addr_of(&smem.alpha_read[i]), 2 * kArrivalsOfWarp);
             mbarrier_init(smem_addr_of(&smem.split_ready[i]), 1);
-            smem.grown[i] = -1;
+#pragma unroll 1
+            for (int buffer = 0; buffer < kBuffers; ++buffer) smem.grown[buffer][i] = -1;
         }
         fence_barrier_init();
     }
