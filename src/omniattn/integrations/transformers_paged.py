@@ -169,7 +169,7 @@ def _filling(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wait for what fills tensors of the GPU.
 
     It runs on the current stream; copies of the next inputs, and steps, are on streams of their own, which do not wait
-    for it (5.17 to 5.23). When a manager begins, inputs that it clears could be those of its first batch, whose
+    for it (5.17 to 5.24). When a manager begins, inputs that it clears could be those of its first batch, whose
     requests then had wrong tokens, with any attention: seen where many processes share a GPU.
     """
 
