@@ -226,26 +226,43 @@ def latent_row(dtype: str, fmt: str, *, by_maps: bool = False) -> KernelSpec:
     by_maps : bool
         TMA copies rows, in 16 bits and of pages with several in a row; else threads copy each row.
     """
-    short, tag = IO_TYPES[dtype]
-    width, width_v = LATENT_DIMS
     # Rows in 8 bits have a warpgroup more, for their conversion.
-    threads, panels = 384 if fmt == "latent" else 512, width // 64
+    threads, panels = 384 if fmt == "latent" else 512, LATENT_DIMS[0] // 64
     # Q and two blocks of 64 keys; maxima, denominators, listed keys; barriers; splits and the cursor; scan.
     words = 4 * 8 + 5 + threads // 32 + _SCAN_WORDS
     exact = 3 * panels * 64 * 128 + (4 * 6 + 2) * LATENT_ROWS + 8 * (2 * panels + 6) + 4 * words
-    smem_bytes = _up(exact, 1024)
+    ending = f"{fmt.removeprefix('latent')}{'_tma' if by_maps else ''}"
+    defines = (("CACHE_FORMAT", str(LATENT_FORMATS[fmt])), ("BY_MAPS", str(int(by_maps))))
+    return _latent_sm90(
+        "mla_decode_sm90", dtype, fmt, ending, defines, by_maps=by_maps, threads=threads, smem_bytes=_up(exact, 1024)
+    )
+
+
+def _latent_sm90(
+    family: str,
+    dtype: str,
+    fmt: str,
+    ending: str,
+    defines: tuple[tuple[str, str], ...],
+    *,
+    by_maps: bool,
+    threads: int,
+    smem_bytes: int,
+) -> KernelSpec:
+    """What the families of Hopper over latent caches have in common. ending: of the name; defines: beside dims."""
+    short, tag = IO_TYPES[dtype]
+    width, width_v = LATENT_DIMS
     return KernelSpec(
-        name=f"mla_decode_sm90_{short}_d{width}v{width_v}{fmt.removeprefix('latent')}{'_tma' if by_maps else ''}",
-        family="mla_decode_sm90",
+        name=f"{family}_{short}_d{width}v{width_v}{ending}",
+        family=family,
         op="latent_decode",
-        source="entry/mla_decode_sm90.cu",
-        symbol="mla_decode_sm90",
+        source=f"entry/{family}.cu",
+        symbol=family,
         defines=(
             ("IO_TYPE", tag),
             ("HEAD_DIM", str(width)),
             ("HEAD_DIM_V", str(width_v)),
-            ("CACHE_FORMAT", str(LATENT_FORMATS[fmt])),
-            ("BY_MAPS", str(int(by_maps))),
+            *defines,
             ("SMEM_BYTES", str(smem_bytes)),
         ),
         dtype=dtype,
@@ -269,37 +286,13 @@ def latent_blocks_row(dtype: str) -> KernelSpec:
     ----------
     dtype : str
     """
-    short, tag = IO_TYPES[dtype]
-    width, width_v = LATENT_DIMS
-    threads, panels = 384, width // 64
+    threads, panels = 384, LATENT_DIMS[0] // 64
     # Three blocks of 64 keys, a panel and 16 channels of Q; factors of two kinds; barriers; splits, the cursor, blocks
     # of warps; scan.
     words = 4 * 8 + 5 + 4 + threads // 32 + _SCAN_WORDS
     exact = (3 * panels + 1) * 64 * 128 + (32 + 2 * 4) * LATENT_ROWS + 8 * 19 + 4 * words
-    smem_bytes = _up(exact, 1024)
-    return KernelSpec(
-        name=f"mla_decode_rows16_sm90_{short}_d{width}v{width_v}",
-        family="mla_decode_rows16_sm90",
-        op="latent_decode",
-        source="entry/mla_decode_rows16_sm90.cu",
-        symbol="mla_decode_rows16_sm90",
-        defines=(
-            ("IO_TYPE", tag),
-            ("HEAD_DIM", str(width)),
-            ("HEAD_DIM_V", str(width_v)),
-            ("SMEM_BYTES", str(smem_bytes)),
-        ),
-        dtype=dtype,
-        head_dim=width,
-        own_head_dim_v=width_v,
-        tensor_maps=True,
-        block_m=LATENT_ROWS,
-        block_n=64,
-        num_warps=threads // 32,
-        smem_bytes=smem_bytes,
-        min_arch=(9, 0),
-        arch_specific=True,
-        cache=("latent", "latent"),
+    return _latent_sm90(
+        "mla_decode_rows16_sm90", dtype, "latent", "", (), by_maps=True, threads=threads, smem_bytes=_up(exact, 1024)
     )
 
 
