@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import omniattn as oa
-from omniattn.errors import ArgumentError, ShapeError, UnsupportedError
+from omniattn.errors import ArgumentError, DtypeError, ShapeError, UnsupportedError
 from omniattn.kv.layout import CacheLayout
 from omniattn.launch.structs import MLA_DECODE
 from omniattn.plan.others import plan_decode
@@ -112,7 +112,7 @@ def test_rows_that_are_none() -> None:
     two_heads = RNG.standard_normal((6, 4, 2, 24)).astype(np.float16)
     with pytest.raises(ShapeError, match="one head with head_dim_v"):
         oa.PagedKVCache.from_arrays(two_heads, head_dim_v=16)
-    with pytest.raises(UnsupportedError, match="int8 rows"):
+    with pytest.raises(DtypeError, match=r"'k': expected float16.*received int8"):
         oa.PagedKVCache.from_arrays(np.zeros((6, 4, 1, 32), np.int8), head_dim_v=16)
     with pytest.raises(ShapeError, match="from 8 to 576"):
         oa.PagedKVCache.from_arrays(np.zeros((6, 4, 1, 584), np.float16), head_dim_v=512)

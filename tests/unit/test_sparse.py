@@ -212,7 +212,7 @@ CACHE = oa.PagedKVCache.from_arrays(np.zeros((3, 4, 1, DIM), np.float16), head_d
         ({"kv": np.zeros((0, DIM), np.float16)}, ShapeError, r"'kv': expected 1 or more rows, received shape \(0, 24"),
         ({"kv": np.zeros((4, 2 * DIM), np.float16)[:, ::2]}, StrideError, "'kv': expected a contiguous last dim"),
         ({"kv": np.zeros((4, 20), np.float16)}, ShapeError, "'kv': expected head_dim, .* a multiple of 8"),
-        ({"kv": np.zeros((4, DIM), np.float32)}, UnsupportedError, "float32 rows"),
+        ({"kv": np.zeros((4, DIM), np.float32)}, DtypeError, "'kv': expected float16.*received float32"),
         ({"kv": None}, ArgumentError, "'kv'"),
         ({"head_dim_v": DIM}, ArgumentError, "'head_dim_v': expected a multiple of 8 below 24"),
         ({"head_dim_v": 1.5}, ArgumentError, "'head_dim_v': expected an integer"),
@@ -249,17 +249,17 @@ def test_what_attention_sparse_may_be_given(given: dict[str, Any], error: type[E
         call(**given)
     # What is no array is found before anybody knows whose it is; what a cache cannot be, when one is made.
     found = str(raised.value)
-    assert any(name in found for name in ("attention_sparse()", "float32 rows", "expected an array"))
+    assert any(name in found for name in ("attention_sparse()", "expected an array"))
 
 
 @pytest.mark.parametrize(
     ("given", "error", "said"),
     [
-        ({"seq_lens": np.ones(2, np.int32)}, ArgumentError, "'seq_lens': expected nothing with indices"),
-        ({"block_table": np.zeros((2, 1), np.int32)}, ArgumentError, "'block_table': expected nothing with indices"),
-        ({"window": (5, 0)}, ArgumentError, "'window': expected nothing with indices"),
-        ({"recent_slots": np.zeros(2, np.int32)}, ArgumentError, "'recent_slots': expected nothing with indices"),
-        ({"shared_prefix": 4}, ArgumentError, "'shared_prefix': expected nothing with indices"),
+        ({"seq_lens": np.ones(2, np.int32)}, ArgumentError, "'seq_lens': expected None with indices.*received ndarray"),
+        ({"block_table": np.zeros((2, 1), np.int32)}, ArgumentError, "'block_table': expected None with indices"),
+        ({"window": (5, 0)}, ArgumentError, "'window': expected None with indices"),
+        ({"recent_slots": np.zeros(2, np.int32)}, ArgumentError, "'recent_slots': expected None with indices"),
+        ({"shared_prefix": 4}, ArgumentError, "'shared_prefix': expected None with indices"),
         ({"shared_prefix": None}, ArgumentError, "'shared_prefix': expected an integer"),
         ({"shared_prefix": np.zeros(2, np.int32)}, ArgumentError, "'shared_prefix': expected an integer"),
         ({"q": np.zeros((2, 3, DIM), np.float16), "indices": LIST}, ShapeError, "'q': expected 4 dimensions"),
@@ -339,7 +339,7 @@ BYTES = np.zeros((3, 4, 1, 656), np.uint8)
         (np.zeros((3, 4, 2, 656), np.uint8), {}, ShapeError, "one head with head_dim_v"),
         (np.zeros((3, 4, 1, 576), np.uint8), {}, ShapeError, "'k': expected rows of 656 bytes"),
         (np.zeros((3, 4, 1, 584), np.uint8), {}, ShapeError, "'k': expected rows of 656 bytes"),
-        (np.zeros((3, 4, 1, 656), np.int8), {}, UnsupportedError, "int8 rows"),
+        (np.zeros((3, 4, 1, 656), np.int8), {}, DtypeError, "'k': expected float16.*received int8"),
         (np.zeros((4, 656), np.uint8), {}, ShapeError, "'k': expected 4 dimensions"),
         (np.zeros((3, 4, 1, 660), np.uint8)[..., :656], {}, ArgumentError, "multiples of 16"),
         (BYTES, {"head_dim_v": None}, ArgumentError, "'k'"),
@@ -448,6 +448,16 @@ def pretend_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(library, "describe", on_gpu)
     monkeypatch.setattr(library, "require_same_device", lambda tensors: None)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int32"])
+def test_rows_of_a_type_that_is_none(dtype: str) -> None:
+    rows = np.zeros((10, 576), dtype)
+    q, indices = np.zeros((2, 4, 576), np.float32), np.zeros((2, 1, 3), np.int32)
+    with pytest.raises(DtypeError, match=rf"attention_sparse\(\).*'kv': expected float16.*received {dtype}"):
+        oa.attention_sparse(q, rows, indices=indices)
+    with pytest.raises(DtypeError, match=rf"'k': expected float16.*received {dtype}"):
+        oa.PagedKVCache.from_arrays(rows.reshape(1, 10, 1, 576), head_dim_v=512)
 
 
 def test_errors_about_memory_name_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,7 +53,8 @@ def register() -> None:
     Functions of transformers are wrapped: the one that imports flash attention by its name, which otherwise asks a hub
     for a kernel of that name, and the one by which a manager of batches judges a model's attention. Both do what they
     did for other names. Where this version of transformers has none of the interfaces that are known, they raise for
-    these names. Those that fill the inputs of a step return when they are filled, see `_filling`.
+    these names. Those that fill the inputs of a step return when they are filled, in every manager of
+    batches, whatever its attention: see `_filling`.
     """
     what = _what_is_missing()
     for name, batching in BATCHING.items():
@@ -173,10 +174,11 @@ def _filling(original: Callable[..., Any]) -> Callable[..., Any]:
     requests then had wrong tokens, with any attention: seen where many processes share a GPU.
     """
 
-    def fill(self: Any, *arguments: Any, **keywords: Any) -> None:
-        original(self, *arguments, **keywords)
+    def fill(self: Any, *arguments: Any, **keywords: Any) -> Any:
+        result = original(self, *arguments, **keywords)
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
+        return result
 
     return fill
 

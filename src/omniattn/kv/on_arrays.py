@@ -200,10 +200,8 @@ def _check_latent(k: Tensor, v: Any, scales: dict[str, Any], head_dim_v: Any, la
             raise ArgumentError(name, expected, type(x).__name__, function=function)
     width = arguments.check_int(head_dim_v, "head_dim_v", function, least=1)
     if k.dtype not in (*KV_ARRAY_DTYPES.values(), "float8_e4m3fn", "uint8"):
-        raise UnsupportedError(
-            f"{function}(): head_dim_v with {k.dtype} rows",
-            instead=f"float16, bfloat16, float8_e4m3fn, rows of {LATENT_ROW_BYTES} bytes, or K and V of their own",
-        )
+        expected = f"float16, bfloat16, float8_e4m3fn, or uint8 rows of {LATENT_ROW_BYTES} bytes, with head_dim_v"
+        raise DtypeError("k", expected, k.dtype, function=function)
     _check_rank(k, layout, function)
     has_own_scales = is_656(k)
     if k.dtype == "uint8" and not has_own_scales:
@@ -216,7 +214,7 @@ def _check_latent(k: Tensor, v: Any, scales: dict[str, Any], head_dim_v: Any, la
         expected = f"{LATENT_656_CODES} with rows of {LATENT_ROW_BYTES} bytes"
         raise ArgumentError("head_dim_v", expected, repr(head_dim_v), function=function)
     if width % 8 or width >= k.shape[3]:
-        expected = f"a multiple of 8 below {k.shape[3]}, k's last dimension"
+        expected = f"a multiple of 8 below {k.shape[3]}, the rows' last dimension"
         raise ArgumentError("head_dim_v", expected, repr(head_dim_v), function=function)
     if _heads(k, layout) != 1:
         expected = "one head with head_dim_v, which all query heads share"

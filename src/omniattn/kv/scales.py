@@ -18,7 +18,7 @@ _SHAPES = "(1,), (heads,), (sequences of a call, heads), or the shape of k witho
 def describe_latent_scale(k_scale: Any, k: Tensor, function: str) -> Tensor:
     """The one scale of a latent cache's rows ``k``, checked."""
     scale = arrays.describe(k_scale, "k_scale")
-    if tuple(scale.shape) not in ((), (1,)):
+    if k.itemsize == 1 and tuple(scale.shape) not in ((), (1,)):
         expected = "shape (1,), one for all rows, with head_dim_v"
         raise ShapeError("k_scale", expected, f"{tuple(scale.shape)}", function=function)
     return describe_scales({"k_scale": k_scale, "v_scale": k_scale}, k, 1, function)["k_scale"]

@@ -55,10 +55,9 @@ def decode(
     ----------
     q : array, (batch, q_len, num_q_heads, head_dim), float16 or bfloat16, on the CPU float32 and float64 too
         The last q_len tokens of each sequence, 1 to 16 (several in speculative decoding; with ``indices`` any number).
-        head_dim is contiguous; the
-        other strides are free (on a GPU multiples of 8 elements, addresses multiples of 16 bytes). Query head h reads
-        kv head h // (num_q_heads // num_kv_heads). On a GPU a 16-bit cache and a recent window have to have q's own
-        type.
+        head_dim is contiguous; the other strides are free (on a GPU multiples of 8 elements, addresses multiples of 16
+        bytes). Query head h reads kv head h // (num_q_heads // num_kv_heads). On a GPU a 16-bit cache and a recent
+        window have to have q's own type.
     cache : KVCache or PagedKVCache
         With these tokens appended already.
     seq_lens : array, (batch,), int32, on q's device
@@ -152,8 +151,6 @@ def decode(
 
 def _given_prefix(shared_prefix: Any) -> int | None:
     """Tokens of a prefix, None for 0."""
-    if shared_prefix.__class__ is int and shared_prefix == 0:
-        return None
     return arguments.check_int(shared_prefix, "shared_prefix", "decode") or None
 
 
@@ -161,7 +158,9 @@ def _refuse_with_lists(**given: Any) -> None:
     """What says which keys a query sees, where lists say it."""
     for name, x in given.items():
         if x is not None:
-            raise ArgumentError(name, "nothing with indices, which name each key", repr(x)[:60], function="decode")
+            # An array is not printed: that would read it.
+            received = repr(x) if isinstance(x, int | float | tuple) else type(x).__name__
+            raise ArgumentError(name, "None with indices, which name each key", received, function="decode")
 
 
 FUNCTIONS["decode"] = decode
