@@ -4,6 +4,7 @@
 #include "attention/softmax.cuh"
 #include "decode/latent16_storage.cuh"
 #include "ptx/cvt.cuh"
+#include "ptx/ldmatrix.cuh"
 #include "ptx/math.cuh"
 #include "ptx/shared.cuh"
 #include "ptx/stmatrix.cuh"
@@ -30,60 +31,55 @@ class Latent16Scores {
           row_(warp_ * 16 + (lane_ >> 2)) {}
 
     OA_DEVICE void run() {
-        if (threadIdx.x == 0) publish(0);
         for (uint32 number = 0;; ++number) {
             wait_for_split(smem_, number);
             if (!__any_sync(0xffffffffu, smem_.splits[number & 3].blocks > 0)) return;
-            load_queries(number);
-            if (threadIdx.x == 0) publish(number + 1);
+            load_queries(smem_.splits[number & 3]);
             blocks(number);
         }
     }
 
   private:
-    // By the first thread: the next split.
-    OA_DEVICE void publish(uint32 number) const {
-        LatentSplit& split = smem_.splits[number & 3];
-        if (!smem_.cursor.next(p_, Partition(smem_.chunks, p_), split)) split.blocks = 0;
-        mbarrier_arrive(smem_addr_of(&smem_.split_ready[number & 3]));
-    }
-
-    // Q of a split: rows that the sequence has not are zeros. Four bytes a load, as the products want them: whatever
-    // exchanged words between lanes would be more instructions, which come from far away once a split.
-    OA_DEVICE void load_queries(uint32 number) {
-        const LatentSplit& split = smem_.splits[number & 3];
-        const uint16* from[2];
+    // Q of a split, from the ring, where it has the layout of a block of keys. Rows that the sequence has not become
+    // zeros: a NaN there would change what P of other rows is rounded to.
+    OA_DEVICE void load_queries(const LatentSplit& split) {
+        const int32 thread = in_register(int32(threadIdx.x));  // of the first warpgroup
+        const uint32 block = smem_addr_of(smem_.ring[0]) + ring_.buffer * kBlockBytes;
+        mbarrier_wait(smem_addr_of(&smem_.full[ring_.buffer]), ring_.parity);
+        const int32 row = thread >> 5 << 4 | (thread & 15);
+        const uint32 place = block + row * 128 + (((thread >> 4 & 1) ^ (thread & 7)) << 4);
 #pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            if (query_row<Config>(p_, from[r], split, row_ + 8 * r)) {
-                from[r] += 2 * (lane_ & 3);
-#pragma unroll
-                for (int step = 0; step < kHeld; ++step)
-#pragma unroll
-                    for (int half = 0; half < 2; ++half)
-                        q_[step][2 * half + r] = *reinterpret_cast<const uint32*>(from[r] + 16 * step + 8 * half);
-            } else {
-#pragma unroll
-                for (int step = 0; step < kHeld; ++step) q_[step][r] = q_[step][2 + r] = 0;
-            }
-        }
-        // The last panel, and the 16 channels before it.
-        const int32 thread = in_register(int32(threadIdx.x));
+        for (int step = 0; step < kHeld; ++step)
+            ldmatrix_x4(q_[step], (place ^ (step % 4) << 5) + step / 4 * kPanelBytes);
+        // What has no registers: the last panel, and the 16 channels before it.
 #pragma unroll
         for (int i = 0; i < 5; ++i) {
             const int32 own = i < 4 ? (thread >> 3) + 16 * i : thread >> 1, chunk = i < 4 ? thread & 7 : thread & 1;
-            const uint16* row;
-            uint4 x = make_uint4(0, 0, 0, 0);
-            if (query_row<Config>(p_, row, split, own))
-                x = *reinterpret_cast<const uint4*>(row + (i < 4 ? Config::kHeadDimV : 16 * kHeld) + 8 * chunk);
-            const uint32 to = i < 4 ? smem_addr_of(smem_.q_last) + own * 128 + ((chunk ^ (own & 7)) << 4)
+            const uint32 at = i < 4 ? (Config::kPanels - 1) * kPanelBytes + own * 128 + chunk * 16
+                                    : (Config::kPanels - 2) * kPanelBytes + own * 128 + ((6 + chunk ^ (own & 7)) << 4);
+            const uint32 to = i < 4 ? smem_addr_of(smem_.q_last) + own * 128 + chunk * 16
                                     : smem_addr_of(smem_.q_step) + own * 32 + ((chunk ^ (own >> 2 & 1)) << 4);
+            uint4 x = load_shared4(block + at);
+            if (!has_row<Config>(p_, split, own)) x = make_uint4(0, 0, 0, 0);
             store_shared4(to, x);
         }
         fence_proxy_async();
-        named_barrier_sync(kScoresOnly, 128);
 #pragma unroll
-        for (int r = 0; r < 2; ++r) m_[r] = kLowest, l_[r] = 0.0f;
+        for (int r = 0; r < 2; ++r) {
+            if (!has_row<Config>(p_, split, row_ + 8 * r))
+#pragma unroll
+                for (int step = 0; step < kHeld; ++step) q_[step][r] = q_[step][2 + r] = 0;
+            m_[r] = kLowest, l_[r] = 0.0f;
+        }
+        // For the eight warps that have O, which pass over this block of the ring.
+        arrive_for_warp(smem_.empty[ring_.buffer], lane_);
+        arrive_for_warp(smem_.empty[ring_.buffer], lane_);
+        // As after each block, so that all phases of these are counted by blocks of the ring; nobody waits for this one.
+        arrive_for_warp(smem_.ready[ring_.buffer], lane_);
+        arrive_for_warp(smem_.last_read, lane_);
+        ring_.advance();
+        ++stream_;
+        named_barrier_sync(kScoresOnly, 128);
     }
 
     OA_DEVICE void blocks(uint32 number) {
@@ -121,7 +117,7 @@ class Latent16Scores {
 
     // S = Q K^T of a block, asynchronous, in two groups.
     OA_DEVICE void issue_scores(float (&s)[kScores]) const {
-        const WgmmaDescriptor k = wgmma_descriptor(smem_addr_of(smem_.k[0]) + ring_.buffer * kBlockBytes, 16, 1024);
+        const WgmmaDescriptor k = wgmma_descriptor(smem_addr_of(smem_.ring[0]) + ring_.buffer * kBlockBytes, 16, 1024);
         mbarrier_wait(smem_addr_of(&smem_.full[ring_.buffer]), ring_.parity);
         wgmma_discard(s);
         wgmma_fence();
@@ -244,7 +240,7 @@ class Latent16Scores {
     }
     OA_DEVICE uint32 place_of_probabilities() const {
         const int32 lane = in_register(int32(threadIdx.x)) & 127, row = lane >> 5 << 4 | (lane & 15);
-        return smem_addr_of(smem_.k[0]) + ring_.buffer * kBlockBytes + (Config::kPanels - 1) * kPanelBytes + row * 128 +
+        return smem_addr_of(smem_.ring[0]) + ring_.buffer * kBlockBytes + (Config::kPanels - 1) * kPanelBytes + row * 128 +
                (((lane >> 4 & 1) ^ (lane & 7)) << 4);
     }
 
@@ -276,7 +272,7 @@ class Latent16Scores {
     const int32 lane_, warp_, row_;  // the lane's first row
     RingPlace ring_;
     uint32 before_ = 0;  // the buffer of the block before
-    uint32 stream_ = 0, times_grown_ = 0;  // blocks of all splits; those whose alpha others have to read
+    uint32 stream_ = 0, times_grown_ = 0;  // blocks of the ring; those whose alpha others have to read
     float m_[2], l_[2];
     uint32 q_[kHeld][4];
 };

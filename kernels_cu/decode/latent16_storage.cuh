@@ -11,7 +11,7 @@
 #include "ptx/warpgroup.cuh"
 
 constexpr uint32 kPanelBytes = 64 * 128;  // 64 rows of 64 channels
-constexpr int kBuffers = 3;  // of keys
+constexpr int kBuffers = 3;  // of keys, or of Q
 
 // Of a warp one lane arrives for all of them.
 #ifdef EVERY_LANE_ARRIVES  // for race checkers that do not follow that
@@ -30,14 +30,14 @@ enum Latent16Barrier : int32 { kScoresOnly = 1, kValuesOnly = 2 };
 template <typename Config>
 struct Latent16Storage {
     static constexpr uint32 kBlockBytes = Config::kPanels * kPanelBytes;
-    alignas(1024) uint8 k[kBuffers][kBlockBytes];
+    alignas(1024) uint8 ring[kBuffers][kBlockBytes];
     alignas(1024) uint8 q_last[kPanelBytes];  // the last panel of Q
     alignas(1024) uint8 q_step[Config::kRows * 32];  // and the 16 channels before it
     float alpha[Config::kRows];  // of a block: what O is multiplied with first
     float scale[Config::kRows];  // of a split: what O is multiplied with in the end
     uint64 full[kBuffers];
     uint64 ready[kBuffers];  // P of a buffer's block, and the product that was to be ahead of its own
-    uint64 empty[kBuffers];
+    uint64 empty[kBuffers];  // by those who compute O, of Q by those who compute scores
     uint64 scale_read;
     uint64 last_read;  // the last panel of a block, by the products of all warps
     uint64 alpha_read[4];  // of the rows of each warp
@@ -51,7 +51,7 @@ struct Latent16Storage {
     ScanStorage<Config::kThreads> scan;
 };
 
-// A block of all splits: its buffer, and the parity of its use of it.
+// A block of the ring, Q of a split or keys: its buffer, and the parity of its use of it.
 OA_DEVICE uint32 buffer_of(uint32 stream) { return stream % kBuffers; }
 OA_DEVICE uint32 parity_of(uint32 stream) { return stream / kBuffers & 1; }
 
@@ -62,16 +62,10 @@ struct RingPlace {
     }
 };
 
-// Row `own` of Q of this CTA's rows of a split, or whether the sequence has none there.
+// Whether the sequence has row `own` of this CTA's.
 template <typename Config>
-OA_DEVICE bool query_row(const DecodeParams& p, const uint16*& from, const LatentSplit& split, int32 own) {
-    const int32 flat = int32(blockIdx.x) * Config::kRows + own, token = token_of(p, flat);
-    const bool exists = token < split.queries.count;
-    from = p.q;
-    if (exists)
-        from += split.sequence * p.q_stride_b + (split.queries.first + token) * p.q_stride_s +
-                (flat - token * p.group) * p.q_stride_h;
-    return exists;
+OA_DEVICE bool has_row(const DecodeParams& p, const LatentSplit& split, int32 own) {
+    return int32(blockIdx.x) * Config::kRows + own < split.queries.count * p.group;
 }
 
 template <typename Config>

@@ -1,11 +1,10 @@
-// A warpgroup of mla_decode_rows16_sm90 that has a half of O: O += P V. It copies keys too.
+// A warpgroup of mla_decode_rows16_sm90 that has a half of O: O += P V. One asks for copies too.
 #pragma once
-#include "decode/latent16_keys.cuh"
+#include "decode/latent16_copies.cuh"
 #include "decode/latent16_scores.cuh"
 #include "decode/latent16_storage.cuh"
 #include "decode/latent_output.cuh"
 #include "ptx/cvt.cuh"
-#include "ptx/l2.cuh"
 #include "ptx/math.cuh"
 #include "ptx/shared.cuh"
 #include "ptx/wgmma.cuh"
@@ -25,48 +24,42 @@ class Latent16Values {
         : params_(p),
           p_(p.decode),
           smem_(smem),
-          keys_(p, smem),
+          copies_(p, smem),
           own_(own),
           lane_(int32(threadIdx.x) & 31),
           warp_(__shfl_sync(0xffffffffu, int32(threadIdx.x) >> 5 & 3, 0)),
           row_(warp_ * 16 + (lane_ >> 2)) {}
 
     OA_DEVICE void run() {
-        if (copies())
-#pragma unroll 1
-            for (int i = 0; i < kBuffers; ++i) {
-                keys_.copy_next(i);
-            }
+        if (has_copies()) begin_copies();
         for (uint32 number = 0;; ++number) {
+            // Here, where there are no sums that would have to leave their registers. All are done with split number - 2,
+            // which had the place before: the scores of number - 1 end after that.
+            if (has_copies()) copies_.publish(number + 2);
             wait_for_split(smem_, number);
             const LatentSplit& split = smem_.splits[number & 3];
             if (!__any_sync(0xffffffffu, split.blocks > 0)) return;
 #pragma unroll
             for (int i = 0; i < kOutput; ++i) o_[i] = 0.0f;
-            if (own_ == 1) prefetch_queries(number + 1);
+            ++stream_;  // Q
             for (int32 block = 0;; ++block) {
                 add_block(split, block);
                 if (__all_sync(0xffffffffu, block + 1 >= split.blocks)) break;
-                if (copies()) keys_.copy_next(stream_ + kBuffers - 1);
+                if (has_copies()) copies_.copy_next(stream_ + kBuffers - 1);
             }
             end(split);
         }
     }
 
   private:
-    OA_DEVICE bool copies() const { return own_ == 0 && warp_ == 0; }
-
-    // Q of the split behind this one, to L2: half a row a thread. The scores' warpgroup has to wait for it there.
-    OA_DEVICE void prefetch_queries(uint32 number) const {
-        wait_for_split(smem_, number);
-        const LatentSplit& split = smem_.splits[number & 3];
-        const int32 thread = in_register(int32(threadIdx.x)) & 127;
-        const uint16* from;
-        if (split.blocks == 0 || !query_row<Config>(p_, from, split, thread >> 1)) return;
-        from += (thread & 1) * (Config::kHeadDim / 2);
-#pragma unroll
-        for (int channel = 0; channel < Config::kHeadDim / 2; channel += 64) prefetch_l2(from + channel);
+    OA_DEVICE void begin_copies() {
+#pragma unroll 1
+        for (int i = 0; i <= kBuffers; ++i) {
+            if ((i & 1) == 0 && i < kBuffers) copies_.publish(i >> 1);
+            copies_.copy_next(i);
+        }
     }
+    OA_DEVICE bool has_copies() const { return own_ == 0 && warp_ == 0; }
 
     OA_DEVICE void add_block(const LatentSplit& split, int32 block) {
         mbarrier_wait(smem_addr_of(&smem_.ready[buffer_of(stream_)]), parity_of(stream_));
@@ -78,7 +71,7 @@ class Latent16Values {
         }
         mbarrier_wait(smem_addr_of(&smem_.full[buffer_of(stream_)]), parity_of(stream_));
         clear_tail(split, block);
-        const uint32 at = smem_addr_of(smem_.k[0]) + buffer_of(stream_) * kBlockBytes;
+        const uint32 at = smem_addr_of(smem_.ring[0]) + buffer_of(stream_) * kBlockBytes;
         const WgmmaDescriptor p = wgmma_descriptor(at + (Config::kPanels - 1) * kPanelBytes, 16, 1024);
         const WgmmaDescriptor v = wgmma_descriptor(at + own_ * Config::kHalfPanels * kPanelBytes, kPanelBytes, 1024);
         wgmma_pin(o_);
@@ -97,7 +90,7 @@ class Latent16Values {
     OA_DEVICE void clear_tail(const LatentSplit& split, int32 block) const {
         const int32 rows = split.end - split.begin - block * Config::kKeys;
         if (rows >= Config::kKeys) return;
-        const uint32 to = smem_addr_of(smem_.k[0]) + buffer_of(stream_) * kBlockBytes +
+        const uint32 to = smem_addr_of(smem_.ring[0]) + buffer_of(stream_) * kBlockBytes +
                           own_ * Config::kHalfPanels * kPanelBytes + rows * 128;
         for (int32 i = int32(threadIdx.x) & 127; i < (Config::kKeys - rows) * 8; i += 128)
 #pragma unroll 1
@@ -110,9 +103,10 @@ class Latent16Values {
     // Of all keys O, else a partial result.
     OA_DEVICE void end(const LatentSplit& split) {
         const float scale[2] = {smem_.scale[row_], smem_.scale[row_ + 8]};
-        arrive_for_warp(smem_.scale_read, lane_);
-        // Only here: the split that it waits for may be one that waits for these factors to be read.
-        if (copies()) keys_.copy_next(stream_ + kBuffers - 1);
+        // In the places of this split's last block, and of the next one's Q, which is in registers soon.
+        if (has_copies())
+#pragma unroll 1
+            for (int i = 0; i < 2; ++i) copies_.copy_next(stream_ + kBuffers - 1 + i);
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             const int32 flat = int32(blockIdx.x) * Config::kRows + row_ + 8 * r, token = token_of(p_, flat);
@@ -130,14 +124,15 @@ class Latent16Values {
                     *reinterpret_cast<float4*>(to + 8 * n) = pair_of_blocks(&o_[4 * n], r);
             }
         }
+        arrive_for_warp(smem_.scale_read, lane_);  // and done with the split
     }
 
     const MlaDecodeParams& params_;
     const DecodeParams& p_;
     Latent16Storage<Config>& smem_;
-    Latent16Keys<Config> keys_;
+    Latent16Copies<Config> copies_;
     const int32 own_;  // 0: left half of O, 1: right half
     const int32 lane_, warp_, row_;  // the lane's first row
-    uint32 stream_ = 0;  // blocks of all splits
+    uint32 stream_ = 0;  // blocks of the ring
     float o_[kOutput];
 };

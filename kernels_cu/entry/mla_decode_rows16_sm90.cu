@@ -5,7 +5,8 @@
 // A CTA has 64 rows (query token, head), and one split of the keys after another. Three warpgroups, 64 keys a block:
 //
 //   warpgroup 0: scores                warpgroups 1, 2: O's left and right half      first warp of 1: copies
-//   Q -> registers                                                                   K(0), K(1), K(2)
+//                                                                                    Q, K(0), K(1)
+//   Q -> registers                     -- empty of Q ------------------------------> K(2) in the place of Q
 //   S(0) = Q K(0)^T, P(0) -> shared
 //   S(1) = Q K(1)^T  -- ready 0 -----> O += P(0) K(0)[:, half]
 //   P(1) -> shared                     -- empty 0 ---------------------------------> K(3) in the place of K(0)
@@ -42,6 +43,7 @@ struct Config {
     static constexpr int kRows = 64, kKeys = 64;  // of a CTA, of a block
     static constexpr int kPanels = kHeadDim / 64, kHalfPanels = kHeadDimV / 128;
     static constexpr int kThreads = 384;
+    static constexpr int kCopies = 128;  // the first thread of those that ask for copies
     // Of a thread, 3 * 168 together.
     static constexpr int kScoreRegisters = 184, kValueRegisters = 160;
     static_assert(kScoreRegisters + 2 * kValueRegisters == 3 * 168, "all registers");
@@ -59,7 +61,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, 1) mla_decode_row
     SharedStorage& smem = *static_cast<SharedStorage*>(__cvta_shared_to_generic(kSmemBase));
     const DecodeParams& p = params.decode;
     launch_dependents();  // decode_combine waits for the end of this kernel
-    if (threadIdx.x == 0) tma_prefetch(&params.map);
+    if (threadIdx.x == 0) tma_prefetch(&params.map_q), tma_prefetch(&params.map);
     if (threadIdx.x == Config::kThreads - 32) {  // a warp that has to look at no sequence, unless there are many
 #pragma unroll 1
         for (int buffer = 0; buffer < kBuffers; ++buffer) {
@@ -85,7 +87,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, 1) mla_decode_row
     if (cursor.at >= cursor.end) return;
     scan.locate(p, cursor.at, smem.scan);
     cursor.sequence = smem.scan.sequence, cursor.before = smem.scan.before;
-    if (threadIdx.x == 0) smem.cursor = cursor, smem.chunks = scan.total;
+    if (threadIdx.x == Config::kCopies) smem.cursor = cursor, smem.chunks = scan.total;
     const int32 warpgroup = __shfl_sync(0xffffffffu, int32(threadIdx.x) >> 7, 0);
     if (warpgroup == 0) {
         registers_claim<Config::kScoreRegisters>();

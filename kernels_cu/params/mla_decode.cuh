@@ -10,6 +10,9 @@ struct MlaDecodeParams {
     // mla_decode_rows16_sm90 {column of a panel, row of a block, panel of 64 columns, block}, boxes of 64 rows, all
     // panels.
     TensorMap map;
+    // Of Q, for mla_decode_rows16_sm90 alone: {column of a panel, head, token, panel of 64 columns, sequence}, boxes of
+    // 64 rows, all panels. Of packed queries tokens of all sequences, one sequence.
+    TensorMap map_q;
     // Of a cache with one head; head_dim is that of V. k_params: the one scale of e4m3 rows without scales of their
     // own, or null for 1.
     DecodeParams decode;

@@ -91,7 +91,7 @@ def latent(rng: np.random.Generator) -> None:
             rows = to_gpu(rng.standard_normal((blocks, size, 1, 576)))
             cache = oa.PagedKVCache.from_arrays(rows, head_dim_v=512)
         table = to_gpu(np.arange(blocks)[::-1].reshape(batch, columns), np.int32)
-        for tokens, heads in ((1, 16), (1, 64), (2, 40)):
+        for tokens, heads in ((1, 16), (1, 64), (2, 40), (3, 32)):
             q, out = to_gpu(rng.standard_normal((batch, tokens, heads, 576))), poisoned((batch, tokens, heads, 512))
             pages = {"seq_lens": to_gpu(np.maximum(lens, tokens), np.int32), "block_table": table}
             check(*oa.decode(q, cache, out=out, return_lse=True, **pages))

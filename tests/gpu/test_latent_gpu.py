@@ -180,6 +180,53 @@ def test_packed_queries_and_requests_without_any() -> None:
     assert lse[:, 6:].isneginf().all()
 
 
+def test_queries_of_other_sequences_do_not_matter() -> None:
+    """A block of rows has those of the next sequence behind a sequence's own, if a copy brings them."""
+    case = Filled((700, 64, 300, 2000), 64, 32, 3)
+    counts = (2, 0, 3, 1)
+    starts = np.cumsum([0, *counts])
+    q = torch.cat([case.q[b, 3 - n :] for b, n in enumerate(counts)])
+    given: dict[str, Any] = {
+        "seq_lens": case.lens, "cu_seqlens_q": torch.tensor(starts, dtype=torch.int32, device="cuda"),
+        "max_seqlen_q": 3, "return_lse": True, "deterministic": True, **case.where,
+    }  # fmt: skip
+    o, lse = oa.attention_with_kvcache(q, case.cache, **given)
+    for b, n in enumerate(counts):
+        if n:
+            want, _ = case.expected(b)
+            own = slice(int(starts[b]), int(starts[b + 1]))
+            error = (o[own].double() - want[3 - n :]).norm() / want[3 - n :].norm()
+            assert error < BOUND["bfloat16"], (b, float(error))
+            alone = torch.full_like(q, math.nan)
+            alone[own] = q[own]
+            again, again_lse = oa.attention_with_kvcache(alone, case.cache, **given)
+            assert torch.equal(again[own], o[own]), b
+            assert torch.equal(again_lse[:, own], lse[:, own]), b
+
+
+@pytest.mark.parametrize(("heads", "q_len"), [(128, 1), (128, 2), (32, 3)])
+def test_queries_with_strides(heads: int, q_len: int) -> None:
+    case = Filled((500, 65, 1000), 64, heads, q_len)
+    o = oa.decode(case.q, case.cache, seq_lens=case.lens, **case.where)
+    case.check(o)
+    rows = torch.full((3, q_len + 1, heads + 2, DIM + 64), math.nan, device="cuda", dtype=torch.bfloat16)
+    rows[:, 1:, 1:-1, 64:] = case.q
+    by_heads = case.q.transpose(1, 2).contiguous().transpose(1, 2)
+    for q in (rows[:, 1:, 1:-1, 64:], by_heads):
+        assert torch.equal(oa.decode(q, case.cache, seq_lens=case.lens, **case.where), o)
+    one = case.q[:1, :1, :1].expand(3, q_len, heads, DIM)
+    wanted = oa.decode(one.contiguous(), case.cache, seq_lens=case.lens, **case.where)
+    assert torch.equal(oa.decode(one, case.cache, seq_lens=case.lens, **case.where), wanted)
+
+
+@pytest.mark.parametrize("lengths", [(64,) * 400, (128,) * 300, (1, 64, 65, 128, 0, 190) * 60, (2000, 64) * 50])
+def test_splits_of_few_blocks(lengths: tuple[int, ...]) -> None:
+    """Several a CTA: what a split needs is asked for while the two before it are computed."""
+    case = Filled(lengths, 64, 128)
+    for options in ({}, {"deterministic": True}):
+        case.check(*oa.decode(case.q, case.cache, seq_lens=case.lens, return_lse=True, **case.where, **options))
+
+
 def test_a_graph_is_replayed_with_other_lengths() -> None:
     case, other = Filled((3000, 1, 2000), 64, 128), Filled((700, 2900, 64), 64, 128, seed=3)
     pool = torch.full((200, 64, 1, DIM), math.nan, device="cuda", dtype=torch.bfloat16)

@@ -13,7 +13,9 @@ from omniattn.kv.layout import CacheLayout
 from omniattn.launch.structs import MLA_DECODE
 from omniattn.plan.others import plan_decode
 from omniattn.problems import DecodeProblem, Target
+from omniattn.problems.decode import query_box
 from omniattn.runtime.record import LaunchRecord
+from omniattn.select.decode_ways import decode_ways
 
 HOPPER = Target((9, 0), 227 << 10, 132)
 RNG = np.random.default_rng(5)
@@ -177,7 +179,7 @@ def launches(asked: DecodeProblem, target: Target = HOPPER) -> tuple[LaunchRecor
 )
 def test_blocks_of_rows_share_the_sms(heads: int, q_len: int, blocks: int, workers: int) -> None:
     main, combine = launches(problem(heads, q_len))
-    many = heads * q_len > 64
+    many = heads * q_len > 64 and heads != 5  # of 64 rows (token, head) some tokens' heads would be in two blocks
     assert main.spec.name == f"mla_decode_{'rows16_sm90_fp16_d576v512' if many else 'sm90_fp16_d576v512_tma'}"
     assert combine.spec.name == "mla_combine_sm80_fp16_d512"
     # 4 sequences: a whole number of CTAs each.
@@ -232,16 +234,42 @@ def test_rows_that_a_copy_brings(block_size: int, columns: int, maps: bool, rows
 
 
 @pytest.mark.parametrize(
-    ("heads", "block_size", "maps", "name"),
-    [(128, 64, True, "rows16_sm90_fp16_d576v512"), (128, 256, True, "rows16_sm90_fp16_d576v512"),
-     (65, 64, True, "rows16_sm90_fp16_d576v512"), (64, 64, True, "sm90_fp16_d576v512_tma"),
-     (128, 32, True, "sm90_fp16_d576v512_tma"), (128, 64, False, "sm90_fp16_d576v512")],
+    ("heads", "q_len", "block_size", "maps", "name"),
+    [(128, 1, 64, True, "rows16_sm90_fp16_d576v512"), (128, 2, 256, True, "rows16_sm90_fp16_d576v512"),
+     (32, 3, 64, True, "rows16_sm90_fp16_d576v512"), (65, 1, 64, True, "sm90_fp16_d576v512_tma"),
+     (48, 2, 64, True, "sm90_fp16_d576v512_tma"), (100, 1, 64, True, "sm90_fp16_d576v512_tma"),
+     (64, 1, 64, True, "sm90_fp16_d576v512_tma"), (128, 1, 32, True, "sm90_fp16_d576v512_tma"),
+     (128, 1, 64, False, "sm90_fp16_d576v512")],
 )  # fmt: skip
-def test_whole_blocks_of_keys_and_many_rows(heads: int, block_size: int, maps: bool, name: str) -> None:
-    main, _ = launches(problem(heads, block_size=block_size, table_columns=64, tensor_maps=maps))
+def test_whole_blocks_of_keys_and_many_rows(heads: int, q_len: int, block_size: int, maps: bool, name: str) -> None:
+    main, _ = launches(problem(heads, q_len, block_size=block_size, table_columns=64, tensor_maps=maps))
     assert main.spec.name == f"mla_decode_{name}"
     if name.startswith("rows16"):
-        assert [(m.dims, m.box) for m in main.tensor_maps] == [((64, block_size, 9, 2), (64, 64, 9, 1))]
+        keys, queries = main.tensor_maps
+        assert (keys.dims, keys.box) == ((64, block_size, 9, 2), (64, 64, 9, 1))
+        assert (queries.dims, queries.box) == ((64, heads, q_len, 9, 4), (64, min(heads, 64), max(64 // heads, 1), 9, 1))
+        of_tokens = 1152 * heads if q_len > 1 else 16
+        assert queries.strides_bytes == (1152, of_tokens, 128, 1152 * heads * q_len)
+        assert queries.offset == MLA_DECODE.offsets["map_q"]
+
+
+@pytest.mark.parametrize(
+    ("more", "box"),
+    [({}, (64, 1)), ({"total_queries": 7}, (64, 1)), ({"total_queries": 0}, (0, 0)), ({"tensor_maps": False}, (0, 0)),
+     ({"q_strides": (1, -73728, 576, 1)}, (0, 0)), ({"q_strides": (1, 73728, 1 << 39, 1)}, (0, 0))],
+)  # fmt: skip
+def test_queries_that_a_copy_brings(more: dict[str, Any], box: tuple[int, int]) -> None:
+    assert query_box(problem(128, 2, **more)) == box
+
+
+def test_one_query_of_any_stride_has_a_copy() -> None:
+    assert query_box(problem(128, 1, batch=1, q_strides=(-1, -1, 576, 1))) == (64, 1)
+
+
+def test_the_reason_says_that_no_copy_brings_queries() -> None:
+    for heads, said in ((100, True), (128, False)):
+        (way,) = decode_ways(problem(heads), HOPPER)
+        assert ("no copy brings 64 of its 100 query rows" in way.passes[0].main.why[0]) == said
 
 
 def test_partial_results_have_the_rows_of_all_blocks() -> None:

@@ -1,4 +1,4 @@
-"""Arguments of the kernels over latent caches: those of ``decode``, a tensor map of the cache, lists of rows."""
+"""Arguments of the kernels over latent caches: those of ``decode``, tensor maps of cache and q, lists of rows."""
 
 from __future__ import annotations
 
@@ -6,11 +6,15 @@ from typing import Any
 
 from ..kv.places import places_of
 from ..problems import DecodeProblem
-from ..problems.decode import box_rows
+from ..problems.decode import box_rows, query_box
 from ..registry import KernelSpec
+from ..runtime.record import TensorMap
 from .attn_fwd_sm90 import PANEL, mapped
 from .host_struct import Arguments, At
 from .structs import MLA_DECODE
+
+#: The kernel that has copies of whole blocks, of Q as of keys.
+_BLOCKS = "mla_decode_rows16_sm90"
 
 
 def arguments(values: dict[str, object], problem: DecodeProblem, slot_rows: int, spec: KernelSpec) -> Arguments:
@@ -30,6 +34,7 @@ def arguments(values: dict[str, object], problem: DecodeProblem, slot_rows: int,
     packed: dict[str, Any] = {f"decode.{name}": x for name, x in values.items()}
     packed |= {
         "map": _map(problem, rows, spec) if rows else None,
+        "map_q": _query_map(values, problem) if spec.family == _BLOCKS else None,
         "row_max": At("row_max") if problem.maximum else None,
         "box_rows_log2": max(rows.bit_length() - 1, 0),
         "slot_rows": slot_rows,
@@ -39,15 +44,24 @@ def arguments(values: dict[str, object], problem: DecodeProblem, slot_rows: int,
     return MLA_DECODE.pack(packed)
 
 
-def _map(problem: DecodeProblem, rows: int, spec: KernelSpec) -> Any:
+def _map(problem: DecodeProblem, rows: int, spec: KernelSpec) -> TensorMap:
     """Of the cache: copies of a panel of 64 columns, or of all panels of a block of keys."""
     cache = problem.cache
     places = places_of(cache, "decode")
     assert places is not None
     token, head, block = (n * places.unit_bytes for n in (places.token, places.head, places.block))
-    if spec.family == "mla_decode_rows16_sm90":
+    if spec.family == _BLOCKS:
         panels = problem.head_dim // PANEL
         extents = (PANEL, problem.block_size, panels, problem.num_blocks)
         return mapped("cache.k", 0, problem.dtype, extents, (token, 2 * PANEL, block), (PANEL, rows, panels, 1))
     extents = (problem.head_dim, problem.block_size, 1, problem.num_blocks)
     return mapped("cache.k", 0, problem.dtype, extents, (token, head, block), (PANEL, rows, 1, 1))
+
+
+def _query_map(values: dict[str, object], problem: DecodeProblem) -> TensorMap:
+    """Of q: copies of all panels of a block of rows."""
+    panels, (batch, tokens) = problem.head_dim // PANEL, problem.rows
+    extents = (PANEL, problem.num_q_heads, tokens, panels, batch)
+    of_batch, of_token, of_head = (2 * int(str(values[f"q_stride_{x}"])) for x in "bsh")
+    box = (PANEL, *query_box(problem), panels, 1)
+    return mapped("q", 0, problem.dtype, extents, (of_head, of_token, 2 * PANEL, of_batch), box)

@@ -326,7 +326,7 @@ MERGE_STATES = HostStruct(
 # params/mla_decode.cuh
 
 MLA_DECODE = HostStruct(
-    "MlaDecodeParams", ("M", "map"), (DECODE, "decode"), ("P", "row_max"),
+    "MlaDecodeParams", ("M", "map map_q"), (DECODE, "decode"), ("P", "row_max"),
     ("i", "box_rows_log2 slot_rows lists_rows listed_tokens"),
 )
 

@@ -147,6 +147,8 @@ class DecodeProblem:
 
 #: Keys of a block of Hopper's kernel over latent caches, and rows in one page from which on a tensor map brings them.
 LATENT_KEYS, _FEWEST_ROWS = 64, 8
+#: Query rows of a block of that kernel.
+LATENT_QUERIES = 64
 
 
 def box_rows(problem: DecodeProblem) -> int:
@@ -159,6 +161,19 @@ def box_rows(problem: DecodeProblem) -> int:
     size = problem.block_size
     rows = LATENT_KEYS if problem.table_columns <= 1 else min(size & -size, LATENT_KEYS)
     return rows if rows >= _FEWEST_ROWS else 0
+
+
+def query_box(problem: DecodeProblem) -> tuple[int, int]:
+    """Heads and tokens of the `LATENT_QUERIES` query rows that one copy by TMA brings; (0, 0) if none can.
+
+    Rows (token, head) one behind the other are a box if they are heads of one token or all heads of several.
+    """
+    heads, p = problem.num_q_heads, problem
+    steps = [n for extent, n in zip((*p.rows, heads), p.q_strides, strict=False) if extent > 1]
+    is_mapped = p.tensor_maps and p.rows[1] > 0 and all(0 <= 2 * n < 2**40 for n in steps)
+    if not is_mapped or max(heads, LATENT_QUERIES) % min(heads, LATENT_QUERIES) != 0:
+        return 0, 0
+    return min(heads, LATENT_QUERIES), max(LATENT_QUERIES // heads, 1)
 
 
 @dataclass(frozen=True, slots=True)

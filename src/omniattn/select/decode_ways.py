@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from ..problems import UNLIMITED, DecodeProblem, Target
 from ..problems.costs import DecodeCosts
-from ..problems.decode import FIXED_COMBINE_WARPS, MAX_WORKERS, DecodeSplit, KeyPass, box_rows, passes
+from ..problems.decode import FIXED_COMBINE_WARPS, MAX_WORKERS, DecodeSplit, KeyPass, box_rows, passes, query_box
 from ..problems.target import Coefficients
 from ..registry import KernelSpec
 from ..registry.decode import BESIDE_TILES, COMBINE_WARPS, LATENT_DIMS, QUERY_TILES, RESULTS_OF_WARP, SHARED_TILES
@@ -139,7 +139,7 @@ def _over_latents(one: KeyPass, target: Target, force: str | None) -> PassWay:
     dims = p.head_dim, p.head_dim_v
     if dims != LATENT_DIMS:
         raise no_latent_kernel(*dims)
-    pair = select_latent(p.dtype, one.k, one.rows, target, force, box=box_rows(p))
+    pair = select_latent(p.dtype, one.k, one.rows, target, force, box=box_rows(p), queries=query_box(p) != (0, 0))
     spec = pair[0].spec
     ctas = target.sm_count * at_a_time(spec, target)
     return _with_split(one, (1, 1), pair, max(1, ctas // max(one.row_blocks(spec.block_m), 1)))
