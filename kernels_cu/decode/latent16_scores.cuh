@@ -8,6 +8,7 @@
 #include "ptx/math.cuh"
 #include "ptx/shared.cuh"
 #include "ptx/stmatrix.cuh"
+#include "ptx/uniform.cuh"
 #include "ptx/wgmma.cuh"
 #include "ptx/wgmma_bf16.cuh"
 #include "ptx/wgmma_fp16.cuh"
@@ -19,7 +20,8 @@ class Latent16Scores {
     static constexpr uint32 kBlockBytes = Latent16Storage<Config>::kBlockBytes;
     static constexpr int kScores = Config::kKeys / 2;
     enum : int32 { kCapped = 1, kMasked = 2 };  // what scores of a block need besides
-    static constexpr int kSteps = Config::kHeadDimV / 16, kHeld = kSteps - 1;  // of 16 channels
+    static constexpr int kSteps = Config::kHeadDim / 16, kHeld = Config::kHeadDimV / 16 - 1;  // of 16 channels
+    static constexpr int kAhead = 26;  // products of S after which P V of the block before may begin
 
   public:
     OA_DEVICE Latent16Scores(const MlaDecodeParams& p, Latent16Storage<Config>& smem)
@@ -27,8 +29,7 @@ class Latent16Scores {
           p_(p.decode),
           smem_(smem),
           lane_(int32(threadIdx.x) & 31),
-          warp_(__shfl_sync(0xffffffffu, int32(threadIdx.x) >> 5, 0)),
-          row_(warp_ * 16 + (lane_ >> 2)) {}
+          warp_(__shfl_sync(0xffffffffu, int32(threadIdx.x) >> 5, 0)) {}
 
     OA_DEVICE void run() {
         for (uint32 number = 0;; ++number) {
@@ -40,6 +41,12 @@ class Latent16Scores {
     }
 
   private:
+    // The lane's; worked out where it is needed, as registers are scarce.
+    OA_DEVICE static int32 first_row() {
+        const int32 thread = in_register(int32(threadIdx.x));
+        return thread >> 5 << 4 | (thread >> 2 & 7);
+    }
+
     // Q of a split, from the ring, where it has the layout of a block of keys. Rows that the sequence has not become
     // zeros: a NaN there would change what P of other rows is rounded to.
     OA_DEVICE void load_queries(const LatentSplit& split) {
@@ -52,25 +59,28 @@ class Latent16Scores {
         for (int step = 0; step < kHeld; ++step)
             ldmatrix_x4(q_[step], (place ^ (step % 4) << 5) + step / 4 * kPanelBytes);
         // What has no registers: the last panel, and the 16 channels before it.
+        uint4 x[5];
 #pragma unroll
-        for (int i = 0; i < 5; ++i) {
-            const int32 own = i < 4 ? (thread >> 3) + 16 * i : thread >> 1, chunk = i < 4 ? thread & 7 : thread & 1;
-            const uint32 at = i < 4 ? (Config::kPanels - 1) * kPanelBytes + own * 128 + chunk * 16
-                                    : (Config::kPanels - 2) * kPanelBytes + own * 128 + ((6 + chunk ^ (own & 7)) << 4);
-            const uint32 to = i < 4 ? smem_addr_of(smem_.q_last) + own * 128 + chunk * 16
-                                    : smem_addr_of(smem_.q_step) + own * 32 + ((chunk ^ (own >> 2 & 1)) << 4);
-            uint4 x = load_shared4(block + at);
-            if (!has_row<Config>(p_, split, own)) x = make_uint4(0, 0, 0, 0);
-            store_shared4(to, x);
+        for (int i = 0; i < 4; ++i)
+            x[i] = load_shared4(block + (Config::kPanels - 1) * kPanelBytes + thread * 16 + i * 2048);
+        const int32 half = thread >> 1, chunk = thread & 1;
+        x[4] = load_shared4(block + (Config::kPanels - 2) * kPanelBytes + half * 128 + ((6 + chunk ^ (half & 7)) << 4));
+        if (!has_row<Config>(p_, split, Config::kRows - 1)) {
+#pragma unroll
+            for (int i = 0; i < 5; ++i)
+                if (!has_row<Config>(p_, split, i < 4 ? (thread >> 3) + 16 * i : half)) x[i] = make_uint4(0, 0, 0, 0);
+#pragma unroll
+            for (int r = 0; r < 2; ++r)
+                if (!has_row<Config>(p_, split, first_row() + 8 * r))
+#pragma unroll
+                    for (int step = 0; step < kHeld; ++step) q_[step][r] = q_[step][2 + r] = 0;
         }
+#pragma unroll
+        for (int i = 0; i < 4; ++i) store_shared4(smem_addr_of(smem_.q_last) + thread * 16 + i * 2048, x[i]);
+        store_shared4(smem_addr_of(smem_.q_step) + half * 32 + ((chunk ^ (half >> 2 & 1)) << 4), x[4]);
         fence_proxy_async();
 #pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            if (!has_row<Config>(p_, split, row_ + 8 * r))
-#pragma unroll
-                for (int step = 0; step < kHeld; ++step) q_[step][r] = q_[step][2 + r] = 0;
-            m_[r] = kLowest, l_[r] = 0.0f;
-        }
+        for (int r = 0; r < 2; ++r) m_[r] = kLowest, l_[r] = 0.0f;
         // For the eight warps that have O, which pass over this block of the ring.
         arrive_for_warp(smem_.empty[ring_.buffer], lane_);
         arrive_for_warp(smem_.empty[ring_.buffer], lane_);
@@ -85,57 +95,50 @@ class Latent16Scores {
     OA_DEVICE void blocks(uint32 number) {
         const LatentSplit& split = smem_.splits[number & 3];
         float s[kScores];
+        const int32 count = uniform(split.blocks);
         for (int32 block = 0;; ++block) {
-            issue_scores(s);
-            // While products run: what the softmax has to know, and what has to come before P of the block before.
-            const bool last = __all_sync(0xffffffffu, block + 1 >= split.blocks);
+            issue_scores(s, block > 0);
+            // While products run: what the softmax has to know.
             const bool masked = __any_sync(0xffffffffu, is_masked(split, block));
-            const uint32 place = place_of_probabilities();
             float factor = p_.softmax_scale * kLog2e;
             int32 rare = (p_.softcap > 0.0f || !(factor > 0.0f) ? kCapped : 0) | (masked ? kMasked : 0);
             // In registers from here on: sunk behind the wait, they would hold up what follows it.
             asm volatile("" : "+f"(factor), "+r"(rare));
-            if (block > 0) fence_proxy_async();
-            wgmma_wait<1>();
-            if (block > 0) arrive_for_warp(smem_.ready[before_], lane_);
             wgmma_wait<0>();
             wgmma_pin(s);
             arrive_for_warp(smem_.last_read, lane_);
             if (rare & kCapped) cap(s, factor);
             if (rare & kMasked) mask(s, split, split.begin + block * Config::kKeys);
-            soften(s, factor, place, block > 0);
+            soften(s, factor, place_of_probabilities(), block > 0);
             before_ = ring_.buffer;
             ring_.advance();
             ++stream_;
-            if (last) break;
+            if (block + 1 >= count) break;
         }
-        fence_proxy_async();
-        end(split, number);
-        __syncwarp();
         arrive_for_warp(smem_.ready[before_], lane_);
+        end(split, number);
+        arrive_for_warp(smem_.scale_ready, lane_);
     }
 
-    // S = Q K^T of a block, asynchronous, in two groups.
-    OA_DEVICE void issue_scores(float (&s)[kScores]) const {
+    // S = Q K^T of a block, asynchronous. Issuing products takes as long as they do, so that what comes between them
+    // comes when most of them are done.
+    OA_DEVICE void issue_scores(float (&s)[kScores], bool follows) const {
         const WgmmaDescriptor k = wgmma_descriptor(smem_addr_of(smem_.ring[0]) + ring_.buffer * kBlockBytes, 16, 1024);
+        const WgmmaDescriptor spare = wgmma_descriptor<32>(smem_addr_of(smem_.q_step), 16, 256);
+        const WgmmaDescriptor last = wgmma_descriptor(smem_addr_of(smem_.q_last), 16, 1024);
         mbarrier_wait(smem_addr_of(&smem_.full[ring_.buffer]), ring_.parity);
         wgmma_discard(s);
         wgmma_fence();
 #pragma unroll
         for (int step = 0; step < kSteps; ++step) {
+            if (step == kAhead && follows) arrive_for_warp(smem_.ready[before_], lane_);
             const uint64 keys = k.at(step / 4 * kPanelBytes + step % 4 * 32);
             if (step < kHeld) {
                 Products::rs(s, q_[step], keys, step != 0);
             } else {
-                const WgmmaDescriptor spare = wgmma_descriptor<32>(smem_addr_of(smem_.q_step), 16, 256);
-                Products::ss(s, spare.at(0), keys, 1);
+                Products::ss(s, step == kHeld ? spare.at(0) : last.at(step % 4 * 32), keys, 1);
             }
         }
-        wgmma_commit();
-        const WgmmaDescriptor last = wgmma_descriptor(smem_addr_of(smem_.q_last), 16, 1024);
-#pragma unroll
-        for (int step = 0; step < 4; ++step)
-            Products::ss(s, last.at(step * 32), k.at((Config::kPanels - 1) * kPanelBytes + step * 32), 1);
         wgmma_commit();
         wgmma_pin(s);
     }
@@ -154,14 +157,14 @@ class Latent16Scores {
         for (int i = 0; i < kScores; ++i) s[i] *= factor;
         factor = 1.0f;
         if (!(p_.softcap > 0.0f)) return;
-        const float inverse = kLn2 / p_.softcap, back = p_.softcap * kLog2e;
+        const float inverse = kLn2 * rcp_approx(p_.softcap), back = p_.softcap * kLog2e;
 #pragma unroll
         for (int i = 0; i < kScores; ++i) s[i] = back * tanh_exp2(s[i] * inverse);
     }
     OA_DEVICE void mask(float (&s)[kScores], const LatentSplit& split, int32 first) const {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            const int32 flat = int32(blockIdx.x) * Config::kRows + row_ + 8 * r;
+            const int32 flat = int32(blockIdx.x) * Config::kRows + first_row() + 8 * r;
             const int32 token = min_of(token_of(p_, flat), split.queries.count - 1);
             const int32 own_end = split.seq_len - split.queries.count + token + 1, end = min_of(own_end, split.end);
             const int32 begin = p_.window_left < 0 ? 0 : max_of(own_end - 1 - p_.window_left, 0);
@@ -186,8 +189,8 @@ class Latent16Scores {
         for (int pass = 0; pass < 2; ++pass) {
             sum[0] = sum[1] = 0.0f;
             share(s, factor, place, sum);
-            const bool fits = sum[0] <= kMost && sum[1] <= kMost;
-            if (wants_maximum || __all_sync(0xffffffffu, fits)) break;
+            // Not of NaN: a row that has one is lost, and others need not know.
+            if (wants_maximum || !__any_sync(0xffffffffu, sum[0] > kMost || sum[1] > kMost)) break;
             if (pass == 0) raise(s, factor, follows);
         }
         l_[0] += sum[0], l_[1] += sum[1];
@@ -213,7 +216,7 @@ class Latent16Scores {
             const float m = fmaxf(m_[r], top[r]), alpha = exp2_approx(m_[r] - m);
             m_[r] = m;
             l_[r] *= alpha;
-            if (follows && (lane_ & 3) == 0) smem_.alpha[row_ + 8 * r] = alpha;
+            if (follows && (lane_ & 3) == 0) smem_.alpha[first_row() + 8 * r] = alpha;
         }
         if (!follows) return;
         ++times_grown_;
@@ -240,8 +243,8 @@ class Latent16Scores {
     }
     OA_DEVICE uint32 place_of_probabilities() const {
         const int32 lane = in_register(int32(threadIdx.x)) & 127, row = lane >> 5 << 4 | (lane & 15);
-        return smem_addr_of(smem_.ring[0]) + ring_.buffer * kBlockBytes + (Config::kPanels - 1) * kPanelBytes + row * 128 +
-               (((lane >> 4 & 1) ^ (lane & 7)) << 4);
+        return smem_addr_of(smem_.ring[0]) + ring_.buffer * kBlockBytes + (Config::kPanels - 1) * kPanelBytes +
+               row * 128 + (((lane >> 4 & 1) ^ (lane & 7)) << 4);
     }
 
     // What O of all keys is multiplied with, and LSE; else what a partial result needs besides O.
@@ -251,25 +254,33 @@ class Latent16Scores {
         if ((lane_ & 3) != 0) return;
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            const int32 flat = int32(blockIdx.x) * Config::kRows + row_ + 8 * r, token = token_of(p_, flat);
-            const bool exists = token < split.queries.count;
+            const int32 own = first_row() + 8 * r;
+            if (!has_row<Config>(p_, split, own)) continue;
+            const int32 flat = int32(blockIdx.x) * Config::kRows + own;
             if (split.slot < 0) {
-                const int32 head = flat - token * p_.group;
-                const float sink = exists ? sink_log2<Io>(p_.sinks, p_.sinks_kind, head) : neg_inf();
-                const RowResult result = finish_row(m_[r], l_[r], sink);
-                smem_.scale[row_ + 8 * r] = result.o_scale;
-                if (exists) note_row(params_, split.sequence, head, split.queries.first, token, m_[r], result.lse);
-            } else if (exists) {
+                float scale = l_[r] == 0.0f ? 0.0f : rcp_approx(l_[r]);
+                if (p_.sinks_kind != kSinksNone || p_.lse != nullptr || params_.row_max != nullptr)
+                    note(split, flat, m_[r], l_[r], scale);
+                smem_.scale[own] = scale;
+            } else {
                 const int64 row = int64(split.slot) * params_.slot_rows + flat;
                 *reinterpret_cast<float2*>(p_.partial_ml + 2 * row) = make_float2(m_[r], l_[r]);
             }
         }
     }
+    // LSE and the largest score of a row; with a sink another scale.
+    OA_DEVICE void note(const LatentSplit& split, int32 flat, float m, float l, float& scale) const {
+        const int32 token = token_of(p_, flat), head = flat - token * p_.group;
+        const float sink = sink_log2<Io>(p_.sinks, p_.sinks_kind, head);
+        const RowResult result = finish_row(m, l, sink);
+        if (sink != neg_inf()) scale = result.o_scale;
+        note_row(params_, split.sequence, head, split.queries.first, token, m, result.lse);
+    }
 
     const MlaDecodeParams& params_;
     const DecodeParams& p_;
     Latent16Storage<Config>& smem_;
-    const int32 lane_, warp_, row_;  // the lane's first row
+    const int32 lane_, warp_;
     RingPlace ring_;
     uint32 before_ = 0;  // the buffer of the block before
     uint32 stream_ = 0, times_grown_ = 0;  // blocks of the ring; those whose alpha others have to read

@@ -38,8 +38,8 @@ struct Latent16Storage {
     uint64 full[kBuffers];
     uint64 ready[kBuffers];  // P of a buffer's block, and the product that was to be ahead of its own
     uint64 empty[kBuffers];  // by those who compute O, of Q by those who compute scores
-    uint64 scale_read;
-    uint64 last_read;  // the last panel of a block, by the products of all warps
+    uint64 scale_ready, scale_read;
+    uint64 last_read;  // the last panel of a block, by all warps' products
     uint64 alpha_read[4];  // of the rows of each warp
     uint64 split_ready[4];
     LatentSplit splits[4];  // split n is in place n % 4; behind the last one there is one of no blocks

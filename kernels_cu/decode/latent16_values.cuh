@@ -47,7 +47,7 @@ class Latent16Values {
                 if (__all_sync(0xffffffffu, block + 1 >= split.blocks)) break;
                 if (has_copies()) copies_.copy_next(stream_ + kBuffers - 1);
             }
-            end(split);
+            end(split, number);
         }
     }
 
@@ -74,6 +74,7 @@ class Latent16Values {
         const uint32 at = smem_addr_of(smem_.ring[0]) + buffer_of(stream_) * kBlockBytes;
         const WgmmaDescriptor p = wgmma_descriptor(at + (Config::kPanels - 1) * kPanelBytes, 16, 1024);
         const WgmmaDescriptor v = wgmma_descriptor(at + own_ * Config::kHalfPanels * kPanelBytes, kPanelBytes, 1024);
+        fence_proxy_async();  // P, which others have stored
         wgmma_pin(o_);
         wgmma_fence();
 #pragma unroll
@@ -101,12 +102,13 @@ class Latent16Values {
     }
 
     // Of all keys O, else a partial result.
-    OA_DEVICE void end(const LatentSplit& split) {
-        const float scale[2] = {smem_.scale[row_], smem_.scale[row_ + 8]};
+    OA_DEVICE void end(const LatentSplit& split, uint32 number) {
         // In the places of this split's last block, and of the next one's Q, which is in registers soon.
         if (has_copies())
 #pragma unroll 1
             for (int i = 0; i < 2; ++i) copies_.copy_next(stream_ + kBuffers - 1 + i);
+        mbarrier_wait(smem_addr_of(&smem_.scale_ready), number & 1);
+        const float scale[2] = {smem_.scale[row_], smem_.scale[row_ + 8]};
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             const int32 flat = int32(blockIdx.x) * Config::kRows + row_ + 8 * r, token = token_of(p_, flat);

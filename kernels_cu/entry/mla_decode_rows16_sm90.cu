@@ -2,7 +2,8 @@
 // Hopper's wgmma, sm_90a only: rows in 16 bits that TMA copies. What it computes, and how work is divided, is in the
 // comment of mla_decode_sm90.cu, whose kernel has rows that threads copy or convert.
 //
-// A CTA has 64 rows (query token, head), and one split of the keys after another. Three warpgroups, 64 keys a block:
+// A CTA has 64 rows (query token, head), and one split of the keys after another. Three warpgroups, 64 keys a block;
+// a ring of three blocks:
 //
 //   warpgroup 0: scores                warpgroups 1, 2: O's left and right half      first warp of 1: copies
 //                                                                                    Q, K(0), K(1)
@@ -11,22 +12,24 @@
 //   S(1) = Q K(1)^T  -- ready 0 -----> O += P(0) K(0)[:, half]
 //   P(1) -> shared                     -- empty 0 ---------------------------------> K(3) in the place of K(0)
 //   S(2) = Q K(2)^T  -- ready 1 -----> O += P(1) K(1)[:, half]
-//   P(2) -> shared                     -- empty 1 ---------------------------------> K(4)
+//   P(2) -> shared                     -- empty 1 ---------------------------------> Q of the next split
 //
-// P V of a block begins when S of the next one is nearly there, not when P is: else both would have half of the tensor
-// cores each, be done together, and leave them idle during the softmax. So they are busy with P V while the
-// softmax runs, which takes less time.
+// P V of a block begins when two thirds of the products of the next S have been issued, not when P is there. If it began
+// with P, both would have half of the tensor cores, be done together, and leave them idle during the softmax. As it is,
+// they are busy with P V while the softmax runs, and the end of S and the begin of P V overlap.
 //
-// The 512 channels of Q that a value has too lie in the registers of warpgroup 0, but for 16 of them: wgmma takes no
-// registers below 24, and three warpgroups have 504 for a thread of each. Those 16 and the last 64 are in shared
-// memory. P takes the place of the last 64 channels of its block, which no value has.
+// Q of a split has the size and the layout of a block of keys, and is one in the ring, ahead of the split's keys: so it
+// is asked for while the split before is computed. Its 512 channels that a value has too go to the registers of
+// warpgroup 0, but for 16 of them: wgmma takes no registers below 24, and three warpgroups have 504 for a thread of
+// each. Those 16 and the last 64 are copied to a place of their own. P takes the place of the last 64 channels of its
+// block, which no value has.
 //
-// The first thread walks over the splits, one ahead of the scores. Where the running maximum rises, rows of alpha tell
-// warpgroups 1 and 2 to rescale O; at the end of a split scale is what O is multiplied with. A warp of rows has to do
-// with the warps of the same rows only.
+// The warp that asks for copies walks over the splits too, up to two ahead. Where the running maximum rises, rows of
+// alpha tell warpgroups 1 and 2 to rescale O; at the end of a split scale is what O is multiplied with, worked out while
+// its last P V runs. A warp of rows has to do with the warps of the same rows only.
 //
-// Shared memory, bytes: K [3][9][64 * 128] | Q [64 * 128], [64 * 32] | factors, barriers, splits, scan: 1024. Panels of
-// 64 channels, 128-byte swizzle; the 16 channels of Q 32-byte swizzle.
+// Shared memory, bytes: ring [3][9][64 * 128] | Q [64 * 128], [64 * 32] | factors, barriers, splits, scan: 1024. Panels
+// of 64 channels, 128-byte swizzle; the 16 channels of Q 32-byte swizzle.
 #include "decode/latent.cuh"
 #include "decode/latent16_scores.cuh"
 #include "decode/latent16_values.cuh"
@@ -69,6 +72,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, 1) mla_decode_row
             mbarrier_init(smem_addr_of(&smem.ready[buffer]), 4 * kArrivalsOfWarp);
             mbarrier_init(smem_addr_of(&smem.empty[buffer]), 8 * kArrivalsOfWarp);
         }
+        mbarrier_init(smem_addr_of(&smem.scale_ready), 4 * kArrivalsOfWarp);
         mbarrier_init(smem_addr_of(&smem.scale_read), 8 * kArrivalsOfWarp);
         mbarrier_init(smem_addr_of(&smem.last_read), 4 * kArrivalsOfWarp);
 #pragma unroll 1

@@ -73,7 +73,7 @@ def backward_family(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPa
 def latent_family(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Every test over latent caches with Hopper's kernels, of however few rows, and with those that every GPU gets.
 
-    "blocks": where pages have whole blocks of keys, by the kernel that is for more than 64 query rows.
+    "blocks": where pages have whole blocks of keys, by the kernel that is for 64 query rows and more.
     """
     torch = pytest.importorskip("torch")
     if request.param == "generic":

@@ -179,7 +179,7 @@ def launches(asked: DecodeProblem, target: Target = HOPPER) -> tuple[LaunchRecor
 )
 def test_blocks_of_rows_share_the_sms(heads: int, q_len: int, blocks: int, workers: int) -> None:
     main, combine = launches(problem(heads, q_len))
-    many = heads * q_len > 64 and heads != 5  # of 64 rows (token, head) some tokens' heads would be in two blocks
+    many = heads * q_len >= 64 and heads != 5  # of 64 rows (token, head) some tokens' heads would be in two blocks
     assert main.spec.name == f"mla_decode_{'rows16_sm90_fp16_d576v512' if many else 'sm90_fp16_d576v512_tma'}"
     assert combine.spec.name == "mla_combine_sm80_fp16_d512"
     # 4 sequences: a whole number of CTAs each.
@@ -223,7 +223,7 @@ def test_a_named_kernel_is_taken() -> None:
      (4097, 1, True, 64), (64, 64, False, 0)],
 )  # fmt: skip
 def test_rows_that_a_copy_brings(block_size: int, columns: int, maps: bool, rows: int) -> None:
-    main, _ = launches(problem(64, block_size=block_size, table_columns=columns, tensor_maps=maps))
+    main, _ = launches(problem(32, block_size=block_size, table_columns=columns, tensor_maps=maps))
     at = MLA_DECODE.offsets["box_rows_log2"]
     log2 = int.from_bytes(main.arguments[at : at + 4], "little")
     assert len(main.tensor_maps) == (rows > 0)
@@ -238,7 +238,8 @@ def test_rows_that_a_copy_brings(block_size: int, columns: int, maps: bool, rows
     [(128, 1, 64, True, "rows16_sm90_fp16_d576v512"), (128, 2, 256, True, "rows16_sm90_fp16_d576v512"),
      (32, 3, 64, True, "rows16_sm90_fp16_d576v512"), (65, 1, 64, True, "sm90_fp16_d576v512_tma"),
      (48, 2, 64, True, "sm90_fp16_d576v512_tma"), (100, 1, 64, True, "sm90_fp16_d576v512_tma"),
-     (64, 1, 64, True, "sm90_fp16_d576v512_tma"), (128, 1, 32, True, "sm90_fp16_d576v512_tma"),
+     (64, 1, 64, True, "rows16_sm90_fp16_d576v512"), (63, 1, 64, True, "sm90_fp16_d576v512_tma"),
+     (32, 1, 64, True, "sm90_fp16_d576v512_tma"), (128, 1, 32, True, "sm90_fp16_d576v512_tma"),
      (128, 1, 64, False, "sm90_fp16_d576v512")],
 )  # fmt: skip
 def test_whole_blocks_of_keys_and_many_rows(heads: int, q_len: int, block_size: int, maps: bool, name: str) -> None:
@@ -247,7 +248,10 @@ def test_whole_blocks_of_keys_and_many_rows(heads: int, q_len: int, block_size: 
     if name.startswith("rows16"):
         keys, queries = main.tensor_maps
         assert (keys.dims, keys.box) == ((64, block_size, 9, 2), (64, 64, 9, 1))
-        assert (queries.dims, queries.box) == ((64, heads, q_len, 9, 4), (64, min(heads, 64), max(64 // heads, 1), 9, 1))
+        assert (queries.dims, queries.box) == (
+            (64, heads, q_len, 9, 4),
+            (64, min(heads, 64), max(64 // heads, 1), 9, 1),
+        )
         of_tokens = 1152 * heads if q_len > 1 else 16
         assert queries.strides_bytes == (1152, of_tokens, 128, 1152 * heads * q_len)
         assert queries.offset == MLA_DECODE.offsets["map_q"]

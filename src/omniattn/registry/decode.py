@@ -290,7 +290,7 @@ def latent_blocks_row(dtype: str) -> KernelSpec:
     # Three blocks of 64 keys, a panel and 16 channels of Q; factors of two kinds; barriers; splits, the cursor, blocks
     # of warps; scan.
     words = 4 * 8 + 5 + 4 + threads // 32 + _SCAN_WORDS
-    exact = (3 * panels + 1) * 64 * 128 + (32 + 2 * 4) * LATENT_ROWS + 8 * 19 + 4 * words
+    exact = (3 * panels + 1) * 64 * 128 + (32 + 2 * 4) * LATENT_ROWS + 8 * 20 + 4 * words
     return _latent_sm90(
         "mla_decode_rows16_sm90", dtype, "latent", "", (), by_maps=True, threads=threads, smem_bytes=_up(exact, 1024)
     )

@@ -138,9 +138,8 @@ def select_latent(
     """The kernels of one pass over a latent cache for so many query rows of a sequence, as `select_decode`'s.
 
     Hopper has kernels of its own, for 64 rows at a time; see `FEW_LATENT_ROWS`. box: rows of the cache that one copy by
-    TMA can bring, 0 if none can. Where those are a block of keys, more than 64 query rows have a kernel that computes
-    more at a time; with fewer, memory is what it waits for. queries: whether one copy by TMA brings 64 query rows, which
-    that kernel has to have.
+    TMA can bring, 0 if none can. Where those are a block of keys, 64 query rows and more have a kernel that computes
+    more at a time. queries: whether one copy by TMA brings 64 query rows, which that kernel has to have.
     """
     fmt = latent_kind(k)
     best = next((tile for tile in LATENT_TILES if tile >= rows), LATENT_TILES[-1])
@@ -150,14 +149,14 @@ def select_latent(
         at = 1 if rows <= FEW_LATENT_ROWS else 0
         own = [latent_row(dtype, fmt, by_maps=maps) for maps in ((True, False) if box else (False,))]
         if box == LATENT_KEYS and queries:
-            own.insert(0 if rows > LATENT_ROWS else len(own), latent_blocks_row(dtype))
+            own.insert(0 if rows >= LATENT_ROWS else len(own), latent_blocks_row(dtype))
         able[at:at] = own
     names = names_in(force)
     named = [row for row in able if row.name in names]
     main = next((row for row in named or able if fit(row, None, target) is None), general)
     width, width_v = LATENT_DIMS
     what = f"{dtype} queries, a latent cache with rows of {width} channels, the first {width_v} of them V"
-    if box == LATENT_KEYS and not queries and rows > LATENT_ROWS:
+    if box == LATENT_KEYS and not queries and rows >= LATENT_ROWS:
         what += f"; no copy brings {LATENT_ROWS} of its {rows} query rows"
     merged = f"partial results of {width_v} channels"
     combine = registered(latent_combine_row(dtype))
