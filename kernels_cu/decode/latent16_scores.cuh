@@ -21,6 +21,7 @@ class Latent16Scores {
     static constexpr int kScores = Config::kKeys / 2;
     enum : int32 { kCapped = 1, kMasked = 2 };  // what scores of a block need besides
     static constexpr int kSteps = Config::kHeadDim / 16, kHeld = Config::kHeadDimV / 16 - 1;  // of 16 channels
+    static constexpr float kPlainCap = 256.0f;  // up to which an error of 2e-7 of tanh is one of 1e-4 of an exponent
     static constexpr int kAhead = 26;  // products of S after which P V of the block before may begin
 
   public:
@@ -153,13 +154,21 @@ class Latent16Scores {
     }
     // Scores that no positive factor makes exponents of base 2 become such exponents.
     OA_DEVICE void cap(float (&s)[kScores], float& factor) const {
+        const float back = p_.softcap * kLog2e, inverse = rcp_approx(p_.softcap);
+        if (p_.softcap > 0.0f && p_.softcap <= kPlainCap) {
+            // softcap tanh(x) = softcap - 2 softcap / (1 + exp(2 x))
+            const float to_exponent = 2.0f * factor * inverse;
 #pragma unroll
-        for (int i = 0; i < kScores; ++i) s[i] *= factor;
+            for (int i = 0; i < kScores; ++i)
+                s[i] = fmaf(-2.0f * back, rcp_approx(1.0f + exp2_approx(s[i] * to_exponent)), back);
+        } else {
+#pragma unroll
+            for (int i = 0; i < kScores; ++i) {
+                s[i] *= factor;
+                if (p_.softcap > 0.0f) s[i] = back * tanh_exp2(s[i] * kLn2 * inverse);
+            }
+        }
         factor = 1.0f;
-        if (!(p_.softcap > 0.0f)) return;
-        const float inverse = kLn2 * rcp_approx(p_.softcap), back = p_.softcap * kLog2e;
-#pragma unroll
-        for (int i = 0; i < kScores; ++i) s[i] = back * tanh_exp2(s[i] * inverse);
     }
     OA_DEVICE void mask(float (&s)[kScores], const LatentSplit& split, int32 first) const {
 #pragma unroll
