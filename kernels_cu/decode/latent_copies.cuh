@@ -152,8 +152,8 @@ class LatentProducer {
         for (int i = 0; i < kAhead; ++i) places_[i] = places_[i + 1], exist_[i] = exist_[i + 1];
     }
     // A row whose place a lane of the warp has.
-    OA_DEVICE const uint8* row_address(int at, int lane) const {
-        return p_.k + uint64(__shfl_sync(0xffffffffu, places_[at], lane)) * p_.place_bytes;
+    OA_DEVICE const uint8* row_address(const uint8* first, int at, int lane) const {
+        return first + uint64(__shfl_sync(0xffffffffu, places_[at], lane)) * p_.place_bytes;
     }
     OA_DEVICE bool row_exists(int at, int lane) const { return (exist_[at] >> lane & 1) != 0; }
     OA_DEVICE void wait_empty(int buffer, int half) const {
@@ -172,10 +172,11 @@ class LatentProducer {
     OA_DEVICE void copy_block() {
         const uint8* from[kSteps];
         uint32 bytes[kSteps];
+        const uint8* own = in_register(p_.k + chunk_ * 16);
 #pragma unroll
         for (int i = 0; i < kSteps; ++i) {
             const int lane = kBuffer * kBlockRows + i * 4 + (lane_ >> 3);
-            from[i] = row_address(0, lane) + chunk_ * 16, bytes[i] = row_exists(0, lane) ? 16 : 0;
+            from[i] = row_address(own, 0, lane), bytes[i] = row_exists(0, lane) ? 16 : 0;
         }
         const uint32 to = smem_addr_of(smem_.k[kBuffer]) + place(0);
 #pragma unroll

@@ -29,7 +29,7 @@ struct LatentStorage {
     static constexpr uint32 kBlockBytes = Config::kPanels * kPanelBytes;
     alignas(1024) uint8 q[kBlockBytes];
     alignas(1024) uint8 k[2][kBlockBytes];
-    float m[2][Config::kRows];  // running maximum behind the last even and the last odd block
+    float m[2][Config::kRows];  // base of exponents behind an even and behind an odd block
     float l[2][2][Config::kRows];  // of every other split: each warpgroup's part of the denominator
     uint64 full[2][Config::kPanels];  // a buffer's panels
     uint64 empty[2][2];  // a buffer's first and second half, as they are copied
@@ -41,6 +41,7 @@ struct LatentStorage {
     int32 chunks;  // of all sequences
     uint8 listed[2][Config::kKeys];  // whether a list has the key of a buffer's row
     ScanStorage<Config::kThreads> scan;
+    float top[2][2][Config::kRows];  // as `l`: the largest scores, where they are wanted
 };
 
 // The two halves of a buffer: first panel, and panels. The second has the last panel besides.

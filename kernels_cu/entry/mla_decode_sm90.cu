@@ -14,22 +14,27 @@
 //
 //   warpgroup 0: copies             warpgroup 1 (even, O left)            warpgroup 2 (odd, O right)
 //   Q, then of each block two       S = Q k(0)^T                          S = Q k(1)^T
-//   halves, each when its last      m, P(0) -> shared, barrier ---------> wait
+//   halves, each when its last      P(0) -> shared, barrier ------------> wait
 //   reader has released it          O += P(0) k(0) left                   O += P(0) k(0) right
-//                                   wait <-------------- barrier -------- m, P(1) -> shared
+//                                   wait <-------------- barrier -------- P(1) -> shared
 //                                   O += P(1) k(1) left                   O += P(1) k(1) right
 //
-// Both follow one running maximum. P takes the place of the last 64 channels of its block, which no value has. Of
-// buffer 0 the left half is warpgroup 1's alone once S is there, and the right half with P is released by warpgroup 2;
-// of buffer 1 the other way round: S begins with the half that is free first.
+// Exponents of both follow one base, which the maximum of a row may exceed: that shows in the sums of P, not in a
+// maximum taken first. Then, and for the first block of a split, the base becomes the maximum and P is computed again;
+// the other warpgroup learns of the base before it takes that P. Rows in 8 bits leave no registers for scores that P
+// may have to be computed from again: there the maximum is taken first.
+//
+// P takes the place of the last 64 channels of its block, which no value has. Of buffer 0 the left half is warpgroup
+// 1's alone once S is there, and the right half with P is released by warpgroup 2; of buffer 1 the other way round: S
+// begins with the half that is free first.
 //
 // The first thread walks over the splits, and hands each one to all others in shared memory. Where TMA brings keys, one
 // warp asks for them and the other three copy Q, so that neither waits for the other.
 //
 // Rows in 8 bits are converted by two warpgroups in the place of warpgroup 0.
 //
-// Shared memory, bytes: Q [9][64 * 128] | K [2][9][64 * 128] | maxima, denominators, barriers, splits, scan. Panels of
-// 64 channels, 128-byte swizzle.
+// Shared memory, bytes: Q [9][64 * 128] | K [2][9][64 * 128] | bases, denominators, barriers, splits, scan, maxima.
+// Panels of 64 channels, 128-byte swizzle.
 #include "decode/latent.cuh"
 #include "decode/latent_consumer.cuh"
 #include "decode/latent_copies.cuh"

@@ -230,7 +230,7 @@ def latent_row(dtype: str, fmt: str, *, by_maps: bool = False) -> KernelSpec:
     threads, panels = 384 if fmt == "latent" else 512, LATENT_DIMS[0] // 64
     # Q and two blocks of 64 keys; maxima, denominators, listed keys; barriers; splits and the cursor; scan.
     words = 4 * 8 + 5 + threads // 32 + _SCAN_WORDS
-    exact = 3 * panels * 64 * 128 + (4 * 6 + 2) * LATENT_ROWS + 8 * (2 * panels + 6) + 4 * words
+    exact = 3 * panels * 64 * 128 + (4 * 10 + 2) * LATENT_ROWS + 8 * (2 * panels + 6) + 4 * words
     ending = f"{fmt.removeprefix('latent')}{'_tma' if by_maps else ''}"
     defines = (("CACHE_FORMAT", str(LATENT_FORMATS[fmt])), ("BY_MAPS", str(int(by_maps))))
     return _latent_sm90(
