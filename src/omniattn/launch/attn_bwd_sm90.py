@@ -89,8 +89,7 @@ def build(
     """
     blocks = num_n_blocks(problem.forward, spec.block_n)
     values = backward_values(problem, at, dq_columns=dq_columns, n_blocks=blocks)
-    overlap = overlap and spec.family == "attn_bwd_sm90"  # the others do not wait by themselves
-    return _launch(spec, problem, target, tiles, values, overlap)
+    return _launch(spec, problem, target, tiles, values, overlap and spec.waits_ahead)
 
 
 def build_dq(

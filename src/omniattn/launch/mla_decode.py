@@ -13,9 +13,6 @@ from .attn_fwd_sm90 import PANEL, mapped
 from .host_struct import Arguments, At
 from .structs import MLA_DECODE
 
-#: The kernel that has copies of whole blocks, of Q as of keys.
-_BLOCKS = "mla_decode_rows16_sm90"
-
 
 def arguments(values: dict[str, object], problem: DecodeProblem, slot_rows: int, spec: KernelSpec) -> Arguments:
     """The struct of a call.
@@ -34,7 +31,7 @@ def arguments(values: dict[str, object], problem: DecodeProblem, slot_rows: int,
     packed: dict[str, Any] = {f"decode.{name}": x for name, x in values.items()}
     packed |= {
         "map": _map(problem, rows, spec) if rows else None,
-        "map_q": _query_map(values, problem) if spec.family == _BLOCKS else None,
+        "map_q": _query_map(values, problem) if spec.query_map else None,
         "row_max": At("row_max") if problem.maximum else None,
         "box_rows_log2": max(rows.bit_length() - 1, 0),
         "slot_rows": slot_rows,
@@ -50,7 +47,7 @@ def _map(problem: DecodeProblem, rows: int, spec: KernelSpec) -> TensorMap:
     places = places_of(cache, "decode")
     assert places is not None
     token, head, block = (n * places.unit_bytes for n in (places.token, places.head, places.block))
-    if spec.family == _BLOCKS:
+    if spec.map_blocks:
         panels = problem.head_dim // PANEL
         extents = (PANEL, problem.block_size, panels, problem.num_blocks)
         return mapped("cache.k", 0, problem.dtype, extents, (token, 2 * PANEL, block), (PANEL, rows, panels, 1))

@@ -358,6 +358,7 @@ def _attn_fwd_sm90(
         sequences="packed" if varlen else "dense",
         paged=paged,
         tensor_maps=True,
+        mask_maps=True,
         softcap="any" if softcap else "never",
         masks=masks,
         # Small tiles have no lists of what it hides, nor have splits of packed sequences.

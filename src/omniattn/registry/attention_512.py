@@ -62,6 +62,7 @@ def _attn_fwd_d512_sm90(
         arch_specific=True,
         sequences="packed" if varlen else "dense",
         tensor_maps=True,
+        mask_maps=True,
         softcap=softcap,
         masks=masks,
         score_mod=mods,

@@ -220,6 +220,7 @@ def _attn_bwd_sm90(head_dim: int, dtype: str, varlen: bool, mod: str, ordered: b
         arch_specific=True,
         sequences="packed" if varlen else "dense",
         tensor_maps=True,
+        waits_ahead=True,
         softcap=softcap,
         masks=masks,
         dq=True,

@@ -248,6 +248,8 @@ def _latent_sm90(
     by_maps: bool,
     threads: int,
     smem_bytes: int,
+    map_blocks: bool = False,
+    query_map: bool = False,
 ) -> KernelSpec:
     """What the families of Hopper over latent caches have in common. ending: of the name; defines: beside dims."""
     short, tag = IO_TYPES[dtype]
@@ -269,6 +271,8 @@ def _latent_sm90(
         head_dim=width,
         own_head_dim_v=width_v,
         tensor_maps=by_maps,
+        map_blocks=map_blocks,
+        query_map=query_map,
         block_m=LATENT_ROWS,
         block_n=64,
         num_warps=threads // 32,
@@ -292,8 +296,9 @@ def latent_blocks_row(dtype: str) -> KernelSpec:
     words = 4 * 8 + 5 + 4 + threads // 32 + _SCAN_WORDS
     exact = (3 * panels + 1) * 64 * 128 + (32 + 2 * 4) * LATENT_ROWS + 8 * 20 + 4 * words
     return _latent_sm90(
-        "mla_decode_rows16_sm90", dtype, "latent", "", (), by_maps=True, threads=threads, smem_bytes=_up(exact, 1024)
-    )
+        "mla_decode_rows16_sm90", dtype, "latent", "", (), by_maps=True, threads=threads, smem_bytes=_up(exact, 1024),
+        map_blocks=True, query_map=True,
+    )  # fmt: skip
 
 
 def latent_combine_row(dtype: str) -> KernelSpec:

@@ -68,6 +68,15 @@ class KernelSpec:
         It takes K and V in pages of a pool, and no others.
     tensor_maps : bool
         It reads its arrays by tensor maps, which describe no negative and no huge strides.
+    mask_maps : bool
+        Of attention that forms scores: an additive mask comes to it by a tensor map, others as another kernel packed
+        them. Where that is false it reads masks where they lie.
+    map_blocks : bool
+        Of decode over latent caches, with `tensor_maps`: a copy brings all channels of keys, else 64 of them.
+    query_map : bool
+        The same: it reads q by a tensor map, too.
+    waits_ahead : bool
+        Of the backward: it waits itself for the kernel ahead, so that its launch may begin before that one ends.
     softcap : str
         ``"never"``, ``"any"`` (calls with a softcap and without one) or ``"always"``.
     masks : str
@@ -117,6 +126,8 @@ class KernelSpec:
         Of attention: bytes of an element of the tiles of additive masks that it takes; 0: none.
     generated : tuple of (name, text)
         Source files whose text is not that of the kernels folder: a user's score modification.
+    held_elems : int
+        Of top_k: elements of a row that a CTA has room for in shared memory; 0: it holds none there.
     cache : tuple of str
         Of decode and append: row formats of K and V (`registry.decode.row_format`).
     """
@@ -141,6 +152,10 @@ class KernelSpec:
     sequences: Sequences = "any"
     paged: bool = False
     tensor_maps: bool = False
+    mask_maps: bool = False
+    map_blocks: bool = False
+    query_map: bool = False
+    waits_ahead: bool = False
     softcap: Use = "never"
     masks: Masks = "none"
     score_mod: bool = False
@@ -163,6 +178,7 @@ class KernelSpec:
     grouping: str = ""
     specialization: tuple[str, str] | None = None
     bias_bytes: int = 0
+    held_elems: int = 0
     cache: tuple[str, ...] = ()
     generated: tuple[tuple[str, str], ...] = ()
     own_head_dim_v: int = 0

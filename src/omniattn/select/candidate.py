@@ -145,7 +145,7 @@ def mask_inputs(row: KernelSpec, problem: AttentionProblem, pack_gqa: PackGQA = 
 
     ``problem`` is as the kernel is told of it: with numbers a key as tiles where that is wanted.
     """
-    p, of_hopper = problem, row.family in ("attn_fwd_sm90", "attn_fwd_d512_sm90")
+    p = problem
     if p.keys_as_tiles:
         return (MaskInput.AS_TILES,) if row.bias_bytes else ()
     can_pack = p.packs_mask
@@ -153,7 +153,7 @@ def mask_inputs(row: KernelSpec, problem: AttentionProblem, pack_gqa: PackGQA = 
         return (_packed(row, p, pack_gqa),) if row.arch_specific and can_pack else (MaskInput.IN_PLACE,)
     if p.varlen and not (row.lists and row.arch_specific):
         return (MaskInput.IN_PLACE,)
-    if not of_hopper:
+    if not row.mask_maps:
         # They read any mask themselves. One that is the same for all keys is smaller than its bits.
         can_pack = can_pack and p.seqlen_k <= MASK_TILE * MAX_TILES
         can_pack = can_pack and not (p.mask_encoding == "bits" and p.one_mask_for_all_keys)
@@ -162,7 +162,7 @@ def mask_inputs(row: KernelSpec, problem: AttentionProblem, pack_gqa: PackGQA = 
     if can_pack:
         packed = _packed(row, p, pack_gqa)
         may_read = row.min_arch >= (9, 0) and p.seqlen_k <= READ_WHOLE
-        return (packed, MaskInput.IN_PLACE) if may_read and not of_hopper else (packed,)
+        return (packed, MaskInput.IN_PLACE) if may_read and not row.mask_maps else (packed,)
     return (MaskInput.LISTED if p.finds_tiles else MaskInput.IN_PLACE,)
 
 

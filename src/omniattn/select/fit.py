@@ -241,7 +241,7 @@ def _unfit_mask(row: KernelSpec, problem: AttentionProblem) -> str | None:
             return "it takes no additive mask that differs between queries"
         if row.bias_bytes != ITEMSIZE[p.mask_dtype]:
             return f"it takes additive masks of {8 * row.bias_bytes} bits"
-        if not (p.mask_map or (row.family in ("attn_fwd_sm90", "attn_fwd_d512_sm90") and p.aligns_mask)):
+        if not (p.mask_map or (row.mask_maps and p.aligns_mask)):
             return "tensor maps cannot describe this mask: its address and strides are no multiples of 16 bytes"
     elif row.masks == "tiles":
         return "it is for additive masks that differ between queries"
