@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
 import pytest
 
+from omniattn.checks.indexer import LogitsOptions, TopKOptions, check_index_logits, check_top_k
 from omniattn.errors import ArgumentError, UnsupportedError
+from omniattn.ops.index_logits import _INDEX_LOGITS
+from omniattn.ops.top_k import _TOP_K
+from omniattn.plan.engine import Call, describe
 from omniattn.plan.others import plan_index_logits, plan_top_k
 from omniattn.problems import IndexLogitsProblem, Target, TopKProblem
 from omniattn.registry import GPUS
 from omniattn.select.indexer import select_index_logits, select_top_k, span_of
+from tests.indexer_cases import E4M3
 
 HOPPER = Target((9, 0), 227 << 10, 132)
 AMPERE = Target((8, 0), 163 << 10, 108)
@@ -28,8 +34,8 @@ def logits(
     )  # fmt: skip
 
 
-def rows(count: int, width: int) -> TopKProblem:
-    return TopKProblem(count, width, 2048, 1, 0, width, 2048, 0, (False, False))
+def rows(count: int, width: int, aligned: bool = True) -> TopKProblem:
+    return TopKProblem(count, width, 2048, 1, 0, width, 2048, 0, aligned, (False, False))
 
 
 @pytest.mark.parametrize(
@@ -74,11 +80,15 @@ def test_rows_of_top_k() -> None:
     assert select_top_k(rows(128, 32768), HOPPER)[0].spec.name == "top_k_sm80_held"
     assert select_top_k(rows(128, 32769), HOPPER)[0].spec.name == "top_k_sm80_few"
     assert select_top_k(rows(4096, 16384), HOPPER)[0].spec.name == "top_k_sm80_many_held"
+    # Rows with up to three elements of others in front do not fit.
+    assert select_top_k(rows(128, 32765, False), HOPPER)[0].spec.name == "top_k_sm80_held"
+    assert select_top_k(rows(128, 32768, False), HOPPER)[0].spec.name == "top_k_sm80_few"
     assert select_top_k(rows(4096, 131072), HOPPER)[0].spec.name == "top_k_sm80_few"
     assert select_top_k(rows(1, 32768), ADA)[0].spec.name == "top_k_sm80_many"  # less shared memory
     one, ctas = select_top_k(rows(1, 131072), HOPPER)
     assert one.spec.name == "top_k_sm90_shared_held"
     assert ctas == 8
+    assert select_top_k(rows(1, 131072, False), HOPPER)[0].spec.name == "top_k_sm90_shared"
     assert select_top_k(rows(1, 131074), HOPPER)[0].spec.name == "top_k_sm90_shared"
     assert select_top_k(rows(16, 32768), HOPPER)[1] == 4
     assert select_top_k(rows(16, 131072), HOPPER)[1] == 4  # 16 clusters of 8 do not fit at once
@@ -128,3 +138,28 @@ def test_a_tile_never_holds_more_queries_than_there_are() -> None:
     assert [logits(queries=n).query_tile(8) for n in (1, 7, 100)] == [1, 7, 8]
     assert [logits(queries=n, heads=128).query_tile(8) for n in (1, 100)] == [1, 4]
     assert dataclasses.replace(logits(), queries=0).query_tile(8) == 1
+
+
+def test_rows_are_aligned_by_address_and_stride() -> None:
+    """Those of a view that begins within 16 bytes are not, whatever their stride is; one row has no stride."""
+    memory = np.zeros(40 * 104 + 4, np.float32)
+    first = -(memory.ctypes.data // 4) % 4
+    whole = memory[first : first + 40 * 104].reshape(40, 104)
+    given = {
+        "whole": (whole, True), "columns": (whole[:, 4:], True), "odd columns": (whole[:, 1:], False),
+        "odd stride": (memory[first : first + 4 * 101].reshape(4, 101), False),
+        "one row": (memory[first : first + 101].reshape(1, 101), True),
+    }  # fmt: skip
+    for name, (logits, aligned) in given.items():
+        call = Call(_TOP_K, (logits, None, None, None, None), TopKOptions(5, 1, None))
+        problem = check_top_k(call, describe(call, None))
+        assert problem.has_aligned_rows == aligned, name
+
+
+def test_a_stride_between_blocks_or_keys_that_are_one() -> None:
+    """It is no matter of alignment."""
+    k = np.lib.stride_tricks.as_strided(np.zeros(64 * 132, np.uint8), (1, 64, 132), (12, 132, 1))
+    weights, lens = np.zeros((1, 64), np.float32), np.array([3], np.int32)
+    q = np.zeros((1, 1, 64, 128), E4M3)
+    call = Call(_INDEX_LOGITS, (q, k, weights, None, lens, lens[:, None] * 0, None, None, None), LogitsOptions(None))
+    assert check_index_logits(call, describe(call, None)).has_aligned_keys

@@ -20,6 +20,8 @@ TOP_K_ARRAYS = ("logits", "lengths", "starts", "block_table", "out")
 #: Those that kernels access 16 bytes at a time.
 LOGITS_ALIGNED = frozenset({"q", "k"})
 TOP_K_ALIGNED: frozenset[str] = frozenset()
+#: Bytes: rows of logits that begin at multiples of them have no elements of others in front.
+ROWS_ALIGNMENT = 16
 #: Heads of a query at most.
 MAX_INDEX_HEADS = 128
 #: Bytes of a key and its scale in one array.
@@ -130,10 +132,12 @@ def _check_paged(tensors: dict[str, Tensor], sequences: int) -> _Keys:
         if strides[2] != 1 or (size > 1 and strides[1] != row) or (blocks > 1 and strides[0] % 4):
             expected = f"blocks of consecutive bytes at multiples of 4, strides (n, {row}, 1)"
             raise StrideError("k", expected, f"strides {tuple(k.strides)}", function=_LOGITS)
-        return _Keys(blocks, size, (strides[0], INDEX_DIM), (strides[0], 4), size * INDEX_DIM)
+        step = strides[0] if blocks > 1 else 0
+        return _Keys(blocks, size, (step, INDEX_DIM), (step, 4), size * INDEX_DIM)
     values.check_strides(k, _LOGITS)
     values.check_like(scale, (blocks, size), "float32", _LOGITS)
-    return _Keys(blocks, size, (strides[0], strides[1]), (4 * scale.strides[0], 4 * scale.strides[1]), -1)
+    steps = (strides[0] if blocks > 1 else 0, strides[1] if size > 1 else 0)
+    return _Keys(blocks, size, steps, (4 * scale.strides[0], 4 * scale.strides[1]), -1)
 
 
 def _check_contiguous(tensors: dict[str, Tensor], rows: int) -> _Keys:
@@ -154,7 +158,7 @@ def _check_contiguous(tensors: dict[str, Tensor], rows: int) -> _Keys:
     for name in ("k_start", "k_end"):
         if name in tensors:
             check_int32(tensors[name], (rows,), f"({rows},)", _LOGITS)
-    return _Keys(1, k.shape[0], (0, k.strides[0]), (0, 4 * scale.strides[0]), -1)
+    return _Keys(1, k.shape[0], (0, k.strides[0] if k.shape[0] > 1 else 0), (0, 4 * scale.strides[0]), -1)
 
 
 def _check_max_keys(given: Any, capacity: int, paged: bool) -> int:
@@ -215,7 +219,10 @@ def check_top_k(call: Call, tensors: dict[str, Tensor]) -> TopKProblem:
     if out is not None:
         values.check_like(out, (rows, k), "int32", _TOP_K)
         indices_stride = _check_rows(out, _TOP_K, written=True)
+    logits_stride = _check_rows(logits, _TOP_K)
+    # Without an address (a call that is traced), allocators give aligned ones.
+    offsets = (logits.ptr, logits.itemsize * logits_stride if rows > 1 else 0)
     return TopKProblem(
-        rows, width, k, next_n, block_size, _check_rows(logits, _TOP_K), indices_stride, table_stride,
-        ("starts" in tensors, "lengths" in tensors),
+        rows, width, k, next_n, block_size, logits_stride, indices_stride, table_stride,
+        all(offset % ROWS_ALIGNMENT == 0 for offset in offsets), ("starts" in tensors, "lengths" in tensors),
     )  # fmt: skip

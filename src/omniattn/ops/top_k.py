@@ -16,6 +16,7 @@ from .traced import run_traced
 _TOP_K = Operation(
     "top_k", checks.TOP_K_ARRAYS, checks.check_top_k, check_memory, plan_top_k, on_cpu_indexer.top_k, ("logits",),
     checks.TOP_K_ALIGNED, given={"indices": "out"}, traced=run_traced,
+    placed=(checks.TOP_K_ARRAYS.index("logits"), checks.ROWS_ALIGNMENT),
 )  # fmt: skip
 
 

@@ -25,7 +25,7 @@ class IndexLogitsProblem:
     q_strides : (int, int, int)
         Bytes between sequences, queries, heads.
     k_strides, scale_strides : (int, int)
-        Bytes between blocks and keys.
+        Bytes between blocks and keys; 0 where there is one of them.
     scale_offset : int
         Bytes from a block's first key to its first scale, where both are in one array; -1: they are not.
     weights_stride, logits_stride : int
@@ -82,6 +82,8 @@ class TopKProblem:
         Of the block table; 0: there is none.
     logits_stride, indices_stride, table_stride : int
         Elements between rows.
+    has_aligned_rows : bool
+        Whether every row of logits begins at a multiple of 16 bytes.
     ranges : (bool, bool)
         Whether there are starts, lengths.
     """
@@ -94,6 +96,7 @@ class TopKProblem:
     logits_stride: int
     indices_stride: int
     table_stride: int
+    has_aligned_rows: bool
     ranges: tuple[bool, bool]
 
     @property

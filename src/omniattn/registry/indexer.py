@@ -27,6 +27,10 @@ _HELD, _MANY_HELD, _SHARED_HELD = (1024, 1, 1, 16), (512, 1, 2, 16), (512, 1, 1,
 HELD = 32
 #: Elements of a row from which on 1024 threads of one CTA an SM are faster for many of them.
 LONG_ROW = 1 << 17
+#: The rows of top_k, those that hold rows first.
+TOP_K_MANY = ("top_k_sm80_many_held", "top_k_sm80_many")
+TOP_K_FEW = ("top_k_sm80_held", "top_k_sm80_few")
+TOP_K_SHARED = ("top_k_sm90_shared_held", "top_k_sm90_shared")
 #: Words of its bits of positions; bytes of its bins, of candidates beyond those of a thread, and of what stands behind.
 _MASK, _BINS_BYTES, _SPILLED_BYTES, _SELECT_BYTES = 2048, 4 * (2048 + 1024 + 1024), 8 * 1024, 512
 #: What the CTAs of a cluster send each other.
@@ -80,7 +84,7 @@ def _top_k(shape: tuple[int, int, int, int], name: str, cluster: bool, held: boo
         symbol="top_k_sm80", defines=tuple((n, str(v)) for n, v in defines.items()), dtype="float32",
         head_dim=INDEX_DIM, block_m=MAX_CLUSTER if cluster else 1, block_n=threads * depth, num_warps=threads // 32,
         smem_bytes=smem + (_EXCHANGE_BYTES if cluster else 0), ctas_per_sm=ctas,
-        min_arch=(9, 0) if cluster else (8, 0),
+        min_arch=(9, 0) if cluster else (8, 0), held_elems=HELD * threads if held else 0,
     )  # fmt: skip
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from ..problems import IndexLogitsProblem, Target, TopKProblem
 from ..registry import REGISTRY, KernelSpec, by_name
 from ..registry.indexer import (
-    HELD,
     HELD_BY_FOUR,
     INDEX_HEADS,
     LEAST_PART,
@@ -14,6 +13,9 @@ from ..registry.indexer import (
     MAX_CLUSTER,
     ROUNDS,
     STEP,
+    TOP_K_FEW,
+    TOP_K_MANY,
+    TOP_K_SHARED,
 )
 from .choice import Selection, forced, only, the_one
 from .fit import fit
@@ -72,11 +74,11 @@ def select_top_k(problem: TopKProblem, target: Target, force: str | None = None)
     if (chosen := forced(force, ("top_k",), lambda spec: fit(spec, None, target))) is not None:
         # A row for clusters takes rows of one CTA too.
         return chosen, ctas if chosen.spec.min_arch >= (9, 0) else 1
-    names: tuple[str, ...] = ("top_k_sm80_many_held", "top_k_sm80_many")
+    names: tuple[str, ...] = TOP_K_MANY
     if ctas > 1:
-        names = ("top_k_sm90_shared_held", "top_k_sm90_shared")
+        names = TOP_K_SHARED
     elif problem.rows <= target.sm_count or problem.width >= LONG_ROW:
-        names = ("top_k_sm80_held", "top_k_sm80_few", *names)
+        names = (*TOP_K_FEW, *TOP_K_MANY)
     # Those that hold rows take short ones, and more shared memory than some GPUs have.
     rows = map(by_name, names)
     fitting = [spec for spec in rows if fit(spec, None, target) is None and _has_room(spec, problem, ctas)]
@@ -87,12 +89,9 @@ def select_top_k(problem: TopKProblem, target: Target, force: str | None = None)
 
 def _has_room(spec: KernelSpec, problem: TopKProblem, ctas: int) -> bool:
     """Whether CTAs of a row have shared memory for a row of the problem, if that is where it goes."""
-    defines = dict(spec.defines)
-    if defines["HELD"] == "0":
-        return True
     # Rows that do not begin at 16 bytes have up to three elements more in front.
-    slack = 3 if problem.logits_stride % 4 else 0
-    return problem.width + slack <= HELD * int(defines["THREADS"]) * ctas
+    slack = 0 if problem.has_aligned_rows else 3
+    return not spec.held_elems or problem.width + slack <= spec.held_elems * ctas
 
 
 def _ctas_of_row(problem: TopKProblem, target: Target) -> int:
