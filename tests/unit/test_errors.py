@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import pickle
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -148,3 +149,43 @@ def test_errors_in_the_contents_of_arrays_name_the_public_function(
             max_seqlen_q=2, max_seqlen_k=longest, precision=precision,
         )  # fmt: skip
     assert str(caught.value).startswith(f"attention_varlen(): argument '{argument}': expected ")
+
+
+X, INTS = np.zeros((1, 2, 2, 8), np.float16), np.ones(1, np.int32)
+CACHE = omniattn.KVCache(1, 2, 2, 8, like=X)
+STARTS = {"cu_seqlens_q": INTS, "cu_seqlens_k": INTS, "max_seqlen_q": 1, "max_seqlen_k": 1}
+ROWS = np.zeros((4, 24), np.float16)
+NO_ARRAYS: dict[str, tuple[str, Callable[[object], object]]] = {
+    "attention": ("q", lambda x: omniattn.attention(x, X, X)),
+    "attention mask": ("mask", lambda x: omniattn.attention(X, X, X, mask=x)),
+    "attention_varlen": ("k", lambda x: omniattn.attention_varlen(X[0], x, X[0], **STARTS)),
+    "attention_backward": ("lse", lambda x: omniattn.attention_backward(X, X, X, X, X, x)),
+    "decode": ("seq_lens", lambda x: omniattn.decode(X, CACHE, seq_lens=x)),
+    "attention_with_kvcache": ("q", lambda x: omniattn.attention_with_kvcache(x, CACHE, seq_lens=INTS)),
+    "append": ("v", lambda x: omniattn.append(CACHE, X, x, seq_lens=INTS)),
+    "merge_states": ("lse_a", lambda x: omniattn.merge_states(X, x, X, X)),
+    "quantize_v": ("v", omniattn.quantize_v),
+    "quantize_qk": ("k", lambda x: omniattn.quantize_qk(X, x)),
+    "attention_sparse": ("kv", lambda x: omniattn.attention_sparse(X[0], x, indices=INTS[None])),
+    "attention_sparse sinks": (
+        "sinks", lambda x: omniattn.attention_sparse(ROWS[:, None], ROWS, indices=INTS[None], head_dim_v=16, sinks=x),
+    ),
+    "index_logits": ("weights", lambda x: omniattn.index_logits(X[0], ROWS, x)),
+    "top_k": ("logits", lambda x: omniattn.top_k(x, 3)),
+    "KVCache": ("like", lambda x: omniattn.KVCache(1, 2, 2, 8, like=x)),
+    "PagedKVCache.from_arrays": ("v", lambda x: omniattn.PagedKVCache.from_arrays(X, x)),
+    "KVCache.from_arrays": ("k", lambda x: omniattn.KVCache.from_arrays(x, None)),
+    "KVCache.from_arrays scales": (
+        "k_scale", lambda x: omniattn.KVCache.from_arrays(X.view(np.int8), X.view(np.int8), k_scale=x, v_scale=x),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NO_ARRAYS)
+@pytest.mark.parametrize("given", ["text", [1.0], np.array(["text"])], ids=["str", "list", "array of str"])
+def test_what_is_no_array_is_named_with_its_function(name: str, given: object) -> None:
+    argument, call = NO_ARRAYS[name]
+    with pytest.raises(ArgumentError) as raised:
+        call(given)
+    assert raised.value.argument == argument
+    assert raised.value.function == name.split()[0]

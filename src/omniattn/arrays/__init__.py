@@ -51,6 +51,7 @@ __all__ = [
     "contiguous_strides",
     "current_stream",
     "describe",
+    "describe_of",
     "empty_like_framework",
     "e4m3_bytes",
     "finish",
@@ -116,6 +117,16 @@ def describe(obj: Any, argument: str, stream: int | None = None) -> Tensor:
     except KeyError:
         describer = _register(type(obj), argument)
     return describer(obj, argument, stream)
+
+
+def describe_of(function: str, obj: Any, argument: str, stream: int | None = None) -> Tensor:
+    """The same for the public function ``function``, which errors name."""
+    try:
+        return describe(obj, argument, stream)
+    except ArgumentError as error:
+        if error.function is not None:
+            raise
+        raise error.named(function) from error.__cause__
 
 
 def _know_none(objects: Sequence[Any]) -> tuple[tuple[Any, ...], list[int]] | None:

@@ -89,14 +89,14 @@ def describe_levels(shared: SharedPrefixes, stream: int | None) -> SharedPrefixe
     levels = []
     for i, level in enumerate(shared.levels):
         names = (f"shared_prefix.levels[{i}].{name}" for name in SharedLevel._fields)
-        starts, lens, table = (arrays.describe(x, name, stream) for x, name in zip(level, names, strict=True))
+        starts, lens, table = (arrays.describe_of(_NAME, x, name, stream) for x, name in zip(level, names, strict=True))
         values.check_cu_seqlens(starts, starts.argument, _NAME)
         groups = starts.shape[0] - 1
         check_int32(lens, (groups,), f"({groups},)", _NAME)
         check_int32(table, (groups, None), f"({groups}, max_blocks), max_blocks >= 1", _NAME)
         levels.append(SharedLevel(starts, lens, table))
     lens, table = (
-        arrays.describe(x, f"shared_prefix.{name}", stream)
+        arrays.describe_of(_NAME, x, f"shared_prefix.{name}", stream)
         for name, x in (("seq_lens", shared.seq_lens), ("block_table", shared.block_table))
     )
     return SharedPrefixes(tuple(levels), lens, table)

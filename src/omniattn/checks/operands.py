@@ -202,7 +202,7 @@ def check_same_sequences(function: str, v: QuantizedV, tensors: dict[str, Tensor
     """For the CPU; on a GPU that would need a synchronization."""
     if v.cu_seqlens_k is None:
         return
-    starts = arrays.to_numpy(arrays.describe(v.cu_seqlens_k, "v.cu_seqlens_k"))
+    starts = arrays.to_numpy(arrays.describe_of(function, v.cu_seqlens_k, "v.cu_seqlens_k"))
     wanted = arrays.to_numpy(tensors["cu_seqlens_k"])
     if starts.tolist() != wanted.tolist():
         raise ArgumentError("v", f"cu_seqlens_k {wanted.tolist()}, like k", str(starts.tolist()), function=function)

@@ -148,7 +148,7 @@ class KVCache(OnArrays, WithLeaves):
         blocks, block_size, heads = self._check_extents(name, extents, names, num_kv_heads)
         # A module's parameter says where it is as well as any array; nothing is computed with it.
         like = like.detach() if getattr(like, "requires_grad", False) is True else like
-        ref = arrays.describe(like, "like")
+        ref = arrays.describe_of(name, like, "like")
         # Of `like` only the place is kept: it may be a large array that its owner wants to be rid of.
         self._device, self._ordinal, self._device_name = ref.device, ref.ordinal, ref.device_name
         if latent[0] is not None:

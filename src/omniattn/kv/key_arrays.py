@@ -22,7 +22,7 @@ def describe_key_arrays(
         if not fmt.quantized:
             expected = f"None with k_dtype {fmt.dtype!r}, which is exact"
             raise ArgumentError(argument, expected, "an array", function=function)
-        t = arrays.describe(value, argument)
+        t = arrays.describe_of(function, value, argument)
         if t.dtype != "float32":
             raise DtypeError(argument, "float32", t.dtype, function=function)
         if tuple(t.shape) != shape:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from .. import arguments, arrays
@@ -125,10 +126,10 @@ def _on(cls: Any, k: Any, v: Any, layout: Any, scales: dict[str, Any], head_dim_
     if layout not in ORDERS or not isinstance(layout, str):
         raise ArgumentError("layout", " or ".join(map(repr, ORDERS)), repr(layout), function=_name(cls))
     if head_dim_v is not None:
-        first = second = arrays.describe(k, "k")
+        first = second = arrays.describe_of(_name(cls), k, "k")
         head_dim_v = _check_latent(first, v, scales, head_dim_v, layout, _name(cls))
     elif v is not None:
-        first, second = arrays.describe(k, "k"), arrays.describe(v, "v")
+        first, second = (arrays.describe_of(_name(cls), x, name) for x, name in ((k, "k"), (v, "v")))
     else:
         first, second = _halves(k, _name(cls))
     facts: tuple[Any, ...] = (
@@ -168,6 +169,7 @@ def _heads(t: Tensor, layout: str) -> int:
     return t.shape[2 if layout == "NHD" else 1] if len(t.shape) == 4 else 0
 
 
+@functools.cache
 def _name(cls: Any) -> str:
     return f"{cls.__name__}.from_arrays"
 
@@ -180,7 +182,7 @@ def _facts_of(t: Tensor) -> tuple[Any, ...]:
 
 def _halves(k: Any, function: str) -> tuple[Tensor, Tensor]:
     """K's and V's halves of one array's rows."""
-    both = arrays.describe(k, "k")
+    both = arrays.describe_of(function, k, "k")
     if both.framework not in _WITH_VIEWS:
         raise UnsupportedError(
             f"{function}(): K and V in one array of a library without views", instead="two arrays, k and v"

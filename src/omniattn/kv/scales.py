@@ -17,7 +17,7 @@ _SHAPES = "(1,), (heads,), (sequences of a call, heads), or the shape of k witho
 
 def describe_latent_scale(k_scale: Any, k: Tensor, function: str) -> Tensor:
     """The one scale of a latent cache's rows ``k``, checked."""
-    scale = arrays.describe(k_scale, "k_scale")
+    scale = arrays.describe_of(function, k_scale, "k_scale")
     if k.itemsize == 1 and tuple(scale.shape) not in ((), (1,)):
         expected = "shape (1,), one for all rows, with head_dim_v"
         raise ShapeError("k_scale", expected, f"{tuple(scale.shape)}", function=function)
@@ -34,7 +34,7 @@ def describe_scales(given: Mapping[str, Any], k: Tensor, heads: int, function: s
         raise ArgumentError(missing, "an array, as the other one's scales are given", "None", function=function)
     if k.itemsize != 1:
         raise ArgumentError("k_scale", f"None with {k.dtype} arrays, which are exact", "an array", function=function)
-    scales = {name: arrays.describe(x, name) for name, x in there.items()}
+    scales = {name: arrays.describe_of(function, x, name) for name, x in there.items()}
     arrays.require_same_device([k, *scales.values()])
     rows = tuple(k.shape[:3])
     for name, t in scales.items():

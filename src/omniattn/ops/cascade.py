@@ -110,7 +110,7 @@ def _check(given: tuple[Any, ...], cache: KVCache, shared: Any, longest: Any, st
     """Everything but addresses; on the CPU contents too."""
     raw = None if stream is None else arrays.resolve_stream(stream)
     tensors = {
-        name: arrays.describe(x, name, raw)
+        name: arrays.describe_of(_NAME, x, name, raw)
         for name, x in zip(ARRAYS, given, strict=True)
         if x is not None or name in ("q", "seq_lens")
     }

@@ -383,7 +383,7 @@ def describe(call: Call, raw: int | None) -> dict[str, Tensor]:
     operation = call.operation
     labels, required = operation.labels, operation.required
     return {
-        name: arrays.describe(x, labels.get(name, name), raw)
+        name: arrays.describe_of(operation.name, x, labels.get(name, name), raw)
         for name, x in zip(operation.arrays, call.objects, strict=True)
         if x is not None or name in required
     }
