@@ -212,6 +212,8 @@ CACHE = oa.PagedKVCache.from_arrays(np.zeros((3, 4, 1, DIM), np.float16), head_d
         ({"kv": np.zeros((0, DIM), np.float16)}, ShapeError, r"'kv': expected 1 or more rows, received shape \(0, 24"),
         ({"kv": np.zeros((4, 2 * DIM), np.float16)[:, ::2]}, StrideError, "'kv': expected a contiguous last dim"),
         ({"kv": np.zeros((4, 20), np.float16)}, ShapeError, "'kv': expected head_dim, .* a multiple of 8"),
+        ({"kv": np.zeros((4, 700), np.uint8)}, ShapeError, r"'kv': expected rows of 656 .*shape \(4, 700\)"),
+        ({"kv": np.zeros((4, DIM), np.float16)[::-1]}, StrideError, r"'kv': .*strides \(-24, 1\)"),
         ({"kv": np.zeros((4, DIM), np.float32)}, DtypeError, "'kv': expected float16.*received float32"),
         ({"kv": None}, ArgumentError, "'kv'"),
         ({"head_dim_v": DIM}, ArgumentError, "'head_dim_v': expected a multiple of 8 below 24"),
@@ -247,9 +249,7 @@ CACHE = oa.PagedKVCache.from_arrays(np.zeros((3, 4, 1, DIM), np.float16), head_d
 def test_what_attention_sparse_may_be_given(given: dict[str, Any], error: type[Exception], said: str) -> None:
     with pytest.raises(error, match=said) as raised:
         call(**given)
-    # What is no array is found before anybody knows whose it is; what a cache cannot be, when one is made.
-    found = str(raised.value)
-    assert any(name in found for name in ("attention_sparse()", "expected an array"))
+    assert "attention_sparse()" in str(raised.value)
 
 
 @pytest.mark.parametrize(

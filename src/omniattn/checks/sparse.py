@@ -69,10 +69,10 @@ def check_sparse(call: Call, tensors: dict[str, Tensor]) -> DecodeProblem:
 
 def _check_extents(q: Tensor, function: str) -> None:
     """Query tokens one behind the other, or those of sequences: `decode` has the latter."""
-    expected = "3 dimensions (tokens, num_q_heads, head_dim)"
-    if function == "decode":
-        expected = "4 dimensions (batch, q_len, num_q_heads, head_dim)"
-    if not expected.startswith(f"{len(q.shape)} "):
+    names = "batch, q_len, num_q_heads, head_dim" if function == "decode" else "tokens, num_q_heads, head_dim"
+    rank = names.count(",") + 1
+    if len(q.shape) != rank:
+        expected = f"{rank} dimensions ({names})"
         raise ShapeError("q", expected, f"shape {tuple(q.shape)}", function=function)
     if len(q.shape) == 4 and q.shape[1] < 1:
         raise ShapeError("q", "q_len of 1 or more", f"{q.shape[1]}", function=function)

@@ -8,7 +8,7 @@ from .. import arguments, arrays
 from ..checks import sparse as checks
 from ..checks.memory import check_memory
 from ..checks.sparse import SparseOptions
-from ..errors import ArgumentError, ShapeError, UnsupportedError
+from ..errors import ArgumentError, ShapeError, StrideError, UnsupportedError
 from ..frameworks import FUNCTIONS, compiling
 from ..kv.cache import KVCache, PagedKVCache
 from ..plan.engine import Call, Operation, repeated, run
@@ -136,7 +136,7 @@ def _run(operation: Operation, objects: tuple[Any, ...], said: SparseOptions, st
 
 def _cache_of(kv: Any, head_dim_v: int | None) -> KVCache:
     """A cache of one block of rows."""
-    t = arrays.describe(kv, "kv")
+    t = arrays.describe_of("attention_sparse", kv, "kv")
     if len(t.shape) not in (2, 3) or (len(t.shape) == 3 and t.shape[1] != 1):
         expected = "(rows, 1, head_dim) or (rows, head_dim)"
         raise ShapeError("kv", expected, f"shape {tuple(t.shape)}", function="attention_sparse")
@@ -145,6 +145,13 @@ def _cache_of(kv: Any, head_dim_v: int | None) -> KVCache:
     rows = kv.reshape(1, t.shape[0], 1, t.shape[-1]) if len(t.shape) == 2 else kv[None]
     try:
         cache: KVCache = PagedKVCache.from_arrays(rows, head_dim_v=_HEAD_DIM_V if head_dim_v is None else head_dim_v)
+    except (ShapeError, StrideError) as error:
+        # As the caller's array has it, not as a block of one.
+        own = f"shape {tuple(t.shape)}" if isinstance(error, ShapeError) else f"strides {tuple(t.strides)}"
+        named = error.named("attention_sparse", k="kv")
+        if named.argument == "kv":
+            named = type(error)("kv", error.expected, own, function="attention_sparse", hint=error.hint)
+        raise named from None
     except ArgumentError as error:
         raise error.named("attention_sparse", k="kv") from None
     cache.planes["k"].argument = "kv"  # as errors of the call shall name it
