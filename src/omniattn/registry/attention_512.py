@@ -7,8 +7,10 @@ from collections.abc import Iterator
 from .spec import IO_TYPES, KernelSpec, Masks, Use
 
 #: Of ``attn_fwd_d512_sm90``: head_dim, head_dim_v, units of K and V under way (docs/performance/attn_fwd_d512_sm90.md).
+#: The first one has rows with masks and score_mod, which take calls with a softcap.
+_WITH_MODS = (512, 512, 5)
 _TILES: tuple[tuple[int, int, int], ...] = (
-    (512, 512, 5),
+    _WITH_MODS,
     (384, 384, 7),
     (512, 256, 5),
     (256, 512, 9),
@@ -25,7 +27,7 @@ def _attn_fwd_d512_sm90(
     """
     short, tag = IO_TYPES[dtype]
     units = -(-head_dim // 128)
-    softcap: Use = "any" if mods or (head_dim, head_dim_v) != _TILES[0][:2] else "never"
+    softcap: Use = "any" if mods or (head_dim, head_dim_v) != _WITH_MODS[:2] else "never"
     masks: Masks = "tiles" if bias_bytes else "packed" if mods else "none"
     # P that the other CTA sends, with base and sum of each row; behind the barriers two tiles, and 32 packed sequences.
     tiles_bytes = 256 * head_dim + 16384 * stages + 2 * (8192 + 512)
@@ -82,7 +84,7 @@ def rows_to_512() -> Iterator[KernelSpec]:
         for dtype in ("float16", "bfloat16")
     )
     yield from (
-        _attn_fwd_d512_sm90(*_TILES[0], dtype, varlen=varlen, mods=True, bias_bytes=bias_bytes)
+        _attn_fwd_d512_sm90(*_WITH_MODS, dtype, varlen=varlen, mods=True, bias_bytes=bias_bytes)
         for varlen, bias_bytes in ((False, 0), (False, 2), (False, 4), (True, 0))
         for dtype in ("float16", "bfloat16")
     )

@@ -5,13 +5,19 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 
+from .decode import LATENT_DIMS
 from .spec import IO_TYPES, KernelSpec
 
 #: Query rows of a CTA.
 LATENT_TILES = (16, 32, 64)
-#: Bytes of a row by format: `registry.decode.LATENT_FORMATS`.
-_ROW_BYTES = {"latent": 1152, "latent_e4m3": 576, "latent_656": 656}
-_WIDTH, _WIDTH_V, _KEYS, _WARPS = 576, 512, 32, 8
+_WIDTH, _WIDTH_V = LATENT_DIMS
+#: Panels of 64 channels of a row; keys of a step; warps.
+_PANELS, _KEYS, _WARPS = _WIDTH // 64, 32, 8
+#: Bytes of a row by format: `registry.decode.LATENT_FORMATS`. One of 656 has e4m3 with a scale for each 128 channels of
+#: V, and bf16 behind.
+_ROW_BYTES = {
+    "latent": 2 * _WIDTH, "latent_e4m3": _WIDTH, "latent_656": _WIDTH_V + 4 * _WIDTH_V // 128 + 2 * (_WIDTH - _WIDTH_V),
+}  # fmt: skip
 
 
 def _up(value: int, multiple: int) -> int:
@@ -34,13 +40,13 @@ def latent_sm80_row(dtype: str, fmt: str, rows: int) -> KernelSpec:
     row_bytes, in_16_bits = _ROW_BYTES[fmt], fmt == "latent"
     stages, ctas = 2 if in_16_bits else 1, 2 if rows == 16 else 1
     # Tiles of many rows leave no registers for all panels of Q.
-    held = 9 if rows < 64 else 8 if in_16_bits else 7
+    held = _PANELS if rows < 64 else 8 if in_16_bits else 7
     parts = 4 if rows == 16 else 2
     key_warps = _WARPS // (rows // 16 * parts)
     exact = (
         stages * _KEYS * 2 * _WIDTH
         + (128 if in_16_bits else _up(_KEYS * row_bytes, 128))  # rows in 8 bits
-        + max((9 - held) * rows * key_warps * 128, 128)  # panels of Q
+        + max((_PANELS - held) * rows * key_warps * 128, 128)  # panels of Q
         + parts * rows * 4 * _KEYS  # scores
         + 3 * 4 * rows  # rescale factors, maxima, denominators
         + 2 * _KEYS  # listed keys
