@@ -71,7 +71,7 @@ class LatentCombine {
             }
             __syncthreads();  // the list is free
         }
-        if (each == 0) wait_for_kernel_ahead();  // as every CTA
+        if (each == 0) fill_strays(), wait_for_kernel_ahead();  // as every CTA
     }
 
   private:

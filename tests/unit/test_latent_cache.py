@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -307,11 +308,23 @@ def test_calls_without_queries() -> None:
     assert call((3, 0)).shape == (3, 0, 8, 16)
     assert [x.shape for x in call((0,), **nobody)] == [(0, 8, 16), (8, 0)]
     assert call((0,), 0, cu_seqlens_q=np.zeros(1, np.int32), max_seqlen_q=1).shape == (0, 8, 16)
-    with pytest.raises(UnsupportedError, match="a latent cache with rows and no sequence"):
-        call((5,), 0, cu_seqlens_q=np.zeros(1, np.int32), max_seqlen_q=1)
-    o, lse = call((5,), **nobody)
-    assert not o.any()
-    assert (lse == -np.inf).all()
+    for longest in (0, 1, 100):
+        none = {"cu_seqlens_q": np.zeros(1, np.int32), "max_seqlen_q": longest, "return_lse": True}
+        for o, lse in (call((5,), **nobody), call((5,), 0, **none)):
+            assert o.shape == (5, 8, 16)
+            assert not o.any()
+            assert (lse == -np.inf).all()
+
+
+@pytest.mark.parametrize("target", [HOPPER, AMPERE])
+def test_rows_and_no_sequence_are_cleared_by_the_kernel_that_merges(target: Target) -> None:
+    """Nothing is ahead of it that it could overlap with."""
+    without = problem(batch=0, q_len=1, total_queries=40, table_columns=1)
+    (record,) = plan_decode(without, target, None).records
+    assert record.spec.op == "latent_combine"
+    assert not record.overlap
+    assert record.grid[0] >= 1
+    assert plan_decode(replace(without, total_queries=0), target, None).records == ()
 
 
 @pytest.mark.parametrize("given", [np.int64(16), np.array(16)])

@@ -127,11 +127,11 @@ def check_with_cache(call: Call, tensors: dict[str, Tensor]) -> WithCacheProblem
         most = max(most, rules().rows_of_codes // (q.shape[-2] // cache.num_kv_heads))
     if deterministic and queries.packed:
         most = few
-    if cache.facts.is_latent and queries.packed and queries.batch and not queries.longest:
+    if cache.facts.is_latent and queries.packed and not (queries.batch and queries.longest):
         queries = queries._replace(longest=min(queries.rows, 1))  # rows of nobody are cleared
     against = _reason_against_decode(queries, right, texts is not None, most)
-    if cache.facts.is_latent and queries.rows == 0 and texts is None:
-        against = None  # nothing is launched
+    if cache.facts.is_latent and (queries.rows == 0 or queries.batch == 0) and texts is None:
+        against = None  # nothing is attended to
     if has_leftpad:
         against = "leftpad_k"
     if deterministic and queries.packed and right != 0 and against is None:

@@ -180,7 +180,7 @@ class _PassPlan:
 
     def records(self, o: At, lse: At | None, partials: int) -> tuple[LaunchRecord, ...]:
         """The launches, with partial results from byte ``partials`` of the workspace on."""
-        if self.segments == 0:
+        if self.segments == 0 and not self.has_strays:
             return ()
         one, spec, combine = self.one, self.kernels.main, self.kernels.combine
         p, cache = one.problem, one.problem.cache
@@ -192,7 +192,7 @@ class _PassPlan:
 
         split = self.kernels.split.combine_warps
         block_multiplier, block_shift = quotient_factors(p.block_size)
-        worker_multiplier, worker_shift = quotient_factors(self.num_workers)
+        worker_multiplier, worker_shift = quotient_factors(max(self.num_workers, 1))
         sinks = p.sinks if one.sinks else "none"
         values: dict[str, object] = {
             "q": At("q"),
@@ -247,6 +247,9 @@ class _PassPlan:
             arguments = mla_decode.arguments(values, p, self.slot_rows, spec)
         else:
             arguments = DECODE.pack(values)
+        if self.segments == 0:
+            ctas = min(-(-p.total_queries * p.num_q_heads // _COMBINE_WARPS), self.combine_ctas)
+            return (LaunchRecord(combine, (ctas, 1, 1), 32 * _COMBINE_WARPS, *arguments),)
         # The CTAs of one sequence more clear the rows that no sequence owns.
         others = self.segments // p.batch if p.packed and not p.has_company else 0
         grid = (self.segments + others, -(-min(self.slot_rows, one.rows) * split // _COMBINE_WARPS), 1)
@@ -261,6 +264,12 @@ class _PassPlan:
         if self.has_whole_sequences:
             return (main,)
         return main, LaunchRecord(combine, grid, 32 * _COMBINE_WARPS, *arguments, overlap=True)
+
+    @property
+    def has_strays(self) -> bool:
+        """Whether there is no sequence, but rows that this launch has to clear: over a latent cache nobody else does."""
+        p = self.one.problem
+        return p.cache.is_latent and p.batch == 0 and p.total_queries > 0 and p.num_q_heads > 0
 
     @property
     def has_whole_sequences(self) -> bool:
