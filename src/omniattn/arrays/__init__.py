@@ -61,6 +61,7 @@ __all__ = [
     "is_e4m3",
     "needs_gradient",
     "needs_operator",
+    "needs_torch_operator",
     "torch_facts",
     "traced_by_jax",
     "prepare",
@@ -193,8 +194,11 @@ def traced_by_jax(objects: Sequence[Any]) -> bool:
 
 def needs_operator(objects: Sequence[Any]) -> bool:
     """Whether a trace, a transform or a dispatch mode has to see the call that these are of."""
-    if traced_by_jax(objects):
-        return True
+    return traced_by_jax(objects) or needs_torch_operator(objects)
+
+
+def needs_torch_operator(objects: Sequence[Any]) -> bool:
+    """The same of torch alone."""
     torch = sys.modules.get("torch")
     if torch is None:
         return False

@@ -14,7 +14,7 @@ from ..kv.cache import KVCache, PagedKVCache
 from ..plan.engine import Call, Operation, repeated, run
 from ..plan.others import plan_decode
 from . import on_cpu
-from .traced import run_traced
+from .traced import run_traced, run_traced_rows
 
 
 def _traced(call: Call) -> list[Any]:
@@ -111,8 +111,13 @@ def attention_sparse(
     Notes
     -----
     GPUs: those of `decode` over latent caches; arrays on the CPU run the NumPy reference. Nothing is synchronized. No
-    gradients. Under torch.compile it is an operator where ``kv`` is a cache, and ends the graph where it is an array.
+    gradients. Under torch.compile it is an operator.
     """
+    if not isinstance(kv, KVCache) and (compiling() or arrays.needs_torch_operator((q, kv))):
+        said = SparseOptions(softmax_scale, softcap, return_lse, return_max, deterministic)
+        call = Call(_SPARSE, (q, _flat(indices, q), topk_length, sinks, out), said, stream)
+        found = run_traced_rows(call, kv, _HEAD_DIM_V if head_dim_v is None else head_dim_v)
+        return found[0] if len(found) == 1 else tuple(found)
     cache = kv if isinstance(kv, KVCache) else _cache_of(kv, head_dim_v)
     if cache is kv and head_dim_v is not None and cache.facts.is_latent:
         _check_width(head_dim_v, cache)

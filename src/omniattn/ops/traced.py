@@ -9,6 +9,13 @@ from ..frameworks import compiling
 from ..plan.engine import Call
 
 
+def run_traced_rows(call: Call, kv: Any, head_dim_v: int) -> list[Any]:
+    """The same of a call over an array of latent rows, whose cache is made within the operator."""
+    from ..frameworks.torch.caches import run_rows
+
+    return run_rows(call, kv, head_dim_v)
+
+
 def run_traced(call: Call) -> list[Any]:
     """Run a call by its operator or its primitive; results as `plan.engine.run`."""
     # torch.compile's front end would read the dictionary of all modules, which may grow meanwhile, to look for JAX's.

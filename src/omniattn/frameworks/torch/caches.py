@@ -27,6 +27,11 @@ LIBRARY.define(
     tags=TAGS,
 )
 LIBRARY.define(
+    "attention_sparse_rows(Tensor q, Tensor kv, Tensor indices, Tensor? topk_length, Tensor? sinks, SymInt head_dim_v, "
+    "float? softmax_scale, float softcap, bool return_lse, bool return_max, bool deterministic) -> Tensor[]",
+    tags=TAGS,
+)
+LIBRARY.define(
     "append(Tensor(a!)[] planes, Tensor[] key_arrays, int cache, Tensor k, Tensor? v, Tensor? seq_lens, "
     "Tensor? block_table, Tensor? recent_slots, Tensor? cu_seqlens, Tensor? cos, Tensor? sin, str rope, "
     "Tensor? slot_mapping=None, Tensor? positions=None, Tensor? k_pe=None) -> ()",
@@ -97,6 +102,27 @@ def _sparse_shapes(
     return found + [q.new_empty(of_rows, dtype=torch.float32) for wanted in (return_lse, return_max) if wanted]
 
 
+def _sparse_rows(
+    q: Any, kv: Any, indices: Any, topk_length: Any, sinks: Any, head_dim_v: int, softmax_scale: Any, softcap: float,
+    return_lse: bool, return_max: bool, deterministic: bool,
+) -> list[torch.Tensor]:  # fmt: skip
+    results = FUNCTIONS["attention_sparse"](
+        q, kv, indices=indices, topk_length=topk_length, sinks=sinks, head_dim_v=head_dim_v,
+        softmax_scale=softmax_scale, softcap=softcap, return_lse=return_lse, return_max=return_max,
+        deterministic=deterministic,
+    )  # fmt: skip
+    return list(results) if isinstance(results, tuple) else [results]
+
+
+def _sparse_rows_shapes(
+    q: Any, kv: Any, indices: Any, topk_length: Any, sinks: Any, head_dim_v: Any, softmax_scale: Any, softcap: float,
+    return_lse: bool, return_max: bool, deterministic: bool,
+) -> list[torch.Tensor]:  # fmt: skip
+    tokens, heads = q.shape[:2]
+    found = [q.new_empty((tokens, heads, head_dim_v))]
+    return found + [q.new_empty((tokens, heads), dtype=torch.float32) for wanted in (return_lse, return_max) if wanted]
+
+
 def _append(
     planes: Any, key_arrays: Any, number: int, k: Any, v: Any, seq_lens: Any, block_table: Any, recent_slots: Any,
     cu_seqlens: Any, cos: Any, sin: Any, rope: str, slot_mapping: Any = None, positions: Any = None, k_pe: Any = None,
@@ -114,7 +140,7 @@ def _append_shapes(*arguments: Any) -> None:
 
 for _name, _kernel, _shapes in (
     ("decode", _decode, _decode_shapes), ("attention_sparse", _sparse, _sparse_shapes),
-    ("append", _append, _append_shapes),
+    ("attention_sparse_rows", _sparse_rows, _sparse_rows_shapes), ("append", _append, _append_shapes),
 ):  # fmt: skip
     for _key in ("CPU", "CUDA"):
         LIBRARY.impl(_name, _kernel, _key)
@@ -128,10 +154,15 @@ def arrays_of(call: Call) -> dict[str, Any]:
     if not cache.plain_torch:
         fail("unsupported", f"{function}(): a traced or compiled call with a cache of another library's arrays",
              instead="a cache made with like= a torch tensor")  # fmt: skip
+    return _checked(call)
+
+
+def _checked(call: Call) -> dict[str, Any]:
+    """Arrays that an operator can have."""
     given = dict(zip(call.operation.arrays, call.objects, strict=True))
     for name, x in (("out", given.get("out")), ("stream", call.stream)):
         if x is not None:
-            fail("argument", name, "None in a traced or compiled call", "one", function=function)
+            fail("argument", name, "None in a traced or compiled call", "one", function=call.operation.name)
     check_no_gradient(given)
     return given
 
@@ -174,3 +205,19 @@ def run(call: Call) -> list[Any]:
         x.shared_prefix,
     )  # fmt: skip
     return [o, lse] if x.return_lse else [o]
+
+
+def run_rows(call: Call, kv: Any, head_dim_v: int) -> list[Any]:
+    """A call of `attention_sparse` over an array by its operator; results as `plan.engine.run`."""
+    function, given = call.operation.name, _checked(call)
+    check_no_gradient({"kv": kv})
+    for name, x in (("kv", kv), ("q", given["q"]), ("indices", given["indices"])):
+        if not isinstance(x, torch.Tensor):
+            fail("argument", name, "a tensor in a traced or compiled call", type(x).__name__, function=function)
+    if given["q"].dim() != 3:
+        fail("argument", "q", "3 dimensions", f"{given['q'].dim()}", function=function)
+    x = plain(call.options)
+    return list(torch.ops.omniattn.attention_sparse_rows.default(
+        given["q"], kv, given["indices"], given["topk_length"], given["sinks"], head_dim_v, x.softmax_scale,
+        float(x.softcap), x.return_lse, x.return_max, x.deterministic,
+    ))  # fmt: skip
