@@ -316,11 +316,14 @@ def test_calls_without_queries() -> None:
     q = case.q[:, 0].contiguous()
     assert oa.attention_with_kvcache(case.q[:, :0], case.cache, **places).shape == (2, 0, 16, DIM_V)
     assert oa.attention_with_kvcache(q[:0], case.cache, **places, **nobody).shape == (0, 16, DIM_V)
-    out = torch.full((2, 16, DIM_V), math.nan, dtype=q.dtype, device="cuda")
-    o, lse = oa.attention_with_kvcache(q, case.cache, **places, **nobody, out=out, return_lse=True)
-    assert o is out
-    assert not o.any()
-    assert (lse == -math.inf).all()
+    none = {name: x[:1] if name == "cu_seqlens_q" else x for name, x in nobody.items()}
+    without = {name: x[:0] for name, x in places.items()}
+    for given in (places | nobody, without | none, without | none | {"max_seqlen_q": 100}):
+        out = torch.full((2, 16, DIM_V), math.nan, dtype=q.dtype, device="cuda")
+        o, lse = oa.attention_with_kvcache(q, case.cache, **given, out=out, return_lse=True)
+        assert o is out
+        assert not o.any()
+        assert (lse == -math.inf).all()
 
 
 @pytest.mark.parametrize("rows", [1, 3])
