@@ -248,8 +248,9 @@ class _PassPlan:
         else:
             arguments = DECODE.pack(values)
         if self.segments == 0:
-            ctas = min(-(-p.total_queries * p.num_q_heads // _COMBINE_WARPS), self.combine_ctas)
-            return (LaunchRecord(combine, (ctas, 1, 1), 32 * _COMBINE_WARPS, *arguments),)
+            rows = p.total_queries * p.num_q_heads
+            clears = (min(-(-rows // _COMBINE_WARPS), self.combine_ctas), 1, 1)
+            return (LaunchRecord(combine, clears, 32 * _COMBINE_WARPS, *arguments),)
         # The CTAs of one sequence more clear the rows that no sequence owns.
         others = self.segments // p.batch if p.packed and not p.has_company else 0
         grid = (self.segments + others, -(-min(self.slot_rows, one.rows) * split // _COMBINE_WARPS), 1)
@@ -267,7 +268,7 @@ class _PassPlan:
 
     @property
     def has_strays(self) -> bool:
-        """Whether there is no sequence, but rows that this launch has to clear: over a latent cache nobody else does."""
+        """Whether there are rows and no sequence: over a latent cache nobody else clears them."""
         p = self.one.problem
         return p.cache.is_latent and p.batch == 0 and p.total_queries > 0 and p.num_q_heads > 0
 
