@@ -12,7 +12,7 @@
 
 template <int32 kThreads, int32 kDepth, int32 kMask, uint32 kRoom>
 struct SampledSelect {
-    static constexpr int32 kWarps = kThreads / 32, kMaskWords = kMask;
+    static constexpr int32 kWarps = kThreads / 32, kMaskWords = kMask, kStackDepth = kDepth;
     static constexpr int32 kCoarse = 4096, kFine = 1024, kBins = 1024;
     static constexpr int32 kCoarseShift = 20, kFineShift = 10;  // of a key
     static constexpr uint32 kSpilled = kRoom, kTies = 512;
@@ -96,15 +96,18 @@ struct SampledSelect {
         uint32 count[kOwn], sum = 0, all;
         if constexpr (kPacked) {
             constexpr int32 kWords = kOwn / 2;
-            static_assert(kWords == 2 || kWords == 4, "a load of 8 or 16 bytes");
+            static_assert(kWords == 2 || kWords % 4 == 0, "loads of 8 or 16 bytes");
             uint32 words[kWords];
             const uint32* own = bins + (top + 1 - kOwn) / 2;
             if constexpr (kWords == 2) {
                 const uint2 x = *reinterpret_cast<const uint2*>(own);
                 words[0] = x.x, words[1] = x.y;
             } else {
-                const uint4 x = *reinterpret_cast<const uint4*>(own);
-                words[0] = x.x, words[1] = x.y, words[2] = x.z, words[3] = x.w;
+#pragma unroll
+                for (int32 i = 0; i < kWords; i += 4) {
+                    const uint4 x = *reinterpret_cast<const uint4*>(own + i);
+                    words[i] = x.x, words[i + 1] = x.y, words[i + 2] = x.z, words[i + 3] = x.w;
+                }
             }
 #pragma unroll
             for (int32 i = 0; i < kOwn; ++i) {
@@ -223,13 +226,22 @@ struct SampledSelect {
         const uint32 i = atomicAdd(&s.num_ties, 1u);
         if (i < kTies) s.ties[i] = make_uint2(key_of(bits), at);
     }
+    // take(place) for those of this CTA's that are not behind the last one that is chosen.
+    template <typename Take>
+    static OA_DEVICE void for_ties(const Storage& s, uint2 last, Take take) {
+        for (uint32 i = threadIdx.x; i < s.num_ties; i += kThreads) {
+            const uint2 own = s.ties[i];
+            if (!is_better(last, own)) take(own.y);
+        }
+    }
     static OA_DEVICE void set_bit(Storage& s, uint32 at) {
         if (at < kWindow) atomicOr(&s.mask[at / 32], 1u << (at & 31));
     }
 
-    // put(rank, at) for each bit, in order, ranks from `first` on; returns the bits' number. With a barrier.
+    // put(rank, at) for each bit, in order, ranks from `first` on; returns the bits' number. By way of `list`, if it has
+    // room for so many: then neighbours write neighbours. With a barrier.
     template <typename Put>
-    static OA_DEVICE uint32 for_bits(Storage& s, uint32 elements, uint32 first, Put put) {
+    static OA_DEVICE uint32 for_bits(Storage& s, uint32 elements, uint32 first, uint32* list, uint32 room, Put put) {
         constexpr int32 kWords = kMask / kThreads;
         const uint32 words = (elements + 31) / 32, own = (words + kThreads - 1) / kThreads;
         uint32 bits[kWords], sum = 0, all;
@@ -239,9 +251,7 @@ struct SampledSelect {
             sum += __popc(bits[i]);
         }
         uint32 rank = first + sum_before(s, sum, all);
-        // By way of the bins, which nobody needs any more: neighbours write neighbours.
-        uint32* const list = s.fine;
-        const bool is_listed = all <= uint32(kFine + kBins);
+        const bool is_listed = all <= room;
 #pragma unroll
         for (int32 i = 0; i < kWords; ++i) {
             for (uint32 left = bits[i]; left != 0; left &= left - 1) {

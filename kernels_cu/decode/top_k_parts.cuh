@@ -9,7 +9,8 @@
 #include "ptx/types.cuh"
 
 // What reaches the floor of a part of any length: it passes through registers, and candidates go to stacks of threads.
-// The interface of both: start() asks for the part, read() finds candidates, count() counts their bins, choose() takes
+// The interface of all: fits() says whether it takes the row, start() asks for the part, wait() waits for what is copied
+// to shared memory, read() finds candidates, count() counts their bins, choose() takes
 // those above the k-th largest's bin and returns how many this thread has, and puts those in it to s.ties; put() hands
 // on the positions of the chosen, ranks from `first` on, `last` being the last one of the bin that is chosen.
 template <typename S, int32 kThreads, int32 kVectors, bool kIsAlone>
@@ -24,6 +25,7 @@ struct StackedPart {
     OA_DEVICE StackedPart(const Row& row, const Part& part, typename S::Storage& s)
         : row(row), part(part), s(s), stream(row, part), stack{s} {}
 
+    static OA_DEVICE bool fits(const Row&, uint32) { return true; }
     OA_DEVICE void start() {
         if constexpr (kIsAlone) stream.start();
         constexpr uint32 kChunk = 4096;
@@ -32,6 +34,7 @@ struct StackedPart {
             prefetch_l2(row.base + chunk, 4 * min_of(stream.end - chunk, kChunk));
         }
     }
+    OA_DEVICE void wait() const {}
     OA_DEVICE void read(const typename S::Scale& scale) {
         if constexpr (!kIsAlone) stream.start();
         stream.for_each([&](const uint4& x, uint32 at) {
@@ -57,13 +60,11 @@ struct StackedPart {
         return num_sure;
     }
     OA_DEVICE void put(uint32 first, uint2 last, const Positions<kThreads>& out) const {
-        if (threadIdx.x < s.num_ties) {
-            const uint2 own = s.ties[threadIdx.x];
-            if (!S::is_better(last, own)) S::set_bit(s, own.y - part.begin);
-        }
+        S::for_ties(s, last, [&](uint32 at) { S::set_bit(s, at - part.begin); });
         __syncthreads();
         for (uint32 window = part.begin;; __syncthreads()) {
-            first += S::for_bits(s, min_of(part.end - window, uint32(S::kWindow)), first,
+            // Nobody needs the bins any more.
+            first += S::for_bits(s, min_of(part.end - window, uint32(S::kWindow)), first, s.fine, S::kFine + S::kBins,
                                  [&](uint32 rank, uint32 at) { out.put(rank, window + at - row.lead); });
             if (part.end - window <= S::kWindow) return;
             // The bits of the next elements.
@@ -135,13 +136,16 @@ struct HeldPart {
         }
         cp_async_commit();
     }
-    OA_DEVICE void read(const typename S::Scale& scale) {
+    OA_DEVICE void wait() const {
         if constexpr (kBulk) {
             mbarrier_wait(bar, 0);
         } else {
             cp_async_wait<0>();
         }
         __syncwarp();
+    }
+    OA_DEVICE void read(const typename S::Scale& scale) {
+        wait();
         // Each lane of eight in another column of banks.
         const uint32 swap = threadIdx.x * vectors / 8 & (vectors - 1);
 #pragma unroll

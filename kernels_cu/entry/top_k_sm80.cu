@@ -14,15 +14,20 @@
 // The sample is asked for first, and the row a while later: memory would mix them, and the floor would be known only
 // when most of the row is there.
 //
+// What a CTA does with its part is in decode/top_k_parts.cuh and, for parts of up to 64 elements a thread that are not
+// kept, in decode/top_k_marked.cuh.
+//
 // Where the sample misleads, or many elements are alike, the row is read for each of three digits
 // (decode/radix_select.cuh) and for the positions: the result is exact in any case.
 //
 // The order of positions comes from bits, or from sums over threads, and not from atomics: calls repeat exactly.
 //
-// Shared memory: bins 16 KB, bits of positions 4 * MASK, DEPTH candidates of 8 bytes a thread, 8 KB for more;
+// Shared memory: bins 16 KB, bits of positions 4 * MASK, DEPTH candidates of 8 bytes a thread, or 2 * DEPTH of 4
+// bytes with MARKED, 8 KB for more without HELD and MARKED;
 // 19 KB for what the CTAs of a cluster send.
 #include "decode/radix_select.cuh"
 #include "decode/sampled_select.cuh"
+#include "decode/top_k_marked.cuh"
 #include "decode/top_k_parts.cuh"
 #include "decode/top_k_row.cuh"
 #include "params/top_k.cuh"
@@ -37,7 +42,8 @@ constexpr bool kCluster = CLUSTER;
 constexpr int32 kVectors = VECTORS;  // of four elements that a thread asks for at once
 constexpr bool kIsAlone = CTAS == 1;  // no other CTA of the SM has something to do while this one waits
 constexpr bool kHeld = HELD;  // rows, or their parts, have up to 32 elements a thread
-constexpr uint32 kRoom = kHeld ? 2 : 1024;  // for candidates that stacks have none for
+constexpr bool kMarked = MARKED;  // rows have up to 32 * MASK / THREADS elements a thread
+constexpr uint32 kRoom = kHeld || kMarked ? 2 : 1024;  // for candidates that stacks have none for
 using Sampled = SampledSelect<kThreads, DEPTH, MASK, kRoom>;
 
 // What the CTAs of a cluster send each other: each of them gets everything from all, itself too.
@@ -125,7 +131,9 @@ OA_DEVICE void digit_of_row(const TopKParams& p, const Row& row, const Part& par
 // a cluster have room for more candidates of a row.
 constexpr uint32 kSampleVectors = 512, kSampleSize = 4 * kSampleVectors, kLongRow = kCluster ? 1 << 21 : 1 << 17;
 constexpr int32 kLongShift = 2, kLongRounds = 1 << kLongShift;
-static_assert(kSampleVectors <= kThreads && kSampleVectors % 32 == 0, "whole warps have some");
+constexpr int32 kOwnVectors = kSampleVectors <= kThreads ? 1 : kSampleVectors / kThreads;  // of a thread that has some
+static_assert(kSampleVectors % 32 == 0 && (kOwnVectors == 1 || kSampleVectors % kThreads == 0),
+              "whole warps have some");
 
 struct RowSample {
     const Row& row;
@@ -136,31 +144,45 @@ struct RowSample {
         begin = row.lead == 0 ? 0 : 4;
         vectors = max_of(row.end / 4, begin / 4) - begin / 4;
     }
+    struct Own {
+        uint4 x[kOwnVectors];
+    };
     // Threads beyond kSampleVectors have none: -inf, which is not counted.
-    OA_DEVICE uint4 load(int32 round) const {
+    OA_DEVICE Own load(int32 round) const {
         constexpr uint32 kNegInf = 0xff800000u;
-        if (threadIdx.x >= kSampleVectors) return make_uint4(kNegInf, kNegInf, kNegInf, kNegInf);
-        const uint64 place = uint32(round) * kSampleVectors + threadIdx.x;
-        const uint32 vector = uint32(place * vectors / kSampleVectors >> (is_long ? kLongShift : 0));
-        return __ldg(reinterpret_cast<const uint4*>(row.base + begin + 4 * vector));
+        Own own;
+#pragma unroll
+        for (int32 i = 0; i < kOwnVectors; ++i) {
+            own.x[i] = make_uint4(kNegInf, kNegInf, kNegInf, kNegInf);
+            if (threadIdx.x >= kSampleVectors) continue;
+            const uint64 place = uint32(round) * kSampleVectors + i * kThreads + threadIdx.x;
+            const uint32 vector = uint32(place * vectors / kSampleVectors >> (is_long ? kLongShift : 0));
+            own.x[i] = __ldg(reinterpret_cast<const uint4*>(row.base + begin + 4 * vector));
+        }
+        return own;
     }
-    static OA_DEVICE void keys_of_all(const uint4& x, uint32 (&keys)[4]) {
-        keys[0] = key_of(x.x), keys[1] = key_of(x.y), keys[2] = key_of(x.z), keys[3] = key_of(x.w);
+    static OA_DEVICE void keys_of_all(const Own& own, uint32 (&keys)[4 * kOwnVectors]) {
+#pragma unroll
+        for (int32 i = 0; i < kOwnVectors; ++i) {
+            const uint4 x = own.x[i];
+            keys[4 * i] = key_of(x.x), keys[4 * i + 1] = key_of(x.y);
+            keys[4 * i + 2] = key_of(x.z), keys[4 * i + 3] = key_of(x.w);
+        }
     }
     // arrived() when the sample is there, before it is ranked.
     template <typename Arrived>
-    OA_DEVICE bool rank(const TopKParams& p, Sampled::Storage& s, const uint4& first, Sampled::Scale& scale,
+    OA_DEVICE bool rank(const TopKParams& p, Sampled::Storage& s, const Own& first, Sampled::Scale& scale,
                         Arrived arrived) const {
         // What k is of the row, and four standard deviations more and less.
         const float size = float(is_long ? kSampleSize << kLongShift : kSampleSize);
         const float share = float(p.k) * size * rcp_approx(float(row.end));
         const float spread = 4.0f * exp2_approx(0.5f * log2_approx(share)) + 8.0f;
         const uint32 low = uint32(fminf(share + spread, size)), high = uint32(fmaxf(share - spread, 1.0f));
-        uint32 keys[4];
+        uint32 keys[4 * kOwnVectors];
         keys_of_all(first, keys);
         return Sampled::sample(
             s, is_long ? kLongRounds : 1, low, high, scale, keys,
-            [&](int32 round, uint32(&to)[4]) { keys_of_all(load(round), to); }, arrived);
+            [&](int32 round, uint32(&to)[4 * kOwnVectors]) { keys_of_all(load(round), to); }, arrived);
     }
 };
 
@@ -226,16 +248,19 @@ OA_DEVICE bool gather_ties(Sampled::Storage& s, Exchange& e, const Step& step, c
 // The one of rank `wanted`, from 1 on, of those in the k-th largest's bin. All threads.
 OA_DEVICE uint2 last_tie(Sampled::Storage& s, const uint2* ties, uint32 count, uint32 wanted) {
     // A warp, or the CTA, has one a thread.
-    const uint32 thread = count <= 32 ? threadIdx.x & 31 : threadIdx.x;
-    const uint2 own = ties[min_of(thread, count - 1)];
-    uint32 better = 0;
+    const bool is_of_warp = count <= 32;
+#pragma unroll 1
+    for (uint32 at = is_of_warp ? threadIdx.x & 31 : threadIdx.x; is_of_warp || at < count; at += kThreads) {
+        const uint2 own = ties[min_of(at, count - 1)];
+        uint32 better = 0;
 #pragma unroll 4
-    for (uint32 i = 0; i < count; ++i) better += Sampled::is_better(ties[i], own);
-    if (count <= 32) {
-        const int32 lane = __ffs(int32(__ballot_sync(0xffffffffu, better == wanted - 1))) - 1;
-        return make_uint2(__shfl_sync(0xffffffffu, own.x, lane), __shfl_sync(0xffffffffu, own.y, lane));
+        for (uint32 i = 0; i < count; ++i) better += Sampled::is_better(ties[i], own);
+        if (is_of_warp) {
+            const int32 lane = __ffs(int32(__ballot_sync(0xffffffffu, better == wanted - 1))) - 1;
+            return make_uint2(__shfl_sync(0xffffffffu, own.x, lane), __shfl_sync(0xffffffffu, own.y, lane));
+        }
+        if (better == wanted - 1) s.last = own;
     }
-    if (better == wanted - 1) s.last = own;
     __syncthreads();
     return s.last;
 }
@@ -249,21 +274,22 @@ OA_DEVICE uint32 ties_before(const uint2* ties, uint32 count, uint2 last, uint32
     return __reduce_add_sync(0xffffffffu, before);
 }
 
-using OwnPart = Select<kHeld, HeldPart<Sampled, kThreads>, StackedPart<Sampled, kThreads, kVectors, kIsAlone>>::Type;
+using ReadPart = Select<kMarked, MarkedPart<Sampled, kThreads, kVectors, kIsAlone>,
+                        StackedPart<Sampled, kThreads, kVectors, kIsAlone>>::Type;
+using OwnPart = Select<kHeld, HeldPart<Sampled, kThreads>, ReadPart>::Type;
 
 // The positions of a row that is read once. False: that is not enough, and nothing is written.
 OA_DEVICE bool select_once(const TopKParams& p, const Row& row, Sampled::Storage& s, Exchange& e, const Step& step,
                            const Positions<kThreads>& out) {
     using S = Sampled;
     const RowSample sample(row);
-    const bool is_other = row.end - row.lead <= uint32(p.k) || sample.vectors == 0 ||
-                          (kHeld && !HeldPart<Sampled, kThreads>::fits(row, step.size));
+    const bool is_other = row.end - row.lead <= uint32(p.k) || sample.vectors == 0 || !OwnPart::fits(row, step.size);
     if constexpr (kCluster) {
         if (is_other) cluster_wait();
     }
     if (is_other) return false;
     const Part part(row, step.rank, step.size);
-    const uint4 first_sample = sample.load(0);
+    const RowSample::Own first_sample = sample.load(0);
     OwnPart own(row, part, s);
     S::clear(s);
     __syncthreads();
@@ -274,8 +300,10 @@ OA_DEVICE bool select_once(const TopKParams& p, const Row& row, Sampled::Storage
         if constexpr (!kHeld) own.start();
     });
     if constexpr (kCluster) cluster_wait();  // the others' barriers are there
-    if (!is_ranked) return false;
-
+    if (!is_ranked) {
+        own.wait();  // what is copied there does not land in what follows
+        return false;
+    }
     own.read(scale);
     own.count(scale);
     if (!find_bin(p, s, e, step)) return false;

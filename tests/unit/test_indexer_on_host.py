@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import omniattn as oa
+from omniattn.registry import REGISTRY, by_name
 from tests.host_kernels import HostKernels
 from tests.indexer_cases import (
     ROWS,
@@ -21,6 +22,9 @@ from tests.indexer_cases import (
     same_logits,
     wanted_positions,
 )
+
+#: Rows of ``top_k`` without clusters.
+TOP_K_ROWS = [spec.name for spec in REGISTRY if spec.op == "top_k" and spec.min_arch == (8, 0)]
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +49,7 @@ def test_ranges_of_keys(kernels: HostKernels, heads: int) -> None:
     same_logits(got, call)
 
 
-@pytest.mark.parametrize("row", ["top_k_sm80_few", "top_k_sm80_held", "top_k_sm80_many", "top_k_sm80_many_held"])
+@pytest.mark.parametrize("row", TOP_K_ROWS)
 @pytest.mark.parametrize("k", [1, 50, 2048])
 @pytest.mark.parametrize("kind", ROWS)
 def test_top_k(kernels: HostKernels, monkeypatch: pytest.MonkeyPatch, kind: str, k: int, row: str) -> None:
@@ -64,7 +68,22 @@ def test_long_rows(kernels: HostKernels, kind: str) -> None:
         np.testing.assert_array_equal(got, wanted_positions(logits, k))
 
 
-@pytest.mark.parametrize("row", ["top_k_sm80_few", "top_k_sm80_held", "top_k_sm80_many", "top_k_sm80_many_held"])
+@pytest.mark.parametrize("row", TOP_K_ROWS)
+@pytest.mark.parametrize("kind", ["normal", "rounded", "one bin", "low bits", "ascending"])
+def test_rows_as_long_as_a_kernel_holds(
+    kernels: HostKernels, monkeypatch: pytest.MonkeyPatch, row: str, kind: str
+) -> None:
+    """And some elements more or less, which begin at every place of 16 bytes."""
+    monkeypatch.setenv("OMNIATTN_FORCE_KERNEL", row)
+    most = by_name(row).most_elems or 20_000
+    starts, lengths = np.array([0, 1, 2, 3, 0, 0], np.int32), np.array([2, 1, 0, -5, -1, 2], np.int32) + most - 2
+    logits = np.stack([row_of(kind, most + 1, seed) for seed in range(len(starts))])
+    for k in (300, 2049):
+        (got,) = kernels(oa.top_k, logits, k, lengths=lengths, starts=starts)
+        np.testing.assert_array_equal(got, wanted_positions(logits, k, starts, lengths), f"{k}")
+
+
+@pytest.mark.parametrize("row", TOP_K_ROWS)
 @pytest.mark.parametrize("pooled_rows", [False, True])
 def test_parts_of_rows(kernels: HostKernels, monkeypatch: pytest.MonkeyPatch, row: str, pooled_rows: bool) -> None:
     """Starts at every place of 16 bytes, lengths from 0 on, rows with a stride of their own, a block table."""

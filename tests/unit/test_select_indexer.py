@@ -76,20 +76,26 @@ def test_old_gpus() -> None:
 
 
 def test_rows_of_top_k() -> None:
-    assert select_top_k(rows(4096, 32768), HOPPER)[0].spec.name == "top_k_sm80_many"
+    assert select_top_k(rows(4096, 32768), HOPPER)[0].spec.name == "top_k_sm80_many_marked"
+    assert select_top_k(rows(4096, 32769), HOPPER)[0].spec.name == "top_k_sm80_many"
     assert select_top_k(rows(128, 32768), HOPPER)[0].spec.name == "top_k_sm80_held"
     assert select_top_k(rows(128, 32769), HOPPER)[0].spec.name == "top_k_sm80_few"
     assert select_top_k(rows(4096, 16384), HOPPER)[0].spec.name == "top_k_sm80_many_held"
+    assert select_top_k(rows(4096, 8192), HOPPER)[0].spec.name == "top_k_sm80_many_short"
+    assert select_top_k(rows(264, 8192), HOPPER)[0].spec.name == "top_k_sm80_many_held"  # all at a time
+    assert select_top_k(rows(4096, 8192), AMPERE)[0].spec.name == "top_k_sm80_many_short"
+    assert select_top_k(rows(4096, 8192), ADA)[0].spec.name == "top_k_sm80_many_held"  # one CTA an SM
     # Rows with up to three elements of others in front do not fit.
     assert select_top_k(rows(128, 32765, False), HOPPER)[0].spec.name == "top_k_sm80_held"
     assert select_top_k(rows(128, 32768, False), HOPPER)[0].spec.name == "top_k_sm80_few"
     assert select_top_k(rows(4096, 131072), HOPPER)[0].spec.name == "top_k_sm80_few"
-    assert select_top_k(rows(1, 32768), ADA)[0].spec.name == "top_k_sm80_many"  # less shared memory
+    assert select_top_k(rows(1, 32768), ADA)[0].spec.name == "top_k_sm80_many_marked"  # less shared memory
     one, ctas = select_top_k(rows(1, 131072), HOPPER)
     assert one.spec.name == "top_k_sm90_shared_held"
     assert ctas == 8
-    assert select_top_k(rows(1, 131072, False), HOPPER)[0].spec.name == "top_k_sm90_shared"
-    assert select_top_k(rows(1, 131074), HOPPER)[0].spec.name == "top_k_sm90_shared"
+    assert select_top_k(rows(1, 131072, False), HOPPER)[0].spec.name == "top_k_sm90_shared_marked"
+    assert select_top_k(rows(1, 131074), HOPPER)[0].spec.name == "top_k_sm90_shared_marked"
+    assert select_top_k(rows(1, 262145), HOPPER)[0].spec.name == "top_k_sm90_shared"
     assert select_top_k(rows(16, 32768), HOPPER)[1] == 4
     assert select_top_k(rows(16, 131072), HOPPER)[1] == 4  # 16 clusters of 8 do not fit at once
     assert select_top_k(rows(1, 131072), AMPERE)[1] == 1

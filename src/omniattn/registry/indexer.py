@@ -20,19 +20,27 @@ STEP = 128
 
 #: Of a CTA of top_k: threads, vectors of four elements that a thread asks for at once, CTAs of an SM, candidates of a
 #: thread in shared memory. For rows that are many, for few, and for those that a cluster shares.
-_MANY, _FEW, _SHARED = (512, 6, 2, 16), (1024, 4, 1, 12), (512, 8, 1, 10)
+_MANY, _FEW, _SHARED = (512, 6, 2, 16), (1024, 4, 1, 12), (512, 16, 1, 10)
+#: Where bits say what of a row, or a part, is a candidate, and room is for numbers alone, two of them in the place of
+#: one.
+_MANY_MARKED, _SHARED_MARKED = (512, 8, 2, 14), (512, 16, 1, 14)
 #: The same where shared memory holds a row, or a CTA's part of it, in the place of candidates.
 _HELD, _MANY_HELD, _SHARED_HELD = (1024, 1, 1, 16), (512, 1, 2, 16), (512, 1, 1, 16)
-#: Elements of it that a thread has at most.
-HELD = 32
+#: For many short ones: more CTAs an SM with fewer threads.
+_MANY_SHORT = (256, 1, 4, 16)
+#: Elements of it that a thread has at most, and of a row with marks.
+HELD, MARKED = 32, 64
 #: Elements of a row from which on 1024 threads of one CTA an SM are faster for many of them.
 LONG_ROW = 1 << 17
 #: The rows of top_k, those that hold rows first.
-TOP_K_MANY = ("top_k_sm80_many_held", "top_k_sm80_many")
+TOP_K_SHORT = "top_k_sm80_many_short"
+TOP_K_MANY = ("top_k_sm80_many_held", "top_k_sm80_many_marked", "top_k_sm80_many")
 TOP_K_FEW = ("top_k_sm80_held", "top_k_sm80_few")
-TOP_K_SHARED = ("top_k_sm90_shared_held", "top_k_sm90_shared")
-#: Words of its bits of positions; bytes of its bins, of candidates beyond those of a thread, and of what stands behind.
-_MASK, _BINS_BYTES, _SPILLED_BYTES, _SELECT_BYTES = 2048, 4 * (2048 + 1024 + 1024), 8 * 1024, 512
+TOP_K_SHARED = ("top_k_sm90_shared_held", "top_k_sm90_shared_marked", "top_k_sm90_shared")
+#: Words of its bits of positions, and in a cluster; bytes of its bins, of candidates beyond those of a thread, and of
+#: what stands behind.
+_MASK, _SHARED_MASK = 2048, 4096
+_BINS_BYTES, _SPILLED_BYTES, _SELECT_BYTES = 4 * (2048 + 1024 + 1024), 8 * 1024, 512
 #: What the CTAs of a cluster send each other.
 _EXCHANGE_BYTES = 37 * 512
 #: CTAs that share a row at most.
@@ -70,21 +78,26 @@ def _index_logits_sm80() -> KernelSpec:
     )  # fmt: skip
 
 
-def _top_k(shape: tuple[int, int, int, int], name: str, cluster: bool, held: bool = False) -> KernelSpec:
+def _top_k(
+    shape: tuple[int, int, int, int], name: str, cluster: bool, held: bool = False, marked: bool = False
+) -> KernelSpec:
     threads, vectors, ctas, depth = shape
-    mask, spilled = (threads, 16) if held else (_MASK, _SPILLED_BYTES)
+    most = threads * (HELD if held else MARKED if marked else 0)
+    mask, spilled = most // 32, 16
+    if not most:
+        mask, spilled = _SHARED_MASK if cluster else _MASK, _SPILLED_BYTES
     smem = _BINS_BYTES + 4 * mask + 8 * threads * depth + spilled + _SELECT_BYTES
     arch = "sm90" if cluster else "sm80"
     defines = {
         "THREADS": threads, "VECTORS": vectors, "DEPTH": depth, "MASK": mask, "CTAS": ctas,
-        "CLUSTER": int(cluster), "HELD": int(held),
+        "CLUSTER": int(cluster), "HELD": int(held), "MARKED": int(marked),
     }  # fmt: skip
     return KernelSpec(
         name=f"top_k_{arch}_{name}", family=f"top_k_{arch}", op="top_k", source="entry/top_k_sm80.cu",
         symbol="top_k_sm80", defines=tuple((n, str(v)) for n, v in defines.items()), dtype="float32",
         head_dim=INDEX_DIM, block_m=MAX_CLUSTER if cluster else 1, block_n=threads * depth, num_warps=threads // 32,
         smem_bytes=smem + (_EXCHANGE_BYTES if cluster else 0), ctas_per_sm=ctas,
-        min_arch=(9, 0) if cluster else (8, 0), held_elems=HELD * threads if held else 0,
+        min_arch=(9, 0) if cluster else (8, 0), most_elems=most,
     )  # fmt: skip
 
 
@@ -96,8 +109,11 @@ def indexer_rows() -> Iterator[KernelSpec]:
     yield _index_logits_sm90(_MORE, "more")
     yield _index_logits_sm80()
     yield _top_k(_MANY, "many", cluster=False)
+    yield _top_k(_MANY_MARKED, "many_marked", cluster=False, marked=True)
     yield _top_k(_FEW, "few", cluster=False)
     yield _top_k(_HELD, "held", cluster=False, held=True)
     yield _top_k(_MANY_HELD, "many_held", cluster=False, held=True)
+    yield _top_k(_MANY_SHORT, "many_short", cluster=False, held=True)
+    yield _top_k(_SHARED_MARKED, "shared_marked", cluster=True, marked=True)
     yield _top_k(_SHARED, "shared", cluster=True)
     yield _top_k(_SHARED_HELD, "shared_held", cluster=True, held=True)

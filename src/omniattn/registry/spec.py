@@ -126,8 +126,8 @@ class KernelSpec:
         Of attention: bytes of an element of the tiles of additive masks that it takes; 0: none.
     generated : tuple of (name, text)
         Source files whose text is not that of the kernels folder: a user's score modification.
-    held_elems : int
-        Of top_k: elements of a row that a CTA has room for in shared memory; 0: it holds none there.
+    most_elems : int
+        Of top_k: elements of a row that a CTA has room for; 0: any number.
     cache : tuple of str
         Of decode and append: row formats of K and V (`registry.decode.row_format`).
     """
@@ -178,7 +178,7 @@ class KernelSpec:
     grouping: str = ""
     specialization: tuple[str, str] | None = None
     bias_bytes: int = 0
-    held_elems: int = 0
+    most_elems: int = 0
     cache: tuple[str, ...] = ()
     generated: tuple[tuple[str, str], ...] = ()
     own_head_dim_v: int = 0

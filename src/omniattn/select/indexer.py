@@ -16,6 +16,7 @@ from ..registry.indexer import (
     TOP_K_FEW,
     TOP_K_MANY,
     TOP_K_SHARED,
+    TOP_K_SHORT,
 )
 from .choice import Selection, forced, only, the_one
 from .fit import fit
@@ -79,7 +80,9 @@ def select_top_k(problem: TopKProblem, target: Target, force: str | None = None)
         names = TOP_K_SHARED
     elif problem.rows <= target.sm_count or problem.width >= LONG_ROW:
         names = (*TOP_K_FEW, *TOP_K_MANY)
-    # Those that hold rows take short ones, and more shared memory than some GPUs have.
+    elif _has_more_ctas(target, problem.rows):
+        names = (TOP_K_SHORT, *TOP_K_MANY)
+    # Those that have room for a row take short ones, and more shared memory than some GPUs have.
     rows = map(by_name, names)
     fitting = [spec for spec in rows if fit(spec, None, target) is None and _has_room(spec, problem, ctas)]
     spec = fitting[0] if fitting else by_name(names[-1])
@@ -87,11 +90,19 @@ def select_top_k(problem: TopKProblem, target: Target, force: str | None = None)
     return the_one(spec, why, target, None), ctas
 
 
+def _has_more_ctas(target: Target, rows: int) -> bool:
+    """Whether smaller CTAs than those of other rows that hold rows pay: where these cannot run all at a time, and an SM
+    has room for as many threads of the smaller ones."""
+    small, large = by_name(TOP_K_SHORT), by_name(TOP_K_MANY[0])
+    warps = [spec.num_warps * spec.at_a_time(target.max_smem) for spec in (small, large)]
+    return rows > target.sm_count * large.ctas_per_sm and warps[0] >= warps[1]
+
+
 def _has_room(spec: KernelSpec, problem: TopKProblem, ctas: int) -> bool:
-    """Whether CTAs of a row have shared memory for a row of the problem, if that is where it goes."""
+    """Whether CTAs of a row have room for a row of the problem."""
     # Rows that do not begin at 16 bytes have up to three elements more in front.
     slack = 0 if problem.has_aligned_rows else 3
-    return not spec.held_elems or problem.width + slack <= spec.held_elems * ctas
+    return not spec.most_elems or problem.width + slack <= spec.most_elems * ctas
 
 
 def _ctas_of_row(problem: TopKProblem, target: Target) -> int:
