@@ -269,5 +269,6 @@ def other_calls() -> Iterator[MergeProblem | IndexLogitsProblem | TopKProblem]:
         yield IndexLogitsProblem(
             32, new, 64, 4096, size, 3000, 600, q, k, scale, 128 * size, 64, 4096, (True, False, False)
         )
-    for rows, width in ((1, 100_000), (1, 2_000_000), (400, 4096), (400, 40_000), (90, 4096), (90, 200_000)):
+    few = ((1, 100_000), (1, 200_000), (1, 2_000_000), (90, 4096), (90, 200_000))
+    for rows, width in (*few, (400, 4096), (400, 16384), (400, 20_000), (400, 40_000)):
         yield TopKProblem(rows, width, 2048, 1, 0, width, 2048, 0, width % 4 == 0, (False, True))
