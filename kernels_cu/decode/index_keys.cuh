@@ -81,10 +81,11 @@ class IndexKeys {
 
 // relu(x) times 2, exactly; NaN stays NaN. One addition: a maximum has half of its rate.
 OA_DEVICE float twice_relu(float x) { return x + fabsf(x); }
-// Half of a weight, for that.
-OA_DEVICE float half_weight(const IndexLogitsParams& p, int32 row, int32 head) {
-    return 0.5f * p.weights[row * p.weights_stride + head];
+OA_DEVICE float weight(const IndexLogitsParams& p, int32 row, int32 head) {
+    return p.weights[row * p.weights_stride + head];
 }
+// Half of a weight, for that.
+OA_DEVICE float half_weight(const IndexLogitsParams& p, int32 row, int32 head) { return 0.5f * weight(p, row, head); }
 
 // Writes -inf to the keys of a span that no query of the CTA sees: those left of `begin` and from `end` on.
 template <int kThreads>

@@ -22,6 +22,7 @@
 #include "decode/index_keys.cuh"
 #include "params/index_logits.cuh"
 #include "ptx/cp_async.cuh"
+#include "ptx/math.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/shared.cuh"
 #include "ptx/tma.cuh"
@@ -70,6 +71,10 @@ struct Sets {
 // Where 16 bytes of a row of 128 go under a swizzle of 128 bytes.
 OA_DEVICE uint32 swizzled(int32 row, int32 chunk) { return row * kIndexDim + ((chunk ^ (row & 7)) << 4); }
 
+// Of a product's columns: those whose relu is a maximum; for others an addition makes twice that, for half of the weight.
+// Where several warpgroups multiply, additions and maxima in turn are faster than either: they are of two pipes.
+OA_DEVICE constexpr bool has_maximum(int32 column) { return kConsumers > 1 && (column & 1); }
+
 // Queries and weights to shared memory, by the consumers; what there is no head for are zeros.
 OA_DEVICE void stage_queries(const IndexLogitsParams& p, const IndexItem& item, SharedStorage& s, const Sets& sets) {
     const uint8* q = p.q + item.sequence * p.q_stride_b + (item.row - item.sequence * p.queries) * p.q_stride_n;
@@ -87,7 +92,9 @@ OA_DEVICE void stage_queries(const IndexLogitsParams& p, const IndexItem& item, 
         const int32 slot = at / kIndexHeads, column = at & (kIndexHeads - 1);
         const int32 query = slot / sets.products, head = (slot - query * sets.products) * kIndexHeads + column;
         const bool is_there = head < p.num_heads && query < item.queries;
-        const float w = is_there ? half_weight(p, item.row + query, head) : 0.0f;
+        float w = 0.0f;
+        if (is_there)
+            w = has_maximum(column) ? weight(p, item.row + query, head) : half_weight(p, item.row + query, head);
         // Column 8i + 2c + e belongs to lane c of a quad: its register 2i + e.
         s.weights[slot][((column >> 1) & 3) * kQuadStride + (column >> 3) * 2 + (column & 1)] = w;
     }
@@ -134,7 +141,7 @@ OA_DEVICE void multiply(float (&acc)[WIDTH / 2], WgmmaDescriptor k, WgmmaDescrip
     wgmma_commit();
 }
 
-// This thread's weights of 64 heads, halved.
+// This thread's weights of 64 heads, halved but for columns with a maximum.
 struct Weights {
     float of[16];
     OA_DEVICE void load(uint32 from) {
@@ -153,7 +160,7 @@ struct Weights {
             const int at = 4 * (i >> 1) + (i & 1);
 #pragma unroll
             for (int key = 0; key < 2; ++key) {
-                const float x = twice_relu(acc[at + 2 * key]);
+                const float x = has_maximum(i) ? max_nan(acc[at + 2 * key], 0.0f) : twice_relu(acc[at + 2 * key]);
                 part[key][i & 1] = i < 2 ? x * of[i] : fmaf(x, of[i], part[key][i & 1]);
             }
         }
