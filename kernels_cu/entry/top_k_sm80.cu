@@ -140,7 +140,22 @@ struct RowSample {
     uint32 begin, vectors;
     bool is_long;
 
-    OA_DEVICE explicit RowSample(const Row& row) : row(row), is_long(row.end >= kLongRow) {
+    // What k is of a sample of so many, and four standard deviations more and less.
+    struct Ranks {
+        float low, high;
+        OA_DEVICE Ranks(const TopKParams& p, const Row& row, float size) {
+            const float share = float(p.k) * size * rcp_approx(float(row.end));
+            const float spread = 4.0f * exp2_approx(0.5f * log2_approx(share)) + 8.0f;
+            low = fminf(share + spread, size), high = fmaxf(share - spread, 1.0f);
+        }
+    };
+
+    OA_DEVICE RowSample(const TopKParams& p, const Row& row, uint32 ctas) : row(row), is_long(row.end >= kLongRow) {
+        if constexpr (kCluster && !kHeld && !kMarked) {
+            // A floor by a small sample is so low that stacks of four numbers a thread would be filled.
+            const float candidates = Ranks(p, row, kSampleSize).low * float(row.end) / float(kSampleSize * ctas);
+            is_long |= candidates > float(4 * kThreads);
+        }
         begin = row.lead == 0 ? 0 : 4;
         vectors = max_of(row.end / 4, begin / 4) - begin / 4;
     }
@@ -173,15 +188,11 @@ struct RowSample {
     template <typename Arrived>
     OA_DEVICE bool rank(const TopKParams& p, Sampled::Storage& s, const Own& first, Sampled::Scale& scale,
                         Arrived arrived) const {
-        // What k is of the row, and four standard deviations more and less.
-        const float size = float(is_long ? kSampleSize << kLongShift : kSampleSize);
-        const float share = float(p.k) * size * rcp_approx(float(row.end));
-        const float spread = 4.0f * exp2_approx(0.5f * log2_approx(share)) + 8.0f;
-        const uint32 low = uint32(fminf(share + spread, size)), high = uint32(fmaxf(share - spread, 1.0f));
+        const Ranks ranks(p, row, float(is_long ? kSampleSize << kLongShift : kSampleSize));
         uint32 keys[4 * kOwnVectors];
         keys_of_all(first, keys);
         return Sampled::sample(
-            s, is_long ? kLongRounds : 1, low, high, scale, keys,
+            s, is_long ? kLongRounds : 1, uint32(ranks.low), uint32(ranks.high), scale, keys,
             [&](int32 round, uint32(&to)[4 * kOwnVectors]) { keys_of_all(load(round), to); }, arrived);
     }
 };
@@ -282,7 +293,7 @@ using OwnPart = Select<kHeld, HeldPart<Sampled, kThreads>, ReadPart>::Type;
 OA_DEVICE bool select_once(const TopKParams& p, const Row& row, Sampled::Storage& s, Exchange& e, const Step& step,
                            const Positions<kThreads>& out) {
     using S = Sampled;
-    const RowSample sample(row);
+    const RowSample sample(p, row, step.size);
     const bool is_other = row.end - row.lead <= uint32(p.k) || sample.vectors == 0 || !OwnPart::fits(row, step.size);
     if constexpr (kCluster) {
         if (is_other) cluster_wait();
