@@ -39,7 +39,12 @@
 
 constexpr int32 kThreads = THREADS, kWarps = kThreads / 32;
 constexpr bool kCluster = CLUSTER;
-constexpr int32 kVectors = VECTORS;  // of four elements that a thread asks for at once
+// Of four elements that a thread asks for at once. For compute capability 12 the compiler needs more registers.
+#if __CUDA_ARCH__ >= 1200
+constexpr int32 kVectors = VECTORS > 8 ? 8 : VECTORS;
+#else
+constexpr int32 kVectors = VECTORS;
+#endif
 constexpr bool kIsAlone = CTAS == 1;  // no other CTA of the SM has something to do while this one waits
 constexpr bool kHeld = HELD;  // rows, or their parts, have up to 32 elements a thread
 constexpr bool kMarked = MARKED;  // rows have up to 32 * MASK / THREADS elements a thread

@@ -84,6 +84,7 @@ def test_rows_of_top_k() -> None:
     assert select_top_k(rows(4096, 8192), HOPPER)[0].spec.name == "top_k_sm80_many_short"
     assert select_top_k(rows(264, 8192), HOPPER)[0].spec.name == "top_k_sm80_many_held"  # all at a time
     assert select_top_k(rows(4096, 8192), AMPERE)[0].spec.name == "top_k_sm80_many_short"
+    assert select_top_k(rows(4096, 8192), Target((10, 0), 227 << 10, 148))[0].spec.name == "top_k_sm80_many_held"
     assert select_top_k(rows(4096, 8192), ADA)[0].spec.name == "top_k_sm80_many_held"  # one CTA an SM
     # Rows with up to three elements of others in front do not fit.
     assert select_top_k(rows(128, 32765, False), HOPPER)[0].spec.name == "top_k_sm80_held"

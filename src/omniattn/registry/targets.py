@@ -32,10 +32,13 @@ def _only_on(spec: KernelSpec) -> tuple[tuple[int, int], ...]:
     Tiles of short sequences and decode's warps that share keys were tuned on Hopper and nowhere else. Others belong to
     Hopper's own kernels: they write what those read, read what those write, or run beside them. And nobody can ask for
     fp16 sums of e4m3 with scores of e4m3: they are where they come first (`problems.products`). Over latent caches
-    Hopper has a kernel of its own for more than 16 rows. Small CTAs of top_k pay where an SM has several of them.
+    Hopper has a kernel of its own for more than 16 rows. Small CTAs of top_k pay where an SM has several of them, and
+    spill from compute capability 10 on.
     """
     if spec.name == TOP_K_SHORT:
-        return tuple(cc for gpus in GPUS.values() for cc, smem in gpus.items() if spec.at_a_time(smem) > 1)
+        return tuple(
+            cc for gpus in GPUS.values() for cc, smem in gpus.items() if spec.at_a_time(smem) > 1 and cc[0] < 10
+        )
     shares_keys = spec.op in ("decode", "decode_combine") and spec.block_m > (16 if spec.head_dim <= 256 else 8)
     helps = spec.op in ("mask_align", "quantize_fp8_sums", "quantize_values") or spec.fragments or spec.beside
     of_grouping = spec.specialization is not None and spec.specialization[0] == "sm90"

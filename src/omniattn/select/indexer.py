@@ -92,10 +92,10 @@ def select_top_k(problem: TopKProblem, target: Target, force: str | None = None)
 
 def _has_more_ctas(target: Target, rows: int) -> bool:
     """Whether smaller CTAs than those of other rows that hold rows pay: where these cannot run all at a time, and an SM
-    has room for as many threads of the smaller ones."""
+    has room for as many threads of the smaller ones. From compute capability 10 on they would spill registers."""
     small, large = by_name(TOP_K_SHORT), by_name(TOP_K_MANY[0])
     warps = [spec.num_warps * spec.at_a_time(target.max_smem) for spec in (small, large)]
-    return rows > target.sm_count * large.ctas_per_sm and warps[0] >= warps[1]
+    return rows > target.sm_count * large.ctas_per_sm and warps[0] >= warps[1] and target.cc < (10, 0)
 
 
 def _has_room(spec: KernelSpec, problem: TopKProblem, ctas: int) -> bool:
