@@ -301,6 +301,19 @@ def latent_blocks_row(dtype: str) -> KernelSpec:
     )  # fmt: skip
 
 
+def latent_656_row() -> KernelSpec:
+    """The ``mla_decode_rows8_sm90`` kernel: over a latent cache with rows of 656 bytes, for queries in bfloat16."""
+    threads, panels = 512, LATENT_DIMS[0] // 64
+    # Two blocks of 64 keys, two panels and 16 channels of Q, codes of three halves of blocks; factors of two kinds,
+    # listed keys of stages and of buffers; barriers; splits, the cursor, blocks of stages and of warps; scan.
+    words = 8 * 8 + 5 + 3 + 2 * 4 + threads // 32 + _SCAN_WORDS
+    exact = (2 * panels + 2) * 64 * 128 + 3 * 32 * 657 + (32 + 2 * 4 + 2) * LATENT_ROWS + 8 * 23 + 4 * words
+    return _latent_sm90(
+        "mla_decode_rows8_sm90", "bfloat16", "latent_656", "_656", (), by_maps=False, threads=threads,
+        smem_bytes=_up(exact, 1024),
+    )  # fmt: skip
+
+
 def latent_combine_row(dtype: str) -> KernelSpec:
     """The ``mla_combine_sm80`` kernel behind `latent_row`'s; its slots have the rows of all blocks."""
     short, tag = IO_TYPES[dtype]
@@ -448,6 +461,8 @@ def decode_rows() -> Iterator[KernelSpec]:
     for dtype in ("float16", "bfloat16"):
         yield latent_row(dtype, "latent", by_maps=True)
         yield latent_blocks_row(dtype)
+        if has_latent_row(dtype, "latent_656"):
+            yield latent_656_row()
         yield from (latent_row(dtype, fmt) for fmt in LATENT_FORMATS if has_latent_row(dtype, fmt))
         yield latent_combine_row(dtype)
     yield rounds_row()

@@ -18,6 +18,7 @@ from ..registry.decode import (
     combine_row,
     decode_row,
     has_latent_row,
+    latent_656_row,
     latent_blocks_row,
     latent_combine_row,
     latent_row,
@@ -150,6 +151,8 @@ def select_latent(
         own = [latent_row(dtype, fmt, by_maps=maps) for maps in ((True, False) if box else (False,))]
         if box == LATENT_KEYS and queries:
             own.insert(0 if rows >= LATENT_ROWS else len(own), latent_blocks_row(dtype))
+        if fmt == "latent_656":
+            own.append(latent_656_row())
         able[at:at] = own
     names = names_in(force)
     named = [row for row in able if row.name in names]
