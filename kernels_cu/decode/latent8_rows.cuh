@@ -59,7 +59,8 @@ class Latent8Rows {
     }
     OA_DEVICE void bring(uint32 number, uint32 place, bool exists) const {
         const uint32 stage = number % kStages;
-        const uint32 to = smem_addr_of(smem_.codes[0]) + stage * Latent8Storage<Config>::kStageBytes + row() * kRowBytes;
+        const uint32 to =
+            smem_addr_of(smem_.codes[0]) + stage * Latent8Storage<Config>::kStageBytes + row() * kRowBytes;
         const uint32 bar = smem_addr_of(&smem_.codes_full[stage]);
         const bool active = lane() < kOwn;
         if (params_.lists_rows != 0 && active) smem_.is_listed[stage][row()] = exists;

@@ -73,11 +73,13 @@ class Latent8Scores {
         const int32 thread = in_register(int32(threadIdx.x));
 #pragma unroll
         for (int i = 0; i < 9; ++i) {
-            const int32 own = i < 8 ? (thread >> 3) + 16 * (i & 3) : thread >> 1, chunk = i < 8 ? thread & 7 : thread & 1;
+            const int32 own = i < 8 ? (thread >> 3) + 16 * (i & 3) : thread >> 1,
+                        chunk = i < 8 ? thread & 7 : thread & 1;
             const uint16* row;
             uint4 x = make_uint4(0, 0, 0, 0);
             if (query_row<Config>(p_, row, split, own))
-                x = *reinterpret_cast<const uint4*>(row + (i < 8 ? 16 * kHeld + 16 + i / 4 * 64 : 16 * kHeld) + 8 * chunk);
+                x = *reinterpret_cast<const uint4*>(row + (i < 8 ? 16 * kHeld + 16 + i / 4 * 64 : 16 * kHeld) +
+                                                    8 * chunk);
             const uint32 to =
                 i < 8 ? smem_addr_of(smem_.q_last) + i / 4 * kPanelBytes + own * 128 + ((chunk ^ (own & 7)) << 4)
                       : smem_addr_of(smem_.q_step) + own * 32 + ((chunk ^ (own >> 2 & 1)) << 4);

@@ -130,8 +130,8 @@ class Latent8Values {
         fence_proxy_async();
         arrive_for_warp(bar, thread() & 31);
     }
-    // What a lane converts of 8 rows and 64 codes of each, a warp's: 16 codes. Rows are a chunk of 16 bytes apart in the
-    // banks, so that 8 lanes have as many rows.
+    // What a lane converts of 8 rows and 64 codes of each, a warp's: 16 codes. Rows are a chunk of 16 bytes apart in
+    // the banks, so that 8 lanes have as many rows.
     OA_DEVICE static int32 row_of(int32 lane) { return lane & 7; }
     OA_DEVICE static int32 chunk_of(int32 lane) { return lane >> 3; }
     OA_DEVICE Lanes lanes_of(uint32 buffer) const {
