@@ -277,6 +277,19 @@ def test_the_reason_says_that_no_copy_brings_queries() -> None:
         assert ("no copy brings 64 of its 100 query rows" in way.passes[0].main.why[0]) == said
 
 
+@pytest.mark.parametrize(
+    ("dtype", "heads", "name"),
+    [("bfloat16", 16, "sm80_bf16_d576v512_656_r16"), ("bfloat16", 17, "rows8_sm90_bf16_d576v512_656"),
+     ("bfloat16", 128, "rows8_sm90_bf16_d576v512_656"), ("float16", 128, "sm80_fp16_d576v512_656_r64")],
+)  # fmt: skip
+def test_rows_of_656_bytes(dtype: str, heads: int, name: str) -> None:
+    cache = oa.PagedKVCache(2, 64, 1, 576, head_dim_v=512, k_dtype="fp8_ds_mla", like=np.zeros(0)).facts
+    main, _ = launches(problem(heads, dtype=dtype, cache=cache))
+    assert main.spec.name == f"mla_decode_{name}"
+    assert not main.tensor_maps
+    assert main.smem_bytes == main.spec.smem_bytes
+
+
 def test_partial_results_have_the_rows_of_all_blocks() -> None:
     main, combine = launches(problem(128, 2))
     size = plan_decode(problem(128, 2), HOPPER, None).workspace_bytes

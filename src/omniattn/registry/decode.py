@@ -463,7 +463,7 @@ def decode_rows() -> Iterator[KernelSpec]:
         yield latent_blocks_row(dtype)
         if has_latent_row(dtype, "latent_656"):
             yield latent_656_row()
-        yield from (latent_row(dtype, fmt) for fmt in LATENT_FORMATS if has_latent_row(dtype, fmt))
+        yield from (latent_row(dtype, fmt) for fmt in LATENT_FORMATS if fmt != "latent_656")
         yield latent_combine_row(dtype)
     yield rounds_row()
     yield copy_row()

@@ -140,7 +140,8 @@ def select_latent(
 
     Hopper has kernels of its own, for 64 rows at a time; see `FEW_LATENT_ROWS`. box: rows of the cache that one copy by
     TMA can bring, 0 if none can. Where those are a block of keys, 64 query rows and more have a kernel that computes
-    more at a time. queries: whether one copy by TMA brings 64 query rows, which that kernel has to have.
+    more at a time. queries: whether one copy by TMA brings 64 query rows, which that kernel has to have. Rows of 656
+    bytes have a kernel that dequantizes beside the products.
     """
     fmt = latent_kind(k)
     best = next((tile for tile in LATENT_TILES if tile >= rows), LATENT_TILES[-1])
@@ -152,7 +153,7 @@ def select_latent(
         if box == LATENT_KEYS and queries:
             own.insert(0 if rows >= LATENT_ROWS else len(own), latent_blocks_row(dtype))
         if fmt == "latent_656":
-            own.append(latent_656_row())
+            own = [latent_656_row()]
         able[at:at] = own
     names = names_in(force)
     named = [row for row in able if row.name in names]
