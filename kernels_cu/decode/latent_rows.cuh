@@ -24,8 +24,14 @@ struct SplitCursor {
     int32 at, end, sequence, before;
 
     OA_DEVICE bool next(const DecodeParams& p, const Partition& partition, LatentSplit& split) {
+        return next(p, partition, split, KeySpan{}, false);
+    }
+    // is_known: `span` is the sequence's.
+    OA_DEVICE bool next(const DecodeParams& p, const Partition& partition, LatentSplit& split, KeySpan span,
+                        bool is_known) {
         while (at < end) {
-            const KeySpan span = key_span<kAllRows>(p, sequence);
+            if (!is_known) span = key_span<kAllRows>(p, sequence);
+            is_known = false;
             const int32 first = before + begin_chunks<kAllRows>(p);
             if (at >= first + span.chunks || span.chunks == 0) {
                 if (span.chunks > 0) before = first + span.chunks;

@@ -2,39 +2,119 @@
 #pragma once
 #include "attention/sinks.cuh"
 #include "attention/softmax.cuh"
+#include "decode/latent_codes.cuh"
+#include "decode/latent_producer.cuh"
+#include "decode/latent_row_store.cuh"
 #include "decode/latent_rows.cuh"
+#include "decode/latent_scores.cuh"
 #include "ptx/cp_async.cuh"
 #include "ptx/cvt.cuh"
+#include "ptx/delay.cuh"
 #include "ptx/ldmatrix.cuh"
 #include "ptx/math.cuh"
+#include "ptx/mbarrier.cuh"
 #include "ptx/mma_sync.cuh"
 #include "ptx/shared.cuh"
 #include "ptx/shared_pairs.cuh"
 #include "ptx/types.cuh"
+#include "ptx/warpgroup.cuh"
 
-// Config: Io, kFormat, kHeadDim, kHeadDimV, kRows, kKeys, kPanels, kStages, kHeld, kRowWarps, kParts, kKeyWarps.
-// Storage: k, q, scores, alpha, m, l, exists, row_scale.
+// Config: Io, kFormat, kHeadDim, kHeadDimV, kRows, kKeys, kPanels, kStages, kHeld, kRowWarps, kParts, kKeyWarps,
+// kTeams, kByCopies, kInCodes. Storage, of the CTA: teams, stages, scores, exists, row_scale; of two teams queries,
+// full, empty too. Of a team: q, p, scales, alpha, m, l.
 template <typename Config, typename Storage>
 class LatentWarps {
-    static constexpr uint32 kTileRow = 2 * Config::kHeadDim, kScoreRow = 4 * Config::kKeys;  // bytes
+    static constexpr uint32 kTileRow = Config::kTileRow, kScoreRow = 4 * Config::kKeys;  // bytes
+    static constexpr uint32 kQRow = 2 * Config::kHeadDim;
+    using Codes = typename IfCodes<Config, Config::kInCodes>::Type;
+    using P = typename IfCodes<Config, Config::kInCodes>::P;
+    // O and denominators count 2^-kLift: P over codes, fp16, stays clear of what that rounds to less than 11 bits.
+    static constexpr float kLift = !Config::kInCodes ? 0.0f : Config::kFormat == kRows656 ? 4.0f : 7.0f;
+    static constexpr float kLowered = 1.0f / float(1 << int(kLift));
     static constexpr int kSteps = 4 / Config::kParts;  // of 16 channels, of a panel
     static constexpr int kOwnKeys = Config::kKeys / Config::kKeyWarps;
     static constexpr int kMTiles = Config::kRows / 16;
     // Softmax: lanes of a row, and keys of a lane.
     static constexpr int kLanes = 256 / Config::kRows, kWidth = Config::kKeys / kLanes;
-    static_assert(Config::kKeys == 32 && Config::kWarps == 8 && Config::kHeadDimV == 64 * Config::kWarps,
+    static_assert((Config::kKeys == 32 || Config::kInCodes) && Config::kWarps == 8 &&
+                      Config::kHeadDimV == 64 * Config::kWarps,
                   "the layouts");
 
   public:
-    OA_DEVICE LatentWarps(const MlaDecodeParams& params, Storage& smem)
+    OA_DEVICE LatentWarps(const MlaDecodeParams& params, Storage& smem, int32 team)
         : params_(params),
           p_(params.decode),
-          smem_(smem),
+          all_(smem),
+          smem_(smem.teams[team]),
           lane_(int32(threadIdx.x) & 31),
-          warp_(__shfl_sync(0xffffffffu, int32(threadIdx.x) >> 5, 0)) {}
+          warp_(__shfl_sync(0xffffffffu, int32(threadIdx.x) >> 5, 0) % Config::kWarps),
+          team_(team),
+          number_(team) {}
 
-    // Q of a split, from global memory; rows that the sequence has not are zeros.
+    // Q of a split is on its way to shared memory, with one team to the place of a tile, 16 bytes of 128 swizzled by
+    // row; rows that the sequence has not are zeros.
+    OA_DEVICE void ask(const LatentSplit& split) const {
+        if constexpr (Config::kByCopies) {
+            constexpr int kChunks = Config::kHeadDim / 8, kThreads = Config::kTeams * Config::kTeamThreads;
+#pragma unroll 1
+            for (int i = 0; i < (Config::kRows * kChunks + kThreads - 1) / kThreads; ++i) {
+                const int32 place = int32(threadIdx.x) + i * kThreads;
+                const int32 row = place / kChunks, chunk = place - row * kChunks;
+                const int32 flat = first_row() + row, token = token_of(p_, flat);
+                const bool exists = token < split.queries.count;
+                const uint16* from = p_.q + chunk * 8;
+                if (exists)
+                    from += split.sequence * p_.q_stride_b + (split.queries.first + token) * p_.q_stride_s +
+                            (flat - token * p_.group) * p_.q_stride_h;
+                if (Config::kRows * kChunks % kThreads == 0 || row < Config::kRows)
+                    cp_async_16(q_place() + row * kQRow + (chunk & ~7) * 16 + (((chunk & 7) ^ (row & 7)) << 4), from,
+                                exists ? 16 : 0);
+            }
+            cp_async_commit();
+        }
+    }
+    // Q to registers, and what a split begins with. With kByCopies the tile asked for behind Q may be under way.
     OA_DEVICE void begin(const LatentSplit& split) {
+        if constexpr (Config::kByCopies) {
+            cp_async_wait<Config::kTeams == 1 ? 1 : 0>();
+            all_teams();
+            if constexpr (Config::kInCodes) {
+                codes_.begin(q_place(), spare_steps(), part_of(warp_), lane_, [] { all_teams(); });
+            } else {
+                load_q();
+            }
+            if constexpr (Config::kTeams == 1) all_teams();
+        } else {
+            load_q(split);
+        }
+        const int32 lane = fresh(lane_), warp = fresh(warp_);
+        m_ = kLowest, l_ = 0.0f;
+        const int32 token = min_of(token_of(p_, first_row() + own_row(warp, lane)), split.queries.count - 1);
+        const int32 end = split.seq_len - split.queries.count + token + 1;
+        first_seen_ = p_.window_left < 0 ? 0 : max_of(end - 1 - p_.window_left, 0);
+        end_ = min_of(end, split.end);
+#pragma unroll
+        for (int m = 0; m < kMTiles; ++m)
+#pragma unroll
+            for (int i = 0; i < 32; ++i) o_[m][i] = 0.0f;
+    }
+
+  private:
+    // From shared memory; where there are two teams, panels that registers do not hold stay there.
+    OA_DEVICE void load_q() {
+#pragma unroll
+        for (int panel = 0; panel < Config::kHeld; ++panel)
+#pragma unroll
+            for (int step = 0; step < kSteps; ++step) ldmatrix_x4(q_[panel][step], fragment_of_q(panel, step));
+    }
+    OA_DEVICE uint32 fragment_of_q(int panel, int step) const {
+        const int32 lane = fresh(lane_), warp = fresh(warp_), matrix = lane >> 3;
+        const int32 row = row_warp(warp) * 16 + (lane & 7) + (matrix & 1) * 8;
+        const int32 chunk = 2 * (kSteps * part_of(warp) + step) + (matrix >> 1);
+        return q_place() + row * kQRow + panel * 128 + ((chunk ^ (row & 7)) << 4);
+    }
+    // From global memory.
+    OA_DEVICE void load_q(const LatentSplit& split) {
         const int32 lane = fresh(lane_), warp = fresh(warp_);
         const uint16* from[2];
         bool exists[2];
@@ -64,22 +144,43 @@ class LatentWarps {
                     store_shared4(spare_q(panel, step), make_uint4(x[0], x[1], x[2], x[3]));
                 }
             }
-        m_ = kLowest, l_ = 0.0f;
-        const int32 token = min_of(token_of(p_, first_row() + own_row(warp, lane)), split.queries.count - 1);
-        const int32 end = split.seq_len - split.queries.count + token + 1;
-        first_seen_ = p_.window_left < 0 ? 0 : max_of(end - 1 - p_.window_left, 0);
-        end_ = min_of(end, split.end);
-#pragma unroll
-        for (int m = 0; m < kMTiles; ++m)
-#pragma unroll
-            for (int i = 0; i < 32; ++i) o_[m][i] = 0.0f;
+    }
+
+  public:
+    // With two teams: waits for a tile, and gives its place back, when the warp has no more to read there.
+    OA_DEVICE void wait(int32 tile) const {
+        const uint32 number = number_ + uint32(tile) * Config::kTeams;
+        mbarrier_wait(smem_addr_of(&all_.full[0]) + stage_of<Config>(number) * 8, parity_of<Config>(number));
+    }
+    OA_DEVICE void release(int32 tile) const {
+        // Behind the last load's result: an arrival waits for no load, and copies might overtake one.
+        const uint32 at = smem_addr_of(&all_.empty[0]) + stage_of_tile(tile) * 8 + (last_ & opaque_zero());
+        __syncwarp();
+        if (lane_ < int32(kArrivalsOfWarp)) mbarrier_arrive(at);
     }
 
     // Products of this warp's rows and keys of a tile over its part of the channels: of every panel kSteps steps.
-    OA_DEVICE void part_of_scores(int32 tile) const {
+    OA_DEVICE void part_of_scores(int32 tile) {
         float s[kOwnKeys / 8][4];
 #pragma unroll
         for (int n = 0; n < kOwnKeys / 8; ++n) s[n][0] = s[n][1] = s[n][2] = s[n][3] = 0.0f;
+        if constexpr (Config::kInCodes) {
+            if constexpr (Codes::kGroups) {
+                const float factor = codes_.share_scales(tile_at(tile), scales_of(tile), fresh(warp_), fresh(lane_));
+                if (factor != 1.0f)
+#pragma unroll
+                    for (int i = 0; i < 32; ++i) o_[0][i] *= factor;
+            }
+            const int32 warp = fresh(warp_);
+            codes_.scores(s, tile_at(tile) + key_warp(warp) * kOwnKeys * kTileRow, part_of(warp), fresh(lane_));
+        } else {
+            products_of_keys(s, tile);
+        }
+        store_scores(s);
+    }
+
+  private:
+    OA_DEVICE void products_of_keys(float (&s)[kOwnKeys / 8][4], int32 tile) const {
         const int32 lane = fresh(lane_), warp = fresh(warp_);
         // The lane's row for ldmatrix.
         const int key = key_warp(warp) * kOwnKeys + (lane & 7) + (lane >> 4) * 8;
@@ -94,6 +195,8 @@ class LatentWarps {
                 if (panel < Config::kHeld) {
 #pragma unroll
                     for (int i = 0; i < 4; ++i) q[i] = q_[panel][step][i];
+                } else if constexpr (Config::kTeams > 1) {
+                    ldmatrix_x4(q, fragment_of_q(panel, step));
                 } else {
                     const uint4 x = load_shared4(spare_q(panel, step));
                     q[0] = x.x, q[1] = x.y, q[2] = x.z, q[3] = x.w;
@@ -107,28 +210,30 @@ class LatentWarps {
                 }
             }
         }
+    }
+    OA_DEVICE void store_scores(const float (&s)[kOwnKeys / 8][4]) const {
         const int32 later = fresh(lane_), own_warp = fresh(warp_);
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             const int row = row_warp(own_warp) * 16 + (later >> 2) + 8 * r;
-            const uint32 to =
-                smem_addr_of(smem_.scores) + (part_of(own_warp) * Config::kRows + row) * kScoreRow + (later & 1) * 8;
+            const uint32 to = scores_place() + (part_of(own_warp) * Config::kRows + row) * kScoreRow + (later & 1) * 8;
 #pragma unroll
             for (int n = 0; n < kOwnKeys / 8; ++n) {
                 const int unit = 2 * (key_warp(own_warp) * (kOwnKeys / 8) + n) + (later >> 1 & 1);
-                store_shared2(to + swizzled(row, unit), s[n][2 * r], s[n][2 * r + 1]);
+                store_shared2(to + place_of_scores(row, unit), s[n][2 * r], s[n][2 * r + 1]);
             }
         }
     }
 
-    // P of this lane's row and keys, in the place of its scores; returns whether its maximum rose.
+  public:
+    // P of this lane's row and keys; returns whether its maximum rose.
     OA_DEVICE bool probabilities(const LatentSplit& split, int32 tile) {
         const int32 lane = fresh(lane_), own = own_row(fresh(warp_), lane), column = lane % kLanes * kWidth;
-        const uint32 row = smem_addr_of(smem_.scores) + own * kScoreRow;
+        const uint32 row = scores_place() + own * kScoreRow;
         float s[kWidth] = {};
 #pragma unroll
         for (int part = 0; part < Config::kParts; ++part)
-            add_scores(s, row + part * Config::kRows * kScoreRow, own, column);
+            add_scores<kWidth>(s, row + part * Config::kRows * kScoreRow, own, column);
         __syncwarp();
         finish_scores(s, split, tile, column);
         float top = s[0];
@@ -138,11 +243,11 @@ class LatentWarps {
         for (int distance = 1; distance < kLanes; distance <<= 1)
             top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, distance));
         // As `OnlineSoftmax`; the caller may want the maximum itself.
-        const bool grew = top - m_ > (params_.row_max == nullptr ? 8.0f : 0.0f);
+        const bool grew = top - m_ > (params_.row_max == nullptr ? 8.0f : 0.0f) + kLift;
         float alpha = 1.0f;
         if (grew) {
-            alpha = exp2_approx(m_ - top);
-            m_ = top;
+            alpha = exp2_approx(m_ - (top - kLift));
+            m_ = top - kLift;
             l_ *= alpha;
         }
         if (lane % kLanes == 0) smem_.alpha[own] = alpha;
@@ -153,9 +258,9 @@ class LatentWarps {
         }
         uint32 packed[kWidth / 2];
 #pragma unroll
-        for (int i = 0; i < kWidth / 2; ++i) packed[i] = pack2(typename Config::Io{}, s[2 * i], s[2 * i + 1]);
+        for (int i = 0; i < kWidth / 2; ++i) packed[i] = pack2(P{}, s[2 * i], s[2 * i + 1]);
         // 16-byte chunks as ldmatrix reads eight rows of them.
-        const uint32 to = row + ((column / 8 ^ (own & 7)) << 4) + column % 8 * 2;
+        const uint32 to = p_place() + own * kPRow + ((column / 8 ^ (own & 7)) << 4) + column % 8 * 2;
         if constexpr (kWidth == 8) {
             store_shared4(to, make_uint4(packed[0], packed[1], packed[2], packed[3]));
         } else if constexpr (kWidth == 4) {
@@ -168,11 +273,37 @@ class LatentWarps {
     // O += P V of all rows and this warp's channels, panel `warp_`. grew: whether any warp's maximum has risen.
     OA_DEVICE void add_values(int32 tile, bool grew) {
         if (grew) rescale();
+        if constexpr (Config::kInCodes) {
+            add_codes(tile);
+        } else {
+            add_keys(tile);
+        }
+    }
+
+  private:
+    OA_DEVICE void add_codes(int32 tile) {
+        const int32 lane = fresh(lane_), warp = fresh(warp_);
+        const uint32 probs = p_place() + (lane & 15) * kPRow;
+        const uint32 chunk = ((lane >> 4) ^ (lane & 7)) << 4;
+#pragma unroll
+        for (int step = 0; step < Config::kKeys / 16; ++step) {
+            uint32 a[4];
+            ldmatrix_x4(a, probs + (chunk ^ (step * 32)));
+            if constexpr (Codes::kGroups) {
+                const uint32 scales = scales_of(tile) + (warp >> 1) * 2 * Config::kKeys + step * 32 + (lane & 3) * 4;
+                const uint32 low = load_shared(scales), high = load_shared(scales + 16);
+                a[0] = mul_half2(a[0], low), a[1] = mul_half2(a[1], low);
+                a[2] = mul_half2(a[2], high), a[3] = mul_half2(a[3], high);
+            }
+            last_ = Codes::values(o_[0], a, tile_at(tile) + step * 16 * kTileRow + warp * 64, lane);
+        }
+    }
+    OA_DEVICE void add_keys(int32 tile) {
         const int32 lane = fresh(lane_);
         // The lane's rows for ldmatrix.
         const uint32 chunk = ((lane >> 4) ^ (lane & 7)) << 4;
         const uint32 k = tile_at(tile) + (lane & 15) * kTileRow + warp_ * 128;
-        const uint32 probs = smem_addr_of(smem_.scores) + (lane & 15) * kScoreRow;
+        const uint32 probs = p_place() + (lane & 15) * kPRow;
 #pragma unroll
         for (int step = 0; step < Config::kKeys / 16; ++step) {
             uint32 a[kMTiles][4];
@@ -191,23 +322,97 @@ class LatentWarps {
         }
     }
 
-    // Of all keys O and LSE, else a partial result. Behind it the tiles' buffers are free.
+  public:
+    // Of all keys O and LSE, else a partial result. Behind it the tiles' buffers are free when all warps have come.
     OA_DEVICE void end(const LatentSplit& split) {
 #pragma unroll
         for (int distance = 1; distance < kLanes; distance <<= 1) l_ += __shfl_xor_sync(0xffffffffu, l_, distance);
         const int32 own = own_row(fresh(warp_), fresh(lane_));
-        if (lane_ % kLanes == 0) smem_.m[own] = m_, smem_.l[own] = l_;
-        __syncthreads();
+        // The lift is nobody else's business: powers of two.
+        if (lane_ % kLanes == 0) smem_.m[own] = m_ + kLift, smem_.l[own] = l_ * kLowered;
+        all_teams();
         const int32 lane = fresh(lane_);
+        number_ += split.blocks;
+        if constexpr (Config::kTeams == 1) {
 #pragma unroll
-        for (int m = 0; m < kMTiles; ++m)
+            for (int m = 0; m < kMTiles; ++m)
 #pragma unroll
-            for (int r = 0; r < 2; ++r) store_row(split, m, r, lane);
+                for (int r = 0; r < 2; ++r) {
+                    float x[16];
+#pragma unroll
+                    for (int i = 0; i < 16; ++i) x[i] = o_[m][4 * (i >> 1) + 2 * r + (i & 1)];
+                    const int32 row = 16 * m + (lane >> 2) + 8 * r;
+                    store_row<Config>(params_, split, row, x, smem_.m[row], smem_.l[row], row_scale() * own_unit(),
+                                      warp_, lane);
+                }
+        } else {
+            end_of_teams(split);
+        }
+    }
+
+  private:
+    // Each team has half of the rows of both: a lane one of its two.
+    OA_DEVICE void end_of_teams(const LatentSplit& split) {
+        static_assert(Config::kTeams == 1 || (Config::kRows == 16 && Config::kTeams == 2), "a row for each team");
+        float own[16], other[16];
+#pragma unroll
+        for (int i = 0; i < 16; ++i) {
+            const float low = o_[0][4 * (i >> 1) + (i & 1)], high = o_[0][4 * (i >> 1) + 2 + (i & 1)];
+            own[i] = team_ == 0 ? low : high, other[i] = team_ == 0 ? high : low;
+        }
+        const int32 thread = int32(threadIdx.x) % Config::kTeamThreads;
+        // Nobody reads Q or scores any more.
+        const uint32 first = smem_addr_of(all_.queries), second_place = smem_addr_of(all_.scores);
+        const uint32 to = (team_ == 0 ? first : second_place) + thread * 16;
+        const uint32 from = (team_ == 0 ? second_place : first) + thread * 16;
+        const float factor = own_unit();
+#pragma unroll
+        for (int i = 0; i < 16; i += 4)
+            store_shared4(to + i * 4 * Config::kTeamThreads,
+                          make_uint4(__float_as_uint(other[i] * factor), __float_as_uint(other[i + 1] * factor),
+                                     __float_as_uint(other[i + 2] * factor), __float_as_uint(other[i + 3] * factor)));
+        all_teams();
+        const int32 row = (lane_ >> 2) + 8 * team_;
+        const auto& second = all_.teams[(team_ ^ 1) % Config::kTeams];
+        const float m = smem_.m[row], m_other = second.m[row], top = fmaxf(m, m_other);
+        const float weight = exp2_approx(m - top), weight_other = exp2_approx(m_other - top);
+        const float l = smem_.l[row] * weight + second.l[row] * weight_other;
+#pragma unroll
+        for (int i = 0; i < 16; i += 4) {
+            const uint4 x = load_shared4(from + i * 4 * Config::kTeamThreads);
+            const uint32 words[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+            for (int j = 0; j < 4; ++j)
+                own[i + j] = fmaf(own[i + j] * factor, weight, __uint_as_float(words[j]) * weight_other);
+        }
+        store_row<Config>(params_, split, row, own, top, l, row_scale(), warp_, lane_);
+    }
+    // What O is in, beside the one scale of e4m3 rows.
+    OA_DEVICE float own_unit() const {
+        if constexpr (Config::kInCodes) return Codes::kGroups ? codes_.unit * kLowered : kLowered;
+        return 1.0f;
+    }
+    // Of codes' Q the steps that registers do not hold: with two teams in the place of Q as it came.
+    OA_DEVICE uint32 spare_steps() const { return Config::kTeams > 1 ? q_place() : smem_addr_of(smem_.q); }
+    OA_DEVICE uint32 q_place() const {
+        if constexpr (Config::kTeams > 1) return smem_addr_of(all_.queries);
+        return smem_addr_of(all_.stages[Config::kStages - 1]);
+    }
+
+  public:
+    // A barrier of all warps that compute.
+    OA_DEVICE static void all_teams() {
+        if constexpr (Config::kTeams == 1) {
+            random_delay();
+            __syncthreads();
+        } else {
+            named_barrier_sync(3, Config::kTeams * Config::kTeamThreads);
+        }
     }
 
   private:
     // Of 64 rows there are no registers for what can be computed anew from this.
-    OA_DEVICE static int32 fresh(int32 x) { return Config::kRows == 64 ? in_register(x) : x; }
+    OA_DEVICE static int32 fresh(int32 x) { return Config::kRows == 64 || Config::kInCodes ? in_register(x) : x; }
     // Of the products of S; and the softmax's row.
     OA_DEVICE static int32 row_warp(int32 warp) { return warp % Config::kRowWarps; }
     OA_DEVICE static int32 part_of(int32 warp) { return warp / Config::kRowWarps % Config::kParts; }
@@ -216,32 +421,30 @@ class LatentWarps {
         return warp * (Config::kRows / Config::kWarps) + lane / kLanes;
     }
     OA_DEVICE int32 first_row() const { return int32(blockIdx.x) * Config::kRows; }
+    // The team's tile `tile`.
+    OA_DEVICE uint32 stage_of_tile(int32 tile) const {
+        if constexpr (Config::kTeams > 1) return stage_of<Config>(number_ + uint32(tile) * Config::kTeams);
+        return uint32(tile) % Config::kStages;
+    }
     OA_DEVICE uint32 tile_at(int32 tile) const {
-        return smem_addr_of(smem_.k[0]) + uint32(tile % Config::kStages) * uint32(sizeof(smem_.k[0]));
+        return smem_addr_of(all_.stages[0]) + stage_of_tile(tile) * uint32(sizeof(all_.stages[0]));
+    }
+    // P, 16-byte chunks swizzled by row; with one team in the place of scores.
+    OA_DEVICE uint32 p_place() const {
+        if constexpr (Config::kTeams > 1) return smem_addr_of(smem_.p);
+        return scores_place();
+    }
+    OA_DEVICE uint32 scores_place() const { return smem_addr_of(all_.scores[team_]); }
+    static constexpr uint32 kPRow = Config::kTeams > 1 ? 128 : kScoreRow;
+    OA_DEVICE uint32 scales_of(int32 tile) const {
+        return smem_addr_of(smem_.scales[0]) + uint32(tile) % Config::kTeams * uint32(sizeof(smem_.scales[0]));
     }
     // Of Q what has no place in registers: every lane's own.
     OA_DEVICE uint32 spare_q(int panel, int step) const {
         return smem_addr_of(smem_.q) + ((panel - Config::kHeld) * kSteps + step) * 16 * Config::kThreads +
                16 * threadIdx.x;
     }
-    OA_DEVICE float row_scale() const { return Config::kFormat == kRowsE4m3 ? smem_.row_scale : 1.0f; }
-    // Where 16 bytes of a row of scores are: rows 0 to 3 that are written at once, two places of each, and rows 2i and
-    // 2i + 1 that are read at once are apart in the banks.
-    OA_DEVICE static uint32 swizzled(int row, int unit) { return (unit ^ ((row & 3) << 1 | (row & 1))) << 4; }
-
-    OA_DEVICE static void add_scores(float (&s)[kWidth], uint32 row, int32 own, int32 column) {
-        if constexpr (kWidth == 2) {
-            const float2 x = load_shared_float2(row + swizzled(own, column >> 2) + (column & 2) * 4);
-            s[0] += x.x, s[1] += x.y;
-        } else {
-#pragma unroll
-            for (int i = 0; i < kWidth; i += 4) {
-                const uint4 x = load_shared4(row + swizzled(own, (column + i) >> 2));
-                s[i] += __uint_as_float(x.x), s[i + 1] += __uint_as_float(x.y);
-                s[i + 2] += __uint_as_float(x.z), s[i + 3] += __uint_as_float(x.w);
-            }
-        }
-    }
+    OA_DEVICE float row_scale() const { return Config::kFormat == kRowsE4m3 ? all_.row_scale : 1.0f; }
     // S in base-2 units; keys that the row does not see are -inf.
     OA_DEVICE void finish_scores(float (&s)[kWidth], const LatentSplit& split, int32 tile, int32 column) const {
         const float c = p_.softmax_scale * kLog2e * row_scale();
@@ -252,7 +455,7 @@ class LatentWarps {
 #pragma unroll
             for (int i = 0; i < kWidth; ++i) s[i] = back * tanh_exp2(s[i] * inverse);
         }
-        const int32 first = split.begin + tile * Config::kKeys;
+        const int32 first = split.begin + (tile * Config::kTeams + team_) * Config::kKeys;
         if (first + Config::kKeys > end_ || first < first_seen_) {
 #pragma unroll
             for (int i = 0; i < kWidth; ++i)
@@ -261,7 +464,7 @@ class LatentWarps {
         if (params_.lists_rows != 0) {
 #pragma unroll
             for (int i = 0; i < kWidth; ++i)
-                if (!smem_.exists[tile & 1][column + i]) s[i] = neg_inf();
+                if (!all_.exists[Config::kTeams > 1 ? stage_of_tile(tile) : tile & 1][column + i]) s[i] = neg_inf();
         }
     }
 
@@ -275,42 +478,17 @@ class LatentWarps {
                 for (int n = 0; n < 8; ++n) o_[m][4 * n + 2 * r] *= alpha, o_[m][4 * n + 2 * r + 1] *= alpha;
             }
     }
-    OA_DEVICE void store_row(const LatentSplit& split, int m, int r, int32 lane) const {
-        const int32 own = 16 * m + (lane >> 2) + 8 * r, flat = first_row() + own, token = token_of(p_, flat);
-        if (token >= split.queries.count) return;
-        const int32 head = flat - token * p_.group, column = 64 * warp_ + 2 * (lane & 3);
-        const bool first = warp_ == 0 && (lane & 3) == 0;
-        const float top = smem_.m[own], l = smem_.l[own];
-        if (split.slot < 0) {
-            const RowResult result = finish_row(top, l, sink_log2<typename Config::Io>(p_.sinks, p_.sinks_kind, head));
-            const float scale = result.o_scale * row_scale();
-            if (first) note_row(params_, split.sequence, head, split.queries.first, token, top, result.lse);
-            uint16* to = p_.o + split.sequence * p_.o_stride_b + (split.queries.first + token) * p_.o_stride_s +
-                         head * p_.o_stride_h + column;
-#pragma unroll
-            for (int n = 0; n < 8; ++n)
-                *reinterpret_cast<uint32*>(to + 8 * n) =
-                    pack2(typename Config::Io{}, o_[m][4 * n + 2 * r] * scale, o_[m][4 * n + 2 * r + 1] * scale);
-        } else {
-            const int64 row = int64(split.slot) * params_.slot_rows + flat;
-            if (first) *reinterpret_cast<float2*>(p_.partial_ml + 2 * row) = make_float2(top, l);
-            float* to = p_.partial_o + row * Config::kHeadDimV + (column & ~15) + 4 * (lane & 3);
-#pragma unroll
-            for (int n = 0; n < 8; n += 2) {
-                const float4 x = pair_of_blocks(&o_[m][4 * n], r);
-                const float scale = row_scale();
-                *reinterpret_cast<float4*>(to + 8 * n) =
-                    make_float4(x.x * scale, x.y * scale, x.z * scale, x.w * scale);
-            }
-        }
-    }
 
     const MlaDecodeParams& params_;
     const DecodeParams& p_;
-    Storage& smem_;
-    const int32 lane_, warp_;
+    Storage& all_;
+    typename Storage::Team& smem_;
+    const int32 lane_, warp_, team_;
+    uint32 last_ = 0;  // of what was read of a tile
+    uint32 number_;  // of the ring's tiles, the team's first one of the split
     float m_, l_;  // of the softmax's row: the maximum, and this lane's part of the denominator
     int32 first_seen_, end_;  // keys that it sees
-    uint32 q_[Config::kHeld][kSteps][4];
+    uint32 q_[Config::kInCodes ? 1 : Config::kHeld][kSteps][4];
+    Codes codes_;
     float o_[kMTiles][32];
 };

@@ -103,9 +103,10 @@ struct Scan {
     int32 before;  // chunks of all sequences before them
     int32 own;  // theirs
     int32 total;  // of all sequences
+    KeySpan span;  // of the thread's last sequence
 
-    OA_DEVICE static int32 chunks_of(const DecodeParams& p, int32 b) {
-        const KeySpan span = key_span<kRows>(p, b);
+    OA_DEVICE static int32 chunks_of(const DecodeParams& p, int32 b) { return chunks_of(p, key_span<kRows>(p, b)); }
+    OA_DEVICE static int32 chunks_of(const DecodeParams& p, const KeySpan& span) {
         return (span.chunks == 0 ? 0 : span.chunks + begin_chunks<kRows>(p)) * p.num_kv_heads * span.row_blocks;
     }
 
@@ -115,7 +116,10 @@ struct Scan {
         first = min_of(int32(threadIdx.x) * each, p.batch);
         last = min_of(first + each, p.batch);
         own = 0;
-        for (int32 b = first; b < last; ++b) own += chunks_of(p, b);
+        for (int32 b = first; b < last; ++b) {
+            span = key_span<kRows>(p, b);
+            own += chunks_of(p, span);
+        }
         int lane = threadIdx.x & 31, warp_idx = threadIdx.x >> 5;
         int32 inclusive = own;
 #pragma unroll
@@ -138,17 +142,22 @@ struct Scan {
     // The sequence that chunk `wanted` < total belongs to, and the chunks before that sequence, to every thread. One
     // CTA barrier.
     OA_DEVICE void locate(const DecodeParams& p, int32 wanted, ScanStorage<kThreads>& smem) {
-        if (before <= wanted && wanted < before + own) {
-            int32 at = before, b = first;
-            for (; b < last - 1; ++b) {
-                int32 here = chunks_of(p, b);
-                if (wanted < at + here) break;
-                at += here;
-            }
-            smem.sequence = b;
-            smem.before = at;
-        }
+        int32 sequence, chunks_before;
+        if (find(p, wanted, sequence, chunks_before)) smem.sequence = sequence, smem.before = chunks_before;
         __syncthreads();
+    }
+
+    // The same without a barrier: whether this thread knows it, which one does.
+    OA_DEVICE bool find(const DecodeParams& p, int32 wanted, int32& sequence, int32& chunks_before) const {
+        if (wanted < before || before + own <= wanted) return false;
+        int32 at = before, b = first;
+        for (; b < last - 1; ++b) {
+            const int32 here = chunks_of(p, b);
+            if (wanted < at + here) break;
+            at += here;
+        }
+        sequence = b, chunks_before = at;
+        return true;
     }
 
     // Chunks before sequence `wanted` < batch, in smem.before for every thread. One CTA barrier.

@@ -15,11 +15,13 @@
 //   all warps: wait for tile i  |  barrier  |  copy tile i + 1, part of S(i) -> shared  |  barrier  |
 //              sum of the parts, m, P(i) -> shared  |  barrier  |  O += P(i) k(i)
 //
-// With 8-bit rows tile i is converted behind the first barrier, and another one follows.
+// 8-bit rows stay so in shared memory where a CTA has 16 rows, 64 keys at a time (decode/latent_codes.cuh). Else tile i is
+// converted behind the first barrier, and another one follows. Q of up to 32 rows comes by way of a tile's place.
 //
-// Shared memory, bytes: K [stages][32 * 1152], 16 bytes of 128 swizzled by key | 8-bit rows [32 * row] | scores
-// [parts][ROWS * 128], P in the first part's | rescale factors, maxima, denominators | listed keys | scan, splits. Two
-// stages with 16-bit rows, else one.
+// Shared memory, bytes: K [stages][keys * row], 16-bit rows by 16 bytes of 128 swizzled by key | scores
+// [parts][ROWS * 4 * keys], P in the first part's | Q that registers do not hold | scales of 656-byte rows | rescale
+// factors, maxima, denominators | 8-bit rows that become 16 [32 * row] | listed keys | scan, splits. Two stages, but one
+// where rows are converted.
 #include "decode/latent.cuh"
 #include "decode/latent_rows.cuh"
 #include "decode/latent_tiles.cuh"
@@ -34,26 +36,40 @@ struct Config {
     using Io = IO_TYPE;  // Half or BFloat16
     static constexpr int kFormat = CACHE_FORMAT;
     static constexpr int kHeadDim = HEAD_DIM, kHeadDimV = HEAD_DIM_V, kPanels = kHeadDim / 64;
-    static constexpr int kRows = ROWS, kKeys = 32;  // of a CTA, of a tile
-    static constexpr int kStages = kFormat == kRows16 ? 2 : 1;
-    static constexpr int kWarps = 8, kThreads = 32 * kWarps;
+    static constexpr int kRows = ROWS, kTeams = 1;
+    // Rows in 8 bits stay so in shared memory, or become 16 bits there.
+    static constexpr bool kInCodes = kFormat != kRows16 && kRows == 16;
+    static constexpr bool kConverts = kFormat != kRows16 && !kInCodes;
+    static constexpr bool kNarrowed = kIsBFloat16<Io>;
+    static constexpr int kKeys = kInCodes ? 64 : 32;  // of a tile
+    static constexpr int kStages = kConverts ? 1 : 2;
+    static constexpr int kTileRow = kConverts ? 2 * kHeadDim : kCodeRow<kFormat, kHeadDim>;  // bytes of a key in a tile
+    static constexpr int kWarps = 8, kTeamThreads = 32 * kWarps, kThreads = kTeamThreads;
     // Warps of S: by rows, 16 each; by channels; by keys.
     static constexpr int kRowWarps = kRows / 16, kParts = kRows == 16 ? 4 : 2,
                          kKeyWarps = kWarps / (kRowWarps * kParts);
     static constexpr int kHeld = HELD_PANELS;  // panels of Q in registers; those behind are in shared memory
+    static constexpr int kHeldSteps = kFormat == kRowsE4m3 ? 7 : 9;  // with kInCodes, of nine
+    static constexpr bool kByCopies = kRows <= 32;  // Q comes by way of shared memory
     static_assert(kRows == 16 || kRows == 32 || kRows == 64, "the warps of S");
     static_assert(kHeadDim == 576 && kHeadDimV == 512, "the formats of rows");
 };
 
-struct SharedStorage {
-    alignas(128) uint8 k[Config::kStages][Config::kKeys * 2 * Config::kHeadDim];
-    // Unused with 16-bit rows.
-    alignas(128) uint8
-        raw[Config::kFormat == kRows16 ? 128 : Config::kKeys * kLatentRowBytes<Config::kFormat, Config::kHeadDim>];
-    // Panels of Q, a warp's own part of them.
-    alignas(128) uint8 q[max_of((Config::kPanels - Config::kHeld) * Config::kRows * Config::kKeyWarps * 128, 128)];
-    alignas(128) float scores[Config::kParts][Config::kRows][Config::kKeys];
+struct TeamStorage {
+    // Q that registers do not hold: panels, a warp's own part of them, or steps.
+    alignas(16) uint8
+        q[Config::kInCodes ? max_of((9 - Config::kHeldSteps) * 4 * 512, 16)
+                           : max_of((Config::kPanels - Config::kHeld) * Config::kRows * Config::kKeyWarps * 128, 16)];
+    uint16 scales[1][4][Config::kInCodes && Config::kFormat == kRows656 ? Config::kKeys : 2];
     float alpha[Config::kRows], m[Config::kRows], l[Config::kRows];
+};
+struct SharedStorage {
+    using Team = TeamStorage;
+    alignas(128) uint8 stages[Config::kStages][Config::kKeys * Config::kTileRow];
+    float scores[1][Config::kParts][Config::kRows][Config::kKeys];
+    TeamStorage teams[1];
+    // Rows in 8 bits that become 16.
+    uint8 raw[Config::kConverts ? Config::kKeys * kLatentRowBytes<Config::kFormat, Config::kHeadDim> : 16];
     uint8 exists[2][Config::kKeys];  // of a list: whether a place has a key
     ScanStorage<Config::kThreads> scan;
     SplitCursor<Config> cursor;
@@ -64,19 +80,20 @@ struct SharedStorage {
 static_assert(sizeof(SharedStorage) == SMEM_BYTES, "the registry's smem_bytes must be this struct's size");
 
 using Tiles = LatentTiles<Config, SharedStorage>;
+using Warps = LatentWarps<Config, SharedStorage>;
 // Waits for a tile; the next one is on its way then.
 OA_DEVICE void ready(Tiles& tiles, const LatentSplit& split, int32 tile) {
-    if constexpr (Config::kFormat == kRows16) {
-        cp_async_wait<0>();
-        random_delay();
-        __syncthreads();  // every warp is done with the tile before
-        tiles.copy(split, tile + 1);
-    } else {
+    if constexpr (Config::kConverts) {
         random_delay();
         __syncthreads();
         tiles.convert(split, tile);
         random_delay();
         __syncthreads();
+    } else {
+        cp_async_wait<0>();
+        random_delay();
+        __syncthreads();  // every warp is done with the tile before
+        tiles.copy(split, tile + 1);
     }
 }
 
@@ -101,7 +118,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, MIN_CTAS) mla_dec
         }
     }
     Tiles tiles(params, smem);
-    LatentWarps<Config, SharedStorage> warps(params, smem);
+    Warps warps(params, smem, 0);
 #pragma unroll 1
     for (uint32 number = 0;; ++number) {
         // In shared memory, by one thread: registers are for the products.
@@ -109,7 +126,9 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, MIN_CTAS) mla_dec
         if (threadIdx.x == 0 && !smem.cursor.next(p, Partition(smem.chunks, p), split)) split.blocks = 0;
         __syncthreads();
         if (split.blocks == 0) break;
-        tiles.begin(split);
+        tiles.ask(split);
+        warps.ask(split);
+        tiles.copy(split, 0);
         warps.begin(split);
 #pragma unroll 1
         for (int32 tile = 0; tile < split.blocks; ++tile) {

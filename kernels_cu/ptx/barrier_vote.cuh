@@ -18,3 +18,17 @@ OA_DEVICE bool any_at_barrier(bool x, int32 threads) {
         : "memory");
     return any != 0;
 }
+// The same on a barrier whose number is in a register.
+OA_DEVICE bool any_at_barrier(bool x, int32 id, int32 threads) {
+    random_delay();
+    uint32 any;
+    asm volatile(
+        "{.reg .pred p, q;\n"
+        "setp.ne.u32 p, %2, 0;\n"
+        "barrier.cta.red.or.pred q, %1, %3, p;\n"
+        "selp.b32 %0, 1, 0, q;}"
+        : "=r"(any)
+        : "r"(id), "r"(uint32(x)), "r"(threads)
+        : "memory");
+    return any != 0;
+}

@@ -122,3 +122,19 @@ OA_DEVICE uint32 half2_of_e4m3x2(uint32 codes) {
     return mul_half2((x & kBothSigns) | ((x >> 1) & 0x3f803f80u), k256);
 #endif
 }
+
+// cvt.rn.f16x2.e4m3x2 twice, exact: four e4m3 numbers to fp16, those of the lower half first.
+OA_DEVICE uint2 halves_of_e4m3x4(uint32 codes) {
+#if __CUDA_ARCH__ >= 890
+    uint2 d;
+    asm("{.reg .b16 l, h;\n"
+        "mov.b32 {l, h}, %2;\n"
+        "cvt.rn.f16x2.e4m3x2 %0, l;\n"
+        "cvt.rn.f16x2.e4m3x2 %1, h;}"
+        : "=r"(d.x), "=r"(d.y)
+        : "r"(codes));
+    return d;
+#else
+    return make_uint2(half2_of_e4m3x2<false>(codes), half2_of_e4m3x2<true>(codes));
+#endif
+}

@@ -9,3 +9,10 @@ OA_DEVICE int32 uniform(int32 x) {
     asm volatile("redux.sync.or.b32 %0, %1, 0xffffffff;" : "=r"(y) : "r"(x));
     return y;
 }
+
+// redux.sync.max.u32: the largest of the 32 lanes' numbers; of fp32 from 0 on too, by their bits. All lanes.
+OA_DEVICE uint32 max_of_warp(uint32 x) {
+    uint32 y;
+    asm volatile("redux.sync.max.u32 %0, %1, 0xffffffff;" : "=r"(y) : "r"(x));
+    return y;
+}

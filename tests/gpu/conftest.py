@@ -69,18 +69,20 @@ def backward_family(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPa
     PLANS.clear()
 
 
-@pytest.fixture(params=["hopper", "blocks", "generic"])
+@pytest.fixture(params=["few", "hopper", "blocks", "generic"])
 def latent_family(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Every test over latent caches with Hopper's kernels, of however few rows, and with those that every GPU gets.
 
-    "blocks": where pages have whole blocks of keys, by the kernel that is for 64 query rows and more.
+    "few": by the kernel for up to 16 query rows, where they are. "blocks": where pages have whole blocks of keys, by
+    the kernel that is for 64 query rows and more.
     """
     torch = pytest.importorskip("torch")
     if request.param == "generic":
         monkeypatch.setattr(select_cache, "has_latent_row", lambda *_: False)
     elif torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("a kernel of Hopper")
-    monkeypatch.setattr(select_cache, "FEW_LATENT_ROWS", 0)
+    if request.param != "few":
+        monkeypatch.setattr(select_cache, "FEW_LATENT_ROWS", 0)
     if request.param == "blocks":
         monkeypatch.setattr(select_cache, "LATENT_ROWS", 0)
     PLANS.clear()

@@ -15,7 +15,7 @@ SCALE = 0.375
 def stored(rows: Any, fmt: str, dtype: str = "bfloat16") -> tuple[Any, Any]:
     """Rows (n, 576) as bytes (n, 576 or 656), uint8, and what these mean to queries of a type, in float64.
 
-    Kernels multiply by scales in fp32, and round to the type of q.
+    Products of codes and scales are exact in 16 bits: some kernels round them to the type of q, others do not.
     """
     io = getattr(torch, dtype)
     x = rows.float()
@@ -23,7 +23,8 @@ def stored(rows: Any, fmt: str, dtype: str = "bfloat16") -> tuple[Any, Any]:
         codes = (x / SCALE).clamp(-448, 448).to(torch.float8_e4m3fn)
         return codes.view(torch.uint8), (codes.float() * SCALE).to(io).double()
     groups = x[:, :512].reshape(-1, 4, 128)
-    scales = groups.abs().amax(-1).clamp_min(1e-12) / 448
+    fraction, exponent = torch.frexp(groups.abs().amax(-1).clamp_min(1e-12) / 448)
+    scales = torch.ldexp((fraction * 16).ceil() / 16, exponent)  # 4 bits, as codes have
     codes = (groups / scales[..., None]).to(torch.float8_e4m3fn)
     rest = x[:, 512:].bfloat16()
     parts = (codes.reshape(-1, 512), scales.contiguous(), rest.contiguous())

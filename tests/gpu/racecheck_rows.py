@@ -14,6 +14,7 @@ FOLLOWED = {
     "entry/attn_bwd_sm80.cu": "PAIRS_WAIT",
     "entry/attn_bwd_wide_sm80.cu": "PAIRS_WAIT",
     "entry/mla_decode_sm90.cu": "EVERY_LANE_ARRIVES",
+    "entry/mla_decode_few_sm90.cu": "EVERY_LANE_ARRIVES",
     "entry/mla_decode_rows16_sm90.cu": "EVERY_LANE_ARRIVES",
     "entry/mla_decode_rows8_sm90.cu": "EVERY_LANE_ARRIVES",
 }

@@ -280,6 +280,7 @@ def test_explain_names_the_kernels(latent_family: str) -> None:
     case = Filled((500,), 64)
     said = str(oa.explain(oa.decode, case.q, case.cache, seq_lens=case.lens, **case.where))
     names = {
+        "few": "mla_decode_few_sm90_bf16_d576v512",
         "hopper": "mla_decode_sm90_bf16_d576v512",
         "blocks": "mla_decode_rows16_sm90_bf16_d576v512",
         "generic": "mla_decode_sm80_bf16_d576v512_r16",
@@ -288,17 +289,17 @@ def test_explain_names_the_kernels(latent_family: str) -> None:
     assert "the first 512 of them V" in said
 
 
-@pytest.mark.parametrize("block_size", [64, 4])
-def test_warps_that_come_at_random_times(block_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("block_size", "heads"), [(64, 128), (4, 128), (64, 8)])
+def test_warps_that_come_at_random_times(block_size: int, heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     def delayed(make: Any) -> Any:
         def row(*of: Any, **more: Any) -> Any:
             return dataclasses.replace(made := make(*of, **more), defines=(*made.defines, ("RANDOM_DELAYS", "1")))
 
         return row
 
-    case = Filled((1500, 64, 333), block_size, 128, 2, growth=0.01)
+    case = Filled((1500, 64, 333), block_size, heads, 2, growth=0.01)
     monkeypatch.setattr(select_cache, "registered", lambda row: row)
-    for name in ("latent_row", "latent_blocks_row", "latent_sm80_row"):
+    for name in ("latent_row", "latent_blocks_row", "latent_sm80_row", "latent_few_row"):
         monkeypatch.setattr(select_cache, name, delayed(getattr(select_cache, name)))
     PLANS.clear()
     try:

@@ -195,7 +195,7 @@ ADA = Target((8, 9), 99 << 10, 128)
 
 @pytest.mark.parametrize(
     ("target", "heads", "q_len", "tile", "workers"),
-    [(AMPERE, 16, 1, 16, 216), (ADA, 16, 1, 16, 128), (HOPPER, 8, 2, 16, 264), (AMPERE, 17, 1, 32, 108),
+    [(AMPERE, 16, 1, 16, 216), (ADA, 16, 1, 16, 128), (AMPERE, 17, 1, 32, 108),
      (ADA, 128, 1, 64, 64), (AMPERE, 128, 2, 64, 27), (ADA, 40, 1, 64, 128)],
 )  # fmt: skip
 def test_the_general_kernels_tile_is_for_so_many_rows(
@@ -209,6 +209,15 @@ def test_the_general_kernels_tile_is_for_so_many_rows(
     assert not main.tensor_maps
     at = MLA_DECODE.offsets["slot_rows"]
     assert int.from_bytes(combine.arguments[at : at + 4], "little") == blocks * tile
+
+
+@pytest.mark.parametrize(("heads", "q_len"), [(1, 1), (8, 2), (16, 1)])
+def test_few_rows_have_a_kernel_of_hoppers(heads: int, q_len: int) -> None:
+    main, _ = launches(problem(heads, q_len))
+    assert main.spec.name == "mla_decode_few_sm90_fp16_d576v512"
+    assert main.grid == (1, 132, 1)
+    assert main.threads == 2 * 256 + 128
+    assert not main.tensor_maps
 
 
 def test_a_named_kernel_is_taken() -> None:

@@ -476,7 +476,7 @@ def test_strides_on_a_gpu() -> None:
     wide, deep = np.zeros((2, 3, 8, 600), np.float16), np.zeros((2, 4, 8, 576), np.float16)
     for q in (wide[..., :576], wide[:, :, ::2, :576], deep[:, :1].repeat(3, 1), deep[:1, :3].repeat(2, 0)):
         said = oa.explain(oa.decode, q, cache, indices=indices)
-        assert said.kernel.startswith("mla_decode_sm80")
+        assert said.kernel.startswith("mla_decode_few_sm90")
     with pytest.raises(ArgumentError, match=r"'q': expected first two dimensions that lie as one, strides \(3 \* s, s"):
         oa.explain(oa.decode, deep[:, :3], cache, indices=indices)
     out = np.zeros((2, 4, 8, 512), np.float16)[:, :3]

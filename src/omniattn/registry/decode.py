@@ -38,6 +38,9 @@ SHARED_TILES: dict[int, tuple[tuple[int, int], ...]] = {
 }
 #: Warps of a row of the second kernel, and partial results that one of them asks for at once.
 COMBINE_WARPS, RESULTS_OF_WARP = (1, 2, 4, 8), 8
+#: Partial results of a row over a latent cache up to which one warp merges it; with more, warps that have a quarter of
+#: it each are faster (docs/performance/mla_decode_sm80.md).
+LATENT_RESULTS = 4
 #: Words of the arguments behind the plan's scan: one sum a warp, and what was found.
 _SCAN_WORDS = 2
 #: Tiles of 8 query rows of kernels beside another one, by width of a cache's rows (256: two of them spill 452 bytes).

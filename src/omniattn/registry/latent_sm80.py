@@ -1,4 +1,4 @@
-"""Rows of ``mla_decode_sm80``: decoding over latent caches on any GPU. Standard library only."""
+"""Rows of ``mla_decode_sm80`` and ``mla_decode_few_sm90``: decoding over latent caches. Standard library only."""
 
 from __future__ import annotations
 
@@ -24,6 +24,61 @@ def _up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
+def _code_row(fmt: str) -> int:
+    """Bytes of a row in shared memory, if that has it as it is: without conflicts of banks."""
+    return _ROW_BYTES[fmt] + (16 if fmt == "latent_e4m3" else 0)
+
+
+def latent_few_row(dtype: str, fmt: str) -> KernelSpec:
+    """One ``mla_decode_few_sm90`` kernel: up to 16 query rows on Hopper.
+
+    Parameters
+    ----------
+    dtype, fmt : str
+        As of `latent_sm80_row`.
+    """
+    short, tag = IO_TYPES[dtype]
+    rows, parts, teams = LATENT_TILES[0], 4, 2
+    keys, stages = (32, 5) if fmt == "latent" else (64, 4)
+    warps = teams * _WARPS + 4
+    # P; no panels of Q; scales; rescale factors, maxima, denominators.
+    of_team = 128 * rows + 16 + teams * 4 * 2 * (keys if fmt == "latent_656" else 2) + 3 * 4 * rows
+    exact = (
+        _up(rows * 2 * _WIDTH + 2 * 8 * stages + 4 * 4, 128)  # Q, barriers, the producers' cursor
+        + stages * keys * _code_row(fmt)
+        + teams * (parts * rows * 4 * keys + _up(of_team, 128))  # scores
+        + stages * keys  # listed keys
+        + 4 * (warps + 2)  # scan
+        + 6 * 4  # cursor, scale
+        + 2 * 8 * 4  # splits
+    )
+    smem_bytes = _up(exact, 128)
+    return KernelSpec(
+        name=f"mla_decode_few_sm90_{short}_d{_WIDTH}v{_WIDTH_V}{fmt.removeprefix('latent')}",
+        family="mla_decode_few_sm90",
+        op="latent_decode",
+        source="entry/mla_decode_few_sm90.cu",
+        symbol="mla_decode_few_sm90",
+        defines=(
+            ("IO_TYPE", tag),
+            ("HEAD_DIM", str(_WIDTH)),
+            ("HEAD_DIM_V", str(_WIDTH_V)),
+            ("CACHE_FORMAT", str(list(_ROW_BYTES).index(fmt))),
+            ("SMEM_BYTES", str(smem_bytes)),
+        ),
+        dtype=dtype,
+        head_dim=_WIDTH,
+        own_head_dim_v=_WIDTH_V,
+        block_m=rows,
+        block_n=keys,
+        num_warps=warps,
+        smem_bytes=smem_bytes,
+        min_arch=(9, 0),
+        arch_specific=True,
+        cache=(fmt, fmt),
+    )
+
+
 def latent_sm80_row(dtype: str, fmt: str, rows: int) -> KernelSpec:
     """One ``mla_decode_sm80`` kernel.
 
@@ -38,18 +93,24 @@ def latent_sm80_row(dtype: str, fmt: str, rows: int) -> KernelSpec:
     """
     short, tag = IO_TYPES[dtype]
     row_bytes, in_16_bits = _ROW_BYTES[fmt], fmt == "latent"
-    stages, ctas = 2 if in_16_bits else 1, 2 if rows == 16 else 1
+    # Rows in 8 bits stay so in shared memory, or become 16 bits there.
+    in_codes = rows == 16 and not in_16_bits
+    converts = not in_codes and not in_16_bits
+    keys, ctas, stages = 64 if in_codes else 32, 2 if rows == 16 else 1, 1 if converts else 2
     # Tiles of many rows leave no registers for all panels of Q.
     held = _PANELS if rows < 64 else 8 if in_16_bits else 7
     parts = 4 if rows == 16 else 2
     key_warps = _WARPS // (rows // 16 * parts)
     exact = (
-        stages * _KEYS * 2 * _WIDTH
-        + (128 if in_16_bits else _up(_KEYS * row_bytes, 128))  # rows in 8 bits
-        + max((_PANELS - held) * rows * key_warps * 128, 128)  # panels of Q
-        + parts * rows * 4 * _KEYS  # scores
+        stages * keys * (2 * _WIDTH if converts else _code_row(fmt))
+        + parts * rows * 4 * keys  # scores
+        + (
+            2 * 2048 if in_codes and fmt == "latent_e4m3" else max((_PANELS - held) * rows * key_warps * 128, 16)
+        )  # of Q
+        + 4 * 2 * (keys if in_codes and fmt == "latent_656" else 2)  # scales
         + 3 * 4 * rows  # rescale factors, maxima, denominators
-        + 2 * _KEYS  # listed keys
+        + (keys * row_bytes if converts else 16)  # rows in 8 bits that become 16
+        + 2 * keys  # listed keys
         + 4 * (_WARPS + 2)  # scan
         + 6 * 4  # cursor, scale
         + 2 * 8 * 4  # splits
@@ -75,7 +136,7 @@ def latent_sm80_row(dtype: str, fmt: str, rows: int) -> KernelSpec:
         head_dim=_WIDTH,
         own_head_dim_v=_WIDTH_V,
         block_m=rows,
-        block_n=_KEYS,
+        block_n=keys,
         num_warps=_WARPS,
         smem_bytes=smem_bytes,
         ctas_per_sm=ctas,
@@ -87,3 +148,5 @@ def latent_sm80_rows() -> Iterator[KernelSpec]:
     """Rows that the registry lists."""
     for dtype, fmt, rows in itertools.product(("float16", "bfloat16"), _ROW_BYTES, LATENT_TILES):
         yield latent_sm80_row(dtype, fmt, rows)
+    for dtype, fmt in itertools.product(("float16", "bfloat16"), _ROW_BYTES):
+        yield latent_few_row(dtype, fmt)

@@ -32,8 +32,8 @@ def _only_on(spec: KernelSpec) -> tuple[tuple[int, int], ...]:
     Tiles of short sequences and decode's warps that share keys were tuned on Hopper and nowhere else. Others belong to
     Hopper's own kernels: they write what those read, read what those write, or run beside them. And nobody can ask for
     fp16 sums of e4m3 with scores of e4m3: they are where they come first (`problems.products`). Over latent caches
-    Hopper has a kernel of its own for more than 16 rows. Small CTAs of top_k pay where an SM has several of them, and
-    spill from compute capability 10 on.
+    Hopper has kernels of its own. Small CTAs of top_k pay where an SM has several of them, and spill from compute
+    capability 10 on.
     """
     if spec.name == TOP_K_SHORT:
         return tuple(
@@ -47,7 +47,7 @@ def _only_on(spec: KernelSpec) -> tuple[tuple[int, int], ...]:
     if short or shares_keys or helps or of_grouping:
         return _HOPPER
     of_hopper = spec.dtype == "bfloat16" or "latent_656" not in spec.cache  # what its own kernel takes
-    if spec.family == "mla_decode_sm80" and spec.block_m > LATENT_TILES[0] and of_hopper:
+    if spec.family == "mla_decode_sm80" and (spec.block_m == LATENT_TILES[0] or of_hopper):
         return tuple(cc for gpus in GPUS.values() for cc in gpus if cc not in _HOPPER)
     return ((8, 9), (12, 0)) if (spec.qk, spec.pv_accumulator) == ("fp8", "fp16") else ()
 

@@ -24,7 +24,7 @@ from ..registry.decode import (
     latent_row,
 )
 from ..registry.latent_append import latent_append_row
-from ..registry.latent_sm80 import LATENT_TILES, latent_sm80_row
+from ..registry.latent_sm80 import LATENT_TILES, latent_few_row, latent_sm80_row
 from .choice import Selection, names_in, only, the_one
 from .fit import fit
 
@@ -147,6 +147,7 @@ def select_latent(
     best = next((tile for tile in LATENT_TILES if tile >= rows), LATENT_TILES[-1])
     general = latent_sm80_row(dtype, fmt, best)
     able = [general, *(latent_sm80_row(dtype, fmt, tile) for tile in LATENT_TILES if tile != best)]
+    able.insert(0 if rows <= FEW_LATENT_ROWS else len(able), latent_few_row(dtype, fmt))
     if has_latent_row(dtype, fmt):
         at = 1 if rows <= FEW_LATENT_ROWS else 0
         own = [latent_row(dtype, fmt, by_maps=maps) for maps in ((True, False) if box else (False,))]

@@ -13,7 +13,15 @@ from ..problems.costs import DecodeCosts
 from ..problems.decode import FIXED_COMBINE_WARPS, MAX_WORKERS, DecodeSplit, KeyPass, box_rows, passes, query_box
 from ..problems.target import Coefficients
 from ..registry import KernelSpec
-from ..registry.decode import BESIDE_TILES, COMBINE_WARPS, LATENT_DIMS, QUERY_TILES, RESULTS_OF_WARP, SHARED_TILES
+from ..registry.decode import (
+    BESIDE_TILES,
+    COMBINE_WARPS,
+    LATENT_DIMS,
+    LATENT_RESULTS,
+    QUERY_TILES,
+    RESULTS_OF_WARP,
+    SHARED_TILES,
+)
 from ..registry.targets import is_carried
 from .cache import decode_spec, no_latent_kernel, select_decode, select_latent
 from .choice import Selection
@@ -123,6 +131,8 @@ def combine_warps(one: KeyPass, workers: int, segments: int) -> int:
     if one.problem.deterministic:
         return FIXED_COMBINE_WARPS
     results = -(-workers // max(segments, 1))
+    if one.problem.cache.is_latent and LATENT_RESULTS < results <= RESULTS_OF_WARP:
+        return COMBINE_WARPS[1]
     return next((warps for warps in COMBINE_WARPS if results <= RESULTS_OF_WARP * warps), COMBINE_WARPS[-1])
 
 
