@@ -12,10 +12,11 @@ FORMATS = ("e4m3", "656")
 SCALE = 0.375
 
 
-def stored(rows: Any, fmt: str, dtype: str = "bfloat16") -> tuple[Any, Any]:
+def stored(rows: Any, fmt: str, dtype: str = "bfloat16", *, any_scales: bool = False) -> tuple[Any, Any]:
     """Rows (n, 576) as bytes (n, 576 or 656), uint8, and what these mean to queries of a type, in float64.
 
-    Products of codes and scales are exact in 16 bits: some kernels round them to the type of q, others do not.
+    Some kernels round products of codes and scales to the type of q, others do not: they are exact in 16 bits, but with
+    `any_scales`, whose meaning is not rounded.
     """
     io = getattr(torch, dtype)
     x = rows.float()
@@ -23,12 +24,15 @@ def stored(rows: Any, fmt: str, dtype: str = "bfloat16") -> tuple[Any, Any]:
         codes = (x / SCALE).clamp(-448, 448).to(torch.float8_e4m3fn)
         return codes.view(torch.uint8), (codes.float() * SCALE).to(io).double()
     groups = x[:, :512].reshape(-1, 4, 128)
-    fraction, exponent = torch.frexp(groups.abs().amax(-1).clamp_min(1e-12) / 448)
-    scales = torch.ldexp((fraction * 16).ceil() / 16, exponent)  # 4 bits, as codes have
+    scales = groups.abs().amax(-1).clamp_min(1e-12) / 448
+    if not any_scales:
+        fraction, exponent = torch.frexp(scales)
+        scales = torch.ldexp((fraction * 16).ceil() / 16, exponent)  # 4 bits, as codes have
     codes = (groups / scales[..., None]).to(torch.float8_e4m3fn)
     rest = x[:, 512:].bfloat16()
     parts = (codes.reshape(-1, 512), scales.contiguous(), rest.contiguous())
-    meant = torch.cat([(codes.float() * scales[..., None]).to(io).reshape(-1, 512).double(), rest.double()], 1)
+    products = (codes.double() if any_scales else codes.float()) * scales[..., None]
+    meant = torch.cat([(products if any_scales else products.to(io)).reshape(-1, 512).double(), rest.double()], 1)
     return torch.cat([part.view(torch.uint8) for part in parts], 1), meant
 
 

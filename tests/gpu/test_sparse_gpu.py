@@ -219,6 +219,28 @@ def test_dense_rows8(heads: int, q_len: int, block_size: int, fmt: str) -> None:
                 assert ((lse[b, :, i].double() - want_lse).abs() < 4e-3).all(), (b, i)
 
 
+@pytest.mark.parametrize("octaves", [0, 5])
+@pytest.mark.parametrize("heads", [8, 16, 64, 128])
+def test_scales_of_any_value(heads: int, octaves: int) -> None:
+    """Products of codes and scales that no 16 bits hold, groups up to 2^10 apart, and groups of zeros."""
+    generator = torch.Generator("cuda").manual_seed(heads)
+    rows = torch.randn(3000, DIM, device="cuda", generator=generator)
+    groups = rows[:, :DIM_V].view(-1, 4, 128)
+    groups *= torch.exp2(octaves * (2 * torch.rand(3000, 4, 1, device="cuda", generator=generator) - 1))
+    groups[::7, 2] = 0
+    bytes_, meant = stored(rows, "656", any_scales=True)
+    array, options = dressed(bytes_.view(1, -1, 1, 656), "656")
+    # Scores of a few units, whatever the groups are.
+    q = torch.randn(1, 1, heads, DIM, device="cuda", generator=generator)
+    q = (q / meant.pow(2).mean(0).sqrt().float()).bfloat16()
+    lens = torch.tensor([3000], dtype=torch.int32, device="cuda")
+    o, lse = oa.decode(q, oa.KVCache.from_arrays(array, **options), seq_lens=lens, return_lse=True)
+    want, want_lse, _ = expected(q[0, 0], meant)
+    error = (o[0, 0].double() - want).view(heads, 4, 128).norm(dim=(0, 2)) / want.view(heads, 4, 128).norm(dim=(0, 2))
+    assert (error < 2 * BOUND["bfloat16"]).all(), error.tolist()
+    assert ((lse[0, :, 0].double() - want_lse).abs() < 3e-2).all()
+
+
 def test_a_wide_batch_of_rows8() -> None:
     """Keys that are divided, and maxima that grow."""
     for fmt in FORMATS:
