@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from sanitizer_arrays import check, poisoned, to_gpu
+from sanitizer_arrays import check, in_bfloat16, poisoned, to_gpu
 
 import omniattn as oa
 from omniattn.testing.frameworks import E4m3Array
@@ -81,18 +81,24 @@ def latent(rng: np.random.Generator) -> None:
     batch, longest = 160, 330
     lens = rng.integers(1, longest, batch)
     lens[:3] = longest, 0, 64
-    for size, codes in ((64, False), (3, False), (16, True)):
+    for size, form in ((64, "16"), (3, "16"), (16, "e4m3"), (16, "656")):
         columns = -(-longest // size)
         blocks = batch * columns
-        if codes:
+        if form == "e4m3":
             rows = to_gpu(rng.integers(0, 120, (blocks, size, 1, 576)), np.uint8)
             cache = oa.PagedKVCache.from_arrays(E4m3Array(rows), head_dim_v=512)
+        elif form == "656":  # codes, four scales, bf16 numbers: 0x3C3C is about 0.01 in fp32 and in bf16
+            bytes_ = rng.integers(0, 120, (blocks, size, 1, 656))
+            bytes_[..., 512:] = 0x3C
+            cache = oa.PagedKVCache.from_arrays(to_gpu(bytes_, np.uint8), head_dim_v=512)
         else:
             rows = to_gpu(rng.standard_normal((blocks, size, 1, 576)))
             cache = oa.PagedKVCache.from_arrays(rows, head_dim_v=512)
         table = to_gpu(np.arange(blocks)[::-1].reshape(batch, columns), np.int32)
         for tokens, heads in ((1, 16), (1, 64), (2, 40), (3, 32)):
-            q, out = to_gpu(rng.standard_normal((batch, tokens, heads, 576))), poisoned((batch, tokens, heads, 512))
+            make = in_bfloat16 if form == "656" else to_gpu
+            q = make(rng.standard_normal((batch, tokens, heads, 576)))
+            out = make(np.full((batch, tokens, heads, 512), np.nan))
             pages = {"seq_lens": to_gpu(np.maximum(lens, tokens), np.int32), "block_table": table}
             check(*oa.decode(q, cache, out=out, return_lse=True, **pages))
             check(*oa.decode(q, cache, out=out, return_lse=True, window=(70, 0), deterministic=True, **pages))

@@ -105,7 +105,7 @@ def fill_cache(folder: Path) -> None:
         shutil.copy2(path, folder / path.parent.name)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMNIATTN_CACHE_DIR", str(folder))
-        rows = [spec for spec in REGISTRY if spec.dtype != "bfloat16"]
+        rows = [spec for spec in REGISTRY if spec.dtype != "bfloat16" or "_656" in spec.name]
         compile_missing([*rows, *(waits(spec) for spec in rows if waits(spec) is not spec)])
 
 

@@ -22,8 +22,10 @@ class NoGpuError(OmniattnError):
     """No framework finds a GPU; the message says why for each."""
 
 
-class E4m3Array:
-    """An array of bytes that says by DLPack that they are e4m3 numbers, for a library that has no such type."""
+class _SaidArray:
+    """An array that says by DLPack that its elements are of another type, for a library that has no such type."""
+
+    dtype: str
 
     def __init__(self, array: Any) -> None:
         self.array = array
@@ -37,8 +39,20 @@ class E4m3Array:
         t = arrays.describe(self.array, "array")
         versioned = max_version is not None and max_version[0] >= 1
         return capsule.export(
-            t.ptr, t.shape, t.strides, "float8_e4m3fn", self.__dlpack_device__(), self.array, versioned=versioned
+            t.ptr, t.shape, t.strides, self.dtype, self.__dlpack_device__(), self.array, versioned=versioned
         )
+
+
+class E4m3Array(_SaidArray):
+    """Bytes as e4m3 numbers."""
+
+    dtype = "float8_e4m3fn"
+
+
+class BFloat16Array(_SaidArray):
+    """Numbers of 16 bits as bf16 ones."""
+
+    dtype = "bfloat16"
 
 
 class Framework(Protocol):
