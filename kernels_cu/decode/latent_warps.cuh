@@ -13,6 +13,7 @@
 #include "ptx/ldmatrix.cuh"
 #include "ptx/math.cuh"
 #include "ptx/mbarrier.cuh"
+#include "ptx/mbarrier_meet.cuh"
 #include "ptx/mma_sync.cuh"
 #include "ptx/shared.cuh"
 #include "ptx/shared_pairs.cuh"
@@ -79,7 +80,7 @@ class LatentWarps {
             cp_async_wait<Config::kTeams == 1 ? 1 : 0>();
             all_teams();
             if constexpr (Config::kInCodes) {
-                codes_.begin(q_place(), spare_steps(), part_of(warp_), lane_, [] { all_teams(); });
+                codes_.begin(q_place(), spare_steps(), part_of(warp_), lane_, [this] { all_teams(); });
             } else {
                 load_q();
             }
@@ -401,12 +402,14 @@ class LatentWarps {
 
   public:
     // A barrier of all warps that compute.
-    OA_DEVICE static void all_teams() {
+    OA_DEVICE void all_teams() const {
         if constexpr (Config::kTeams == 1) {
             random_delay();
             __syncthreads();
-        } else {
+        } else if constexpr (kArrivalsOfWarp == 1) {
             named_barrier_sync(3, Config::kTeams * Config::kTeamThreads);
+        } else {  // racecheck takes warps that have met at other named barriers before for ones that do not meet here
+            mbarrier_arrive_and_wait(smem_addr_of(&all_.both_teams));
         }
     }
 

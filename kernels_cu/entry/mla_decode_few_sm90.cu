@@ -60,6 +60,7 @@ struct SharedStorage {
     using Team = TeamStorage;
     alignas(128) uint8 queries[Config::kRows * 2 * Config::kHeadDim];
     uint64 full[Config::kStages], empty[Config::kStages];
+    uint64 both_teams;  // in the place of a named barrier, for race checkers
     SplitCursor<Config> producer;  // behind the first split
     alignas(128) uint8 stages[Config::kStages][Config::kKeys * Config::kTileRow];
     float scores[Config::kTeams][Config::kParts][Config::kRows][Config::kKeys];
@@ -112,6 +113,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, 1) mla_decode_few
     if (threadIdx.x < Config::kStages) {
         mbarrier_init(smem_addr_of(&smem.full[threadIdx.x]), Producer::kArrivals);
         mbarrier_init(smem_addr_of(&smem.empty[threadIdx.x]), Config::kWarps * kArrivalsOfWarp);
+        if (threadIdx.x == 0) mbarrier_init(smem_addr_of(&smem.both_teams), Config::kTeams * Config::kTeamThreads);
         fence_barrier_init();
     }
     {
@@ -146,6 +148,6 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, 1) mla_decode_few
         attend(warps, split, team);
         LatentSplit& other = smem.split[~number & 1];
         if (threadIdx.x == 0 && !smem.cursor.next(p, Partition(smem.chunks, p), other)) other.blocks = 0;
-        Warps::all_teams();
+        warps.all_teams();
     }
 }
