@@ -71,6 +71,18 @@ def errors(
     return make
 
 
+def means(name: str, variants: tuple[str, ...]) -> Callable[[Report], str]:
+    """A line a variant: the mean over all inputs of a table of the report, and the largest error."""
+
+    def make(report: Report) -> str:
+        rows = _rows(report, name)
+        found = {v: [row["rel_l1"] for row in rows if row["variant"] == v] for v in variants}
+        lines = [[f'`"{v}"`', _short(sum(x) / len(x), 4), _short(max(x), 4)] for v, x in found.items()]
+        return below(table(["precision", "mean relative L1", "largest"], lines), report)
+
+    return make
+
+
 def kv_accuracy(report: Report) -> str:
     """A line a cache, with the bytes of a token; a column an input."""
     rows = _rows(report, "caches")
@@ -92,6 +104,7 @@ PARTS: dict[str, Part] = {
         ("low_precision_accuracy",), errors("precisions", _both(3), labels={"int4": "int4 (Q+K smoothed)"})
     ),
     "accuracy_rotated": Part(("low_precision_accuracy",), errors("rotated", _both(3))),
+    "accuracy_means": Part(("low_precision_accuracy",), means("rotated", ("int8", "fp8", "int4"))),
     "accuracy_granularity": Part(
         ("low_precision_accuracy",), errors("granularity", _l1, labels={"input": "V, grouping"})
     ),

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from .ops.with_cache import attention_with_kvcache
     from .problems import (
         PRECISIONS,
+        Auto,
         Fp8,
         Int4,
         Int8,
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
 #: Room that each public name comes from.
 _ROOMS = {
     "PRECISIONS": "problems",
+    "Auto": "problems",
     "BlockManager": "kv.blocks",
     "Explanation": "ops",
     "Fp8": "problems",
@@ -81,6 +83,7 @@ _ROOMS = {
 
 __all__ = [
     "PRECISIONS",
+    "Auto",
     "BlockManager",
     "Explanation",
     "Fp8",

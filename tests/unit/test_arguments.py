@@ -119,7 +119,7 @@ def test_wrong_precision_names_what_is_expected(precision: Any):
             function(x, x, x, precision=precision)
         text = str(caught.value)
         assert "'precision'" in text
-        assert "expected one of 'exact', 'int8', 'int4', 'fp8', an Int8, an Int4 or an Fp8" in text
+        assert "expected one of 'exact', 'int8', 'int4', 'fp8', 'auto', an Int8, an Int4, an Fp8 or an Auto" in text
         assert repr(precision) in text
 
 

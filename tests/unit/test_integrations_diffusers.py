@@ -90,6 +90,12 @@ def test_transformers(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert set(precisions) == {"int8"}
     assert torch.nn.functional.cosine_similarity(got.flatten(), want.flatten(), dim=0) > 0.99
     assert not torch.equal(got, want)
+    precisions.clear()
+    model.set_attention_backend("omniattn_auto")
+    with torch.no_grad():
+        got = model(**inputs, return_dict=False)[0]
+    assert set(precisions) == {"auto"}
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-5)
 
 
 def _qkv(queries: int = 5, keys: int = 5, heads: int = 2, seed: int = 0) -> list[Any]:
@@ -189,7 +195,8 @@ def test_windows() -> None:
 def test_the_backend_is_a_member_like_others() -> None:
     names = attention_dispatch.AttentionBackendName
     integration.register()
-    assert [x for x in names if x.value.startswith("omniattn")] == [names.OMNIATTN, names.OMNIATTN_INT8]
+    own = [names.OMNIATTN, names.OMNIATTN_INT8, names.OMNIATTN_AUTO]
+    assert [x for x in names if x.value.startswith("omniattn")] == own
     assert names("omniattn") is names["OMNIATTN"] is names.OMNIATTN
     assert names.OMNIATTN == "omniattn"
     assert isinstance(names.OMNIATTN, names)

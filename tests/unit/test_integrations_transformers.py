@@ -226,6 +226,17 @@ def test_int8(calls: list[dict[str, Any]]) -> None:
     assert not torch.allclose(got, want, atol=1e-6)
 
 
+def test_auto(calls: list[dict[str, Any]]) -> None:
+    model, real, ids = decoder("qwen3"), padding("left"), tokens()
+    found = {}
+    with torch.no_grad():
+        for name in ("omniattn", "omniattn_auto"):
+            model.set_attn_implementation(name)
+            found[name] = model(ids, attention_mask=real, use_cache=True).logits
+    assert [options["precision"] for options in calls] == ["exact"] * 2 + ["auto"] * 2
+    assert torch.equal(found["omniattn"], found["omniattn_auto"])
+
+
 def test_autocast(calls: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
     """Norms of q and k give float32 there, and v stays bfloat16."""
     model, dtypes = decoder("qwen3"), []

@@ -9,8 +9,19 @@ from .. import arguments, arrays, runtime
 from ..arrays import Tensor
 from ..errors import ArgumentError, DtypeError, ShapeError, StrideError, UnsupportedError
 from ..plan.engine import Call
-from ..problems import EXACT, FP8_ARRAYS, AttentionProblem, AttentionStrides, Descale, Descales, Pages, Precision
+from ..problems import (
+    EXACT,
+    FP8_ARRAYS,
+    Alternatives,
+    AttentionProblem,
+    AttentionStrides,
+    Descale,
+    Descales,
+    Pages,
+    Precision,
+)
 from ..problems.memory import ITEMSIZE
+from ..problems.precision import CHOSEN_BY_AUTO, Auto, auto_of
 from ..problems.quantize import BLOCK_ROWS, Strides3
 from . import values
 
@@ -125,20 +136,50 @@ def check_attention(call: Call, tensors: dict[str, Tensor]) -> AttentionProblem:
     if pages is not None:  # of all sequences, as other packed keys are counted; 0 only where no page can be read
         rows_k = batch * min(longest_k or rows_k, rows_k)
     on_gpu = q.device == "cuda"
+    can_map = on_gpu and runtime.has_tensor_maps()
     # Quantized operands are the library's own.
     own = precision.quantized and descales is None
-    maps = on_gpu and (own or all(map(describable, (q, k, v)))) and runtime.has_tensor_maps()
-    return AttentionProblem(
+    maps = can_map and (own or all(map(describable, (q, k, v))))
+    rows_map = mask in ("float32", "io") and mask_has_map(tensors["mask"], mask_strides)
+    keys_map = mask in ("float32", "io") and _keys_have_map(tensors["mask"], mask_strides)
+    problem = AttentionProblem(
         dtype, batch, rows_q, rows_k, heads_q, heads_kv, q.shape[-1], *window, scale, common.softcap, mask,
         sinks, varlen, precision, common.deterministic, maps, None, common.return_lse, layout, longest_q, longest_k,
-        maps and mask in ("float32", "io") and mask_has_map(tensors["mask"], mask_strides),
+        maps and rows_map,
         AttentionStrides(
             three(q.shape, q.strides), three(k.shape, k.strides), three(v.shape, v.strides),
             three(o_shape, o_strides), (0 if varlen else heads_q * rows_q, rows_q), mask_strides,
         ), own_head_dim_v=v.shape[-1] if v.shape[-1] != q.shape[-1] else 0, descales=descales, note=note,
         used=("seqused_q" in tensors, "seqused_k" in tensors), pages=pages,
-        keys_map=maps and mask in ("float32", "io") and _keys_have_map(tensors["mask"], mask_strides),
+        keys_map=maps and keys_map,
     )  # fmt: skip
+    auto = auto_of(options.precision)
+    if auto is None:
+        return problem
+    # Of operands of its own every map can be made that the driver makes.
+    as_low = replace(problem, tensor_maps=can_map, mask_map=can_map and rows_map, keys_map=can_map and keys_map)
+    return _with_alternatives(problem, as_low, auto, on_gpu)
+
+
+def _with_alternatives(
+    problem: AttentionProblem, as_low: AttentionProblem, auto: Auto, on_gpu: bool
+) -> AttentionProblem:
+    """An exact call with what it may be in its place; as_low: the call without a precision, on quantized operands."""
+    widest = max(problem.head_dim, problem.head_dim_v)
+    if not on_gpu:
+        return exact_for(problem, "no precision is faster on the CPU")
+    if problem.pages is not None:
+        return exact_for(problem, "low precisions have no block_table")
+    if widest > arguments.MAX_QUANTIZED_HEAD_DIM:
+        most = arguments.MAX_QUANTIZED_HEAD_DIM
+        return exact_for(problem, f"low precisions take a head_dim of up to {most}, not {widest}")
+    others = tuple(replace(as_low, precision=precision) for precision in CHOSEN_BY_AUTO)
+    return replace(problem, alternatives=Alternatives(auto.max_error, others))
+
+
+def exact_for(problem: AttentionProblem, reason: str) -> AttentionProblem:
+    """A call that leaves its precision open, and that exact attention alone serves."""
+    return replace(problem, alternatives=None, note=f"exact in place of auto: {reason}")
 
 
 def _precision_of(
@@ -284,6 +325,8 @@ def _check_pages(tensors: dict[str, Tensor], batch: int, k: Tensor, seq: int, fu
 def _check_paged_call(q: Tensor, options: AttentionOptions, function: str) -> None:
     """Raise for what kernels over pages do not have."""
     name = options.precision if isinstance(options.precision, str) else type(options.precision).__name__
+    if auto_of(options.precision) is not None:
+        name = "exact"
     if q.dtype == values.E4M3 or name != "exact":
         raise UnsupportedError(
             f"{function}(): block_table with {'e4m3 arrays' if q.dtype == values.E4M3 else f'precision={name!r}'}",

@@ -44,6 +44,8 @@ def check_call(call: Call, tensors: dict[str, Tensor]) -> AttentionProblem:
             f"{function}(): {' and '.join(given)} with precision={problem.precision.name!r}",
             instead="precision='exact'",
         )
+    if problem.alternatives is not None:
+        problem = checks.exact_for(problem, "low precisions have no score_mod and no block_mask")
     if size is not None:
         problem = replace(problem, block_mask=_check_block_mask(problem, tensors["block_mask"], size, function))
     if texts is not None:

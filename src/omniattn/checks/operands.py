@@ -19,7 +19,7 @@ from ..problems import (
     QuantizedV,
     QuantizeProblem,
 )
-from ..problems.precision import knobs_of, value_levels
+from ..problems.precision import auto_of, knobs_of, value_levels
 from ..problems.quantize import QK_DTYPES
 from . import values
 from .attention import USED, canonical_strides, check_common, check_mask, check_out, check_scale, mask_has_map
@@ -137,6 +137,9 @@ def check_precision(function: str, precision: Any, operands: QuantizeProblem) ->
         operands.smooth_k, operands.smooth_v, operands.hadamard, operands.seed,
     )  # fmt: skip
     asked = values.check_precision(precision, function)
+    if auto_of(precision) is not None:
+        expected = f"that of the operands, {knobs_of(own)!r}, or left out"
+        raise ArgumentError("precision", expected, repr(precision), function=function)
     if not asked.quantized or precision == asked.qk == own.qk:
         return own
     if either and not isinstance(precision, str):

@@ -9,8 +9,8 @@ from ..arguments import MAX_HEAD_DIM, MAX_QUANTIZED_HEAD_DIM, MAX_ROWS, check_al
 from ..arrays import Tensor
 from ..arrays.strides import overlaps_itself
 from ..errors import ArgumentError, DtypeError, ShapeError, StrideError, UnsupportedError
-from ..problems import KNOBS, PRECISIONS, UNLIMITED, Precision
-from ..problems.precision import NAMED
+from ..problems import EXACT, KNOBS, PRECISIONS, UNLIMITED, Precision
+from ..problems.precision import NAMED, auto_of
 
 LAYOUTS = ("NHD", "HND")
 GPU_DTYPES = ("float16", "bfloat16")
@@ -54,15 +54,23 @@ def hiding_window(window: tuple[int, int], rows_q: int, rows_k: int) -> tuple[in
 
 
 def check_precision(precision: Any, function: str) -> Precision:
-    """The precision that a name or a set of knobs means."""
+    """The precision that a name or a set of knobs means; of "auto" and an `Auto` that of calls that nothing serves."""
     if precision.__class__ in KNOBS:
         found: Precision = precision.precision
         return found
+    if auto_of(precision) is not None:
+        return EXACT
     if not isinstance(precision, str) or precision not in PRECISIONS:
-        names = ", ".join(map(repr, PRECISIONS))
-        expected = f"one of {names}, an Int8, an Int4 or an Fp8"
+        names = ", ".join(map(repr, (*PRECISIONS, "auto")))
+        expected = f"one of {names}, an Int8, an Int4, an Fp8 or an Auto"
         raise ArgumentError("precision", expected, repr(precision), function=function)
     return NAMED[precision]
+
+
+def most_head_dim(precision: Any) -> int:
+    """Channels of a head that `attention` takes at a precision, which it checks itself."""
+    is_exact = auto_of(precision) is not None or (isinstance(precision, str) and precision == "exact")
+    return MAX_HEAD_DIM if is_exact else MAX_QUANTIZED_HEAD_DIM
 
 
 def dtype_name(dtype: Any) -> str:

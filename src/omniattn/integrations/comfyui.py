@@ -12,8 +12,8 @@ import torch
 
 import omniattn
 
-from ..arguments import MAX_HEAD_DIM, MAX_QUANTIZED_HEAD_DIM
-from ..errors import ArgumentError
+from ..checks import values
+from ..problems import Auto, Fp8, Int4, Int8
 from .masks import taken
 
 __all__ = ["make_override", "override", "override_int8"]
@@ -25,13 +25,15 @@ _KNOWN = {
 }  # fmt: skip
 
 
-def make_override(precision: str = "exact", *, devices: tuple[str, ...] = ("cuda",)) -> Callable[..., torch.Tensor]:
+def make_override(
+    precision: str | Int8 | Int4 | Fp8 | Auto = "exact", *, devices: tuple[str, ...] = ("cuda",)
+) -> Callable[..., torch.Tensor]:
     """A function that attends in place of ComfyUI's own.
 
     Parameters
     ----------
-    precision : str
-        As in `omniattn.attention`: "exact", "int8" or "int4".
+    precision : str, Int8, Int4, Fp8 or Auto
+        As in `omniattn.attention`.
     devices : tuple of str
         Types of devices whose tensors are taken. The reference that runs on a CPU is slow, so "cpu" is for tests.
 
@@ -64,9 +66,7 @@ def make_override(precision: str = "exact", *, devices: tuple[str, ...] = ("cuda
     attn_precision asks for products of q and k in fp32, which the kernels accumulate in any case. Errors of attention
     itself are raised; nothing is tried again with func.
     """
-    if precision not in omniattn.PRECISIONS:
-        expected = f"one of {', '.join(map(repr, omniattn.PRECISIONS))}"
-        raise ArgumentError("precision", expected, repr(precision), function="make_override")
+    values.check_precision(precision, "make_override")
 
     def attention(
         func: Callable[..., torch.Tensor],
@@ -83,9 +83,9 @@ def make_override(precision: str = "exact", *, devices: tuple[str, ...] = ("cuda
         """o of one call of ComfyUI's attention."""
         split = _by_heads(q, k, v, heads, skip_reshape)
         unknown = any(value is not None for name, value in kwargs.items() if name not in _KNOWN)
-        exact = precision == "exact" or kwargs.get("low_precision_attention") is False
+        exact = kwargs.get("low_precision_attention") is False
         exact |= torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, mask))
-        most = MAX_HEAD_DIM if exact else MAX_QUANTIZED_HEAD_DIM
+        most = values.most_head_dim("exact" if exact else precision)
         if unknown or split is None or not _served(*split, mask, bool(kwargs.get("enable_gqa")), devices, most):
             return func(
                 q, k, v, heads, mask=mask, attn_precision=attn_precision, skip_reshape=skip_reshape,

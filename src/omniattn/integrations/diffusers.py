@@ -36,7 +36,9 @@ _EXPECTED = {
 
 
 def register() -> None:
-    """Register the attention backends ``"omniattn"`` and ``"omniattn_int8"`` (``precision="int8"``) with diffusers.
+    """Register the attention backends ``"omniattn"``, ``"omniattn_int8"`` and ``"omniattn_auto"`` with diffusers.
+
+    The last two are ``precision="int8"`` and ``precision="auto"``.
 
     Afterwards ``model.set_attention_backend("omniattn")``, ``with attention_backend("omniattn"):`` and
     ``dispatch_attention_fn(..., backend="omniattn")`` choose them. Registering again is fine.
@@ -56,7 +58,7 @@ def register() -> None:
     which it has no place. Tested with diffusers 0.42.
     """
     _check_version()
-    for name, precision in (("omniattn", "exact"), ("omniattn_int8", "int8")):
+    for name, precision in (("omniattn", "exact"), ("omniattn_int8", "int8"), ("omniattn_auto", "auto")):
         member = _member(name)
         attention_dispatch._AttentionBackendRegistry.register(member, constraints=[], supports_context_parallel=True)(
             _backend(precision)

@@ -37,11 +37,12 @@ _KNOWN = frozenset(PACKED)
 
 
 def register(*, ignore: Iterable[str] = ()) -> None:
-    """Register ``"omniattn"`` and ``"omniattn_int8"`` with transformers, for attention and for masks.
+    """Register ``"omniattn"``, ``"omniattn_int8"`` and ``"omniattn_auto"`` with transformers, for attention and masks.
 
     Afterwards ``model.set_attn_implementation("omniattn")`` or ``from_pretrained(..., attn_implementation="omniattn")``
     choose them. ``"omniattn_int8"`` is ``precision="int8"`` for more than one query; a single query, as in
     token-by-token generation, is attended to exactly: to quantize all keys for it would cost more than it saves.
+    ``"omniattn_auto"`` is ``precision="auto"``, and exact in ``generate_batch``, whose pages 8 bits would copy first.
     Registering again is fine.
 
     Parameters
@@ -68,7 +69,7 @@ def register(*, ignore: Iterable[str] = ()) -> None:
     """
     _check_version()
     IGNORED.update(ignore)
-    for name, precision in (("omniattn", "exact"), ("omniattn_int8", "int8")):
+    for name, precision in (("omniattn", "exact"), ("omniattn_int8", "int8"), ("omniattn_auto", "auto")):
         AttentionInterface.register(name, _attention_function(precision))
         AttentionMaskInterface.register(name, attention_mask)
     paged.register()

@@ -36,7 +36,9 @@ from .transformers_pages import Layer, Pages, Step, layer_of, pages_on, step_of
 __all__ = ["BATCHING", "register"]
 
 #: What a model's attention is called while it generates in batches.
-BATCHING = {"omniattn": "omniattn_flash3", "omniattn_int8": "omniattn_int8_flash3"}
+BATCHING = {
+    "omniattn": "omniattn_flash3", "omniattn_int8": "omniattn_int8_flash3", "omniattn_auto": "omniattn_auto_flash3",
+}  # fmt: skip
 
 _PREFIX = "paged|"
 _FUNCTION = "generate_batch"

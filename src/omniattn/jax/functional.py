@@ -10,7 +10,7 @@ from jax import numpy as jnp
 
 from .. import ops
 from ..errors import ArgumentError, DtypeError, ShapeError
-from ..problems import Fp8, Int4, Int8
+from ..problems import Auto, Fp8, Int4, Int8
 
 _NAME = "dot_product_attention"
 
@@ -29,7 +29,7 @@ def dot_product_attention(
     local_window_size: int | tuple[int, int] | None = None,
     implementation: str | None = None,
     return_residual: bool = False,
-    precision: str | Int8 | Int4 | Fp8 = "exact",
+    precision: str | Int8 | Int4 | Fp8 | Auto = "exact",
 ) -> Any:
     """``jax.nn.dot_product_attention`` with its arguments, defaults and results.
 
@@ -60,7 +60,7 @@ def dot_product_attention(
         "omniattn" unless given. The others are those of ``jax.nn.dot_product_attention``, which is called then.
     return_residual : bool
         Also return the log-sum-exp.
-    precision : str, Int8, Int4 or Fp8
+    precision : str, Int8, Int4, Fp8 or Auto
         As in `omniattn.attention`.
 
     Returns

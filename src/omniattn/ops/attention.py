@@ -17,7 +17,7 @@ from ..launch.score_mod import PREFIX
 from ..plan.attention import plan_attention
 from ..plan.engine import Call, Operation, repeated, run
 from ..plan.with_cache import plan_varlen
-from ..problems import OPERANDS, Fp8, Int4, Int8
+from ..problems import OPERANDS, Auto, Fp8, Int4, Int8
 from ..runtime import env
 from . import factors, on_cpu
 from .attention_backward import backward_call
@@ -159,7 +159,7 @@ def attention(
     block_mask: Any = None,
     block_size: int | tuple[int, int] | None = None,
     sinks: Any = None,
-    precision: str | Int8 | Int4 | Fp8 = "exact",
+    precision: str | Int8 | Int4 | Fp8 | Auto = "exact",
     descale_q: Any = None,
     descale_k: Any = None,
     descale_v: Any = None,
@@ -212,11 +212,13 @@ def attention(
         Queries and keys of a block, multiples of 64, 128 unless given; the last blocks may be smaller.
     sinks : array, (num_q_heads,), float32 or o's dtype, optional
         One more logit a head that takes part in the softmax and has no value; LSE counts it.
-    precision : str, Int8, Int4 or Fp8
+    precision : str, Int8, Int4, Fp8 or Auto
         "exact": the inputs' dtype with fp32 accumulation. "int8": 8-bit Q and K, P V in fp8 or fp16, whichever suits
         the GPU, with smoothing of K and V (SageAttention2); "int4": 4-bit Q and K, Q smoothed too; "fp8": all of them
-        e4m3, Q and K rotated (FlashAttention-3). `Int8`, `Int4` and `Fp8` have the knobs. Quantized operands and e4m3
-        arrays have their precision, and it may be left out.
+        e4m3, Q and K rotated (FlashAttention-3). `Int8`, `Int4` and `Fp8` have the knobs. "auto": the fastest of these
+        by the model of costs, among those whose mean error on the inputs of docs/precision.md is at most 0.05, or
+        exact, on the CPU too; `Auto` has the bound. Quantized operands and e4m3 arrays have their precision, and it may
+        be left out.
     descale_q, descale_k, descale_v : array, float32, optional
         Of e4m3 arrays: factors of q, k and v, 1 unless given. Shape () for one, (batch, num_kv_heads) for one a kv
         head, of q too (its group of query heads), or (batch, heads, ceil(seqlen / 128)), with the heads of that array,
@@ -310,7 +312,7 @@ def attention_varlen(
     mask: Any = None,
     score_mod: ScoreMod | None = None,
     sinks: Any = None,
-    precision: str | Int8 | Int4 | Fp8 = "exact",
+    precision: str | Int8 | Int4 | Fp8 | Auto = "exact",
     descale_q: Any = None,
     descale_k: Any = None,
     descale_v: Any = None,
@@ -411,7 +413,7 @@ def _compiled(function: str, q: Any, k: Any, v: Any, mod: Any, **others: Any) ->
     return trace(function, q, k, v, score_mod=parts, arrays=arrays, **others)
 
 
-def call_of(q: Any, k: Any, v: Any, *, causal: bool = False, precision: str | Int8 | Int4 | Fp8 = "exact") -> Call:
+def call_of(q: Any, k: Any, v: Any, *, causal: bool = False, precision: Any = "exact") -> Call:
     """A call of `attention` as data, not run: for measurements that need its plan."""
     options = AttentionOptions("NHD", causal, None, None, 0.0, precision, False, False)
     return Call(_ATTENTION, (q, k, v, None, None, None, None, None), options)

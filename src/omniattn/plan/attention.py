@@ -8,7 +8,8 @@ from ..errors import ArgumentError, UnsupportedError
 from ..problems import AttentionProblem, Target
 from ..problems.precision import GROUPINGS
 from ..registry import REGISTRY, KernelSpec
-from ..select import choices
+from ..select import choices, preferences
+from ..select.advice import advise
 from ..select.choice import names_in
 from .binaries import without_binary
 from .engine import Launches
@@ -17,6 +18,8 @@ from .stages import launches_of
 
 def plan_attention(problem: AttentionProblem, target: Target, force: str | None) -> Launches:
     """The launches of ``attention`` and ``attention_varlen``."""
+    if problem.alternatives is not None:
+        return _plan_auto(problem, target, force)
     if problem.operands is not None:
         _check_grouping(problem, target)
     ways = choices(problem, target, force)
@@ -38,6 +41,28 @@ def plan_attention(problem: AttentionProblem, target: Target, force: str | None)
             return replace(launches, selection=replace(launches.selection, why=(*launches.selection.why, reason)))
     assert first is not None, "there is a way to run a call, or an error"
     return first  # whose kernels cannot be loaded: the error says why
+
+
+def _plan_auto(problem: AttentionProblem, target: Target, force: str | None) -> Launches:
+    """The launches in the preferred precision whose kernels this GPU gets; of the last one, as if it was asked for."""
+    reasons: tuple[str, ...] = ()
+    preferred = preferences(problem, target, force)
+    for way in preferred:
+        own, launches = way.problem, None
+        if own.precision.quantized and not force and way is not preferred[-1]:
+            # Slower ways of a low precision may be slower than exact attention, which is taken in their place.
+            first = choices(own, target, force)[0]
+            launches = launches_of(first.candidate, own, target, force, first.why)
+            lacking = without_binary(launches, target.cc)
+            if lacking is not None:
+                reasons += (f"not {own.precision.name}: {lacking.name} is not prebuilt and cannot be compiled here",)
+                continue
+        break
+    launches = launches or plan_attention(own, target, force)
+    # Whoever leaves the precision open needs no advice about it.
+    others = (reason for reason in launches.selection.why if reason != advise(own, target))
+    why = (*way.why, *reasons, *others)
+    return replace(launches, selection=replace(launches.selection, why=why), problem=own)
 
 
 def _check_grouping(problem: AttentionProblem, target: Target) -> None:

@@ -54,12 +54,15 @@ class Launches:
         0 for none.
     others : tuple of Selection
         Of the kernels before and behind it.
+    problem : object, optional
+        What the call has become, where its problem left something open.
     """
 
     selection: Selection
     records: tuple[LaunchRecord, ...]
     workspace_bytes: int = 0
     others: tuple[Selection, ...] = ()
+    problem: Any = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -380,10 +383,9 @@ def _is_autocast(call: Call) -> bool:
 
 def describe(call: Call, raw: int | None) -> dict[str, Tensor]:
     """The caller's arrays by name, those that are there; raises for one that has to be and is None."""
-    operation = call.operation
-    labels, required = operation.labels, operation.required
+    operation, required = call.operation, call.operation.required
     return {
-        name: arrays.describe_of(operation.name, x, labels.get(name, name), raw)
+        name: arrays.describe_of(operation.name, x, operation.labels.get(name, name), raw)
         for name, x in zip(operation.arrays, call.objects, strict=True)
         if x is not None or name in required
     }
@@ -397,15 +399,14 @@ def make_plan(call: Call, tensors: dict[str, Tensor], *, load: bool) -> Plan:
     if place.device == "cpu":
         return Plan(problem, None, None, 0)
     ordinal = place.ordinal
-    device = runtime.device_info(ordinal)
-    launches = operation.plan(problem, target_of(device), forced_kernels())
+    launches = operation.plan(problem, target_of(runtime.device_info(ordinal)), forced_kernels())
     program = None
     if load:
         names = operand_names(operation, cache is not None, problem)
         facts = [(name, t.dtype, t.shape) for name, t in tensors.items()]
         text = call_text(operation.name, facts) + ("" if cache is None else f" and {cache!r}")
         program = Program(launches.records, names, lambda spec: runtime.load(spec, ordinal), text)
-    return Plan(problem, launches, program, ordinal)
+    return Plan(launches.problem or problem, launches, program, ordinal)
 
 
 def call_text(function: str, facts: Iterable[tuple[str, str, Sequence[int]]]) -> str:

@@ -1,7 +1,7 @@
 """What a call is, without arrays: its facts, and shapes and dtypes of what it makes."""
 
 from .append import AppendProblem, CopyProblem
-from .attention import UNLIMITED, AttentionProblem, AttentionStrides, Descale, Descales, Pages
+from .attention import UNLIMITED, Alternatives, AttentionProblem, AttentionStrides, Descale, Descales, Pages
 from .backward import GRADIENTS, BackwardProblem, BackwardStrides
 from .decode import DecodeProblem
 from .dequantize import DequantizeProblem
@@ -9,7 +9,7 @@ from .indexer import IndexLogitsProblem, TopKProblem
 from .merge import MergeProblem
 from .operands import OPERANDS, QuantizedK, QuantizedQ, QuantizedQK, QuantizedV
 from .outputs import Output
-from .precision import EXACT, FP8_ARRAYS, KNOBS, PRECISIONS, Fp8, Int4, Int8, Precision
+from .precision import EXACT, FP8_ARRAYS, KNOBS, PRECISIONS, Auto, Fp8, Int4, Int8, Precision
 from .quantize import QuantizeCall, QuantizeProblem
 from .target import Target
 from .with_cache import WithCacheProblem
@@ -22,9 +22,11 @@ __all__ = [
     "OPERANDS",
     "PRECISIONS",
     "UNLIMITED",
+    "Alternatives",
     "AppendProblem",
     "AttentionProblem",
     "AttentionStrides",
+    "Auto",
     "BackwardProblem",
     "BackwardStrides",
     "CopyProblem",

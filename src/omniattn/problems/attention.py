@@ -150,6 +150,8 @@ class AttentionProblem:
         Parts of a sequence's keys at most; 0: as many as are fastest.
     is_part : bool
         Queries that are not used are those of other launches, which write their results.
+    alternatives : Alternatives, optional
+        What an exact call may be in its place, where the caller leaves the precision open.
     pages : Pages, optional
         Where K and V lie in pages. ``seqlen_k`` is a bound of all sequences' keys then, and strides of k and v are
         those of (page, key, head).
@@ -194,6 +196,7 @@ class AttentionProblem:
     passed_over: int = 0
     num_splits: int = 0
     is_part: bool = False
+    alternatives: Alternatives | None = None
 
     @property
     def input_dtype(self) -> str:
@@ -374,3 +377,19 @@ class AttentionProblem:
         inputs = self.head_dim * rows_q + (self.head_dim + self.head_dim_v) * rows_kv
         outputs = self.head_dim_v * rows_q
         return batch * (ITEMSIZE[self.input_dtype] * inputs + ITEMSIZE[self.dtype] * outputs + 4 * rows_q)
+
+
+@dataclass(frozen=True)
+class Alternatives:
+    """The same call in low precisions, of which a plan takes what is fastest and accurate enough (`Auto`).
+
+    Attributes
+    ----------
+    max_error : float
+        Of `precision.MEAN_ERRORS`.
+    problems : tuple of AttentionProblem
+        As if the caller had asked for that precision.
+    """
+
+    max_error: float
+    problems: tuple[AttentionProblem, ...]

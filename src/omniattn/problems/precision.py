@@ -1,14 +1,16 @@
-"""Precision as a value, and the public classes ``Int8``, ``Int4`` and ``Fp8`` whose knobs describe one."""
+"""Precision as a value, the public classes ``Int8``, ``Int4`` and ``Fp8`` whose knobs describe one, and ``Auto``."""
 
 from __future__ import annotations
 
 import dataclasses
+import numbers
+import sys
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from ..errors import ArgumentError
 
-#: What ``precision=`` may be called.
+#: What ``precision=`` may be called. Besides, ``"auto"`` is a choice among these (`Auto`).
 PRECISIONS: tuple[str, ...] = ("exact", "int8", "int4", "fp8")
 #: How many rows share a scale, from many to one.
 GRANULARITIES: tuple[str, ...] = ("per_tensor", "per_block", "per_warp", "per_thread", "per_token")
@@ -246,6 +248,49 @@ def knobs_of(precision: Precision) -> Int8 | Int4 | Fp8:
 NAMED: dict[str, Precision] = {
     "exact": EXACT, "int8": Int8().precision, "int4": Int4().precision, "fp8": Fp8().precision,
 }  # fmt: skip
+
+
+#: Mean relative L1 of each name: of its column in the table ``accuracy_rotated`` of docs/precision.md, over all inputs
+#: there. tests/unit/test_auto.py compares with docs/performance/results/low_precision_accuracy.json, which that page is
+#: made of.
+MEAN_ERRORS: dict[str, float] = {"exact": 0.0, "int8": 0.0284, "fp8": 0.0479, "int4": 0.2225}
+
+
+@dataclass(frozen=True)
+class Auto:
+    """The fastest precision whose error is small enough: ``precision=Auto(max_error=0.05)``, or ``"auto"``.
+
+    Chosen on a GPU by the model of costs, from shapes, options and the GPU, and never from values. A low precision has
+    to be predicted faster than exact attention by a margin; otherwise the call is an exact one, and so is one that has
+    no kernel at 8 bits, and every call on the CPU. `omniattn.explain` says which was taken, and why.
+
+    Attributes
+    ----------
+    max_error : float
+        Bound of the mean relative L1 of a precision, as docs/precision.md has it for its inputs (int8 0.028, fp8 0.048,
+        int4 0.22): greater than 0, finite. It is no promise for the values of a call.
+    """
+
+    max_error: float = 0.05
+
+    def __post_init__(self) -> None:
+        """Raise ArgumentError for what is no number above 0; NaN is none."""
+        value: Any = self.max_error
+        known = isinstance(value, numbers.Real) and not isinstance(value, bool)
+        if not known or not 0.0 < value <= sys.float_info.max:
+            raise ArgumentError("max_error", "a finite number > 0", repr(value), function="Auto")
+        object.__setattr__(self, "max_error", float(value))
+
+
+#: What an `Auto` may choose besides exact attention: by their names, with default knobs.
+CHOSEN_BY_AUTO: tuple[Precision, ...] = tuple(NAMED[name] for name in ("int8", "fp8", "int4"))
+
+
+def auto_of(precision: object) -> Auto | None:
+    """What chooses the precision of a call that leaves it open; None where ``precision`` says which."""
+    if isinstance(precision, Auto):
+        return precision
+    return Auto() if isinstance(precision, str) and precision == "auto" else None
 
 
 def value_levels(pv: str, pv_accumulator: str) -> float:

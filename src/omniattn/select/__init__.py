@@ -3,6 +3,7 @@
 ``OMNIATTN_FORCE_KERNEL`` names rows that have to be used by the operations that they belong to.
 """
 
+from .auto import preferences
 from .backward import select_backward, select_backward_rows, select_dq
 from .cache import (
     row_kind,
@@ -34,6 +35,7 @@ __all__ = [
     "needs_mods",
     "order_of_keys",
     "order_of_queries",
+    "preferences",
     "ranked",
     "row_kind",
     "rows_of",

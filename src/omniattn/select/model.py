@@ -91,6 +91,12 @@ class Rules:
         By the narrowest head_dim that holds a call's: rows and keys from which on int8 with its quantization is faster
         than exact attention, (full, causal or windowed). Of one H200 (docs/performance/results/int8.json, which a test
         compares); where no measured length was faster, the next one.
+    auto : dict of str to float
+        By what times of exact attention over those of 8 bits are too large by the model, at most, in measured calls
+        (docs/performance/results/int8.json, options.json and options_int8.json, H200, which a test compares): "least"
+        of all calls that gain; besides, of those with an LSE, of packed sequences, with masks, with functions of
+        scores, with a bias, with a head_dim that is padded; "sync" of kernels on mma.sync, measured on Hopper
+        (int8_sm80.json). They multiply.
     """
 
     shared_keys: int
@@ -104,6 +110,7 @@ class Rules:
     cached_bytes: int
     tail_bytes: float
     int8_from: dict[int, tuple[int, int]]
+    auto: dict[str, float]
 
 
 @functools.cache

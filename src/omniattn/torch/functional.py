@@ -13,11 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import bias as torch_bias
 
-from ..arguments import MAX_HEAD_DIM, MAX_QUANTIZED_HEAD_DIM
+from ..arguments import MAX_HEAD_DIM
 from ..checks import values
 from ..errors import AlignmentError, StrideError, UnsupportedError
 from ..ops import attention
-from ..problems import Fp8, Int4, Int8
+from ..problems import Auto, Fp8, Int4, Int8
 from . import shapes
 from .shapes import FUNCTION
 
@@ -43,7 +43,7 @@ def sdpa(
     scale: float | None = None,
     enable_gqa: bool = False,
     *,
-    precision: str | Int8 | Int4 | Fp8 = "exact",
+    precision: str | Int8 | Int4 | Fp8 | Auto = "exact",
 ) -> torch.Tensor:
     """``torch.nn.functional.scaled_dot_product_attention`` with its signature and semantics, by `attention`.
 
@@ -72,7 +72,7 @@ def sdpa(
         1 / sqrt(E) unless given.
     enable_gqa : bool
         The heads of key and value divide the query's.
-    precision : str, Int8, Int4 or Fp8
+    precision : str, Int8, Int4, Fp8 or Auto
         As in `attention`.
 
     Returns
@@ -108,14 +108,14 @@ def fallback_reason(
     value: torch.Tensor,
     attn_mask: torch.Tensor | None = None,
     *,
-    precision: str | Int8 | Int4 | Fp8 = "exact",
+    precision: str | Int8 | Int4 | Fp8 | Auto = "exact",
 ) -> str | None:
     """Why `sdpa` sends a call to torch's function.
 
     Parameters
     ----------
     query, key, value, attn_mask : tensor
-    precision : str, Int8, Int4 or Fp8
+    precision : str, Int8, Int4, Fp8 or Auto
         As in `sdpa`.
 
     Returns
@@ -142,7 +142,7 @@ def fallback_reason(
         return f"{dtype} has no kernels on {query.device.type}"
     if min(query.dim(), value.dim()) > 0:
         sizes = query.shape[-1], value.shape[-1]
-        most = _most_head_dim(precision)
+        most = values.most_head_dim(precision)
         if not (min(sizes) > 0 and max(sizes) <= most):
             of = "" if most == MAX_HEAD_DIM else ", the most of a low precision"
             return f"head dimensions {sizes} are not from 1 to {most}{of}"
@@ -164,7 +164,7 @@ class use_sdpa(ContextDecorator):
 
     Parameters
     ----------
-    precision : str, Int8, Int4 or Fp8
+    precision : str, Int8, Int4, Fp8 or Auto
         As in `sdpa`.
 
     Raises
@@ -180,7 +180,7 @@ class use_sdpa(ContextDecorator):
     scaled_dot_product_attention``) keeps what it took.
     """
 
-    def __init__(self, precision: str | Int8 | Int4 | Fp8 = "exact") -> None:
+    def __init__(self, precision: str | Int8 | Int4 | Fp8 | Auto = "exact") -> None:
         values.check_precision(precision, "use_sdpa")
         self.precision = precision
         self._entered = threading.local()
@@ -241,7 +241,7 @@ def _sdpa(
         and not _is_compiling()
         and query.is_contiguous()
         and _is_common(query.shape, key.shape, value.shape, is_causal, enable_gqa)
-        and (precision == "exact" or max(query.shape[3], value.shape[3]) <= MAX_QUANTIZED_HEAD_DIM)
+        and (precision == "exact" or max(query.shape[3], value.shape[3]) <= values.most_head_dim(precision))
         and _all_gpus_have_kernels()
     ):
         try:
@@ -256,11 +256,6 @@ def _sdpa(
 def _serves(head_dim: int) -> bool:
     """Whether `attention` takes tensors of this head_dim."""
     return head_dim % 8 == 0 and 0 < head_dim <= MAX_HEAD_DIM
-
-
-def _most_head_dim(precision: Any) -> int:
-    """What `attention` takes at a precision, which it checks itself."""
-    return MAX_HEAD_DIM if isinstance(precision, str) and precision == "exact" else MAX_QUANTIZED_HEAD_DIM
 
 
 def _is_common(q: Any, k: Any, v: Any, is_causal: bool, enable_gqa: bool) -> bool:

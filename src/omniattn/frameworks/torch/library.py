@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from ...errors import ArgumentError, UnsupportedError
-from ...problems import Fp8, Int4, Int8
+from ...problems import Auto, Fp8, Int4, Int8
 
 LIBRARY = torch.library.Library("omniattn", "DEF")
 
@@ -67,7 +67,10 @@ def precision_text(precision: Any, function: str) -> str:
             f"smooth_v={precision.smooth_v}, pv={precision.pv!r}, pv_accumulator={precision.pv_accumulator!r}, "
             f"hadamard={precision.hadamard}, seed={precision.seed}, min_seqlen={precision.min_seqlen})"
         )
-    fail("argument", "precision", "a string, an Int8, an Int4 or an Fp8", type(precision).__name__, function=function)
+    if isinstance(precision, Auto):
+        return f"Auto(max_error={precision.max_error!r})"
+    expected = "a string, an Int8, an Int4, an Fp8 or an Auto"
+    fail("argument", "precision", expected, type(precision).__name__, function=function)
     return ""
 
 
@@ -79,6 +82,6 @@ def precision_of(text: str) -> Any:
         return text
     knobs = ast.parse(f"f({rest}", mode="eval").body
     assert isinstance(knobs, ast.Call)
-    return {"Int8": Int8, "Int4": Int4, "Fp8": Fp8}[kind](
+    return {"Int8": Int8, "Int4": Int4, "Fp8": Fp8, "Auto": Auto}[kind](
         **{x.arg: ast.literal_eval(x.value) for x in knobs.keywords if x.arg}
     )
