@@ -18,6 +18,7 @@
 #include "ptx/wgmma.cuh"
 #include "ptx/wgmma_e4m3.cuh"
 #include "tile/int8_queries.cuh"
+#include "tile/raw_queries.cuh"
 
 // What a product of Q and K is.
 template <typename Qk>
@@ -37,7 +38,7 @@ struct MaskStorage<Config, true> : MaskTiles<Config>::Storage {};
 
 template <typename Config>
 struct Int8Storage : MaskStorage<Config> {
-    alignas(1024) uint8 q[Config::kOuterStages][Config::kBlockM * Config::kHeadDim];
+    alignas(1024) uint8 q[Config::kOuterStages][Config::kBlockM * Config::kHeadDim * Config::kQueryBytes];
     alignas(1024) uint8 k[Config::kInnerStages][Config::kBlockN * Config::kHeadDim];
     alignas(1024) uint8 v[Config::kInnerStages][Config::kBlockN * Config::kHeadDim];
     alignas(Config::kOnesBytes) uint8 ones[Config::kOnesBytes];  // 8 rows of e4m3
@@ -54,10 +55,11 @@ struct Int8Storage : MaskStorage<Config> {
 
 template <typename Config>
 struct Int8Tile {
-    static constexpr uint32 kQBytes = Config::kBlockM * Config::kHeadDim;
+    static constexpr uint32 kQBytes = Config::kBlockM * Config::kHeadDim * Config::kQueryBytes;
     static constexpr uint32 kKBytes = Config::kBlockN * Config::kHeadDim;
     static constexpr uint32 kDeltaBytes = Config::kBlockN * 4;
-    using Queries = typename Select<Config::kRegisterQ, RegisterQueries<Config>, SharedQueries<Config>>::Type;
+    using IntQueries = typename Select<Config::kRegisterQ, RegisterQueries<Config>, SharedQueries<Config>>::Type;
+    using Queries = typename Select<Config::kRawQ, RawQueries<Config>, IntQueries>::Type;
     using Scores = typename Config::Score[Config::kNTiles * 4];
     using Output = float[Config::kOutputs];
     using RowSums = float[4];
@@ -105,6 +107,8 @@ OA_DEVICE int32 first_block(const FwdTile& t, int32 begin) {
     return Config::kVarlen ? first_slot(begin, t.sequence, kBlockRows) : 0;
 }
 
+constexpr float kScaleOfNoRow = 1e-30f;
+
 // Params: AttnInt8Sm90Params, or those with score modifications.
 template <typename Config, typename Params, typename Derived>
 class Int8Producer : public ForwardProducer<Config, Derived> {
@@ -134,13 +138,13 @@ class Int8Producer : public ForwardProducer<Config, Derived> {
     template <typename T>
     OA_DEVICE void copy_q(const T& t, int32 stage, uint32 bar) const {
 #pragma unroll
-        for (int c = 0; c < Config::kPanels; ++c) {
-            uint32 smem = smem_addr_at(&Storage::q) + stage * kQBytes + c * Config::kBlockM * Config::kRowBytes;
+        for (int c = 0; c < Config::kQueryPanels; ++c) {
+            uint32 smem = smem_addr_at(&Storage::q) + stage * kQBytes + c * Config::kBlockM * Config::kQueryRowBytes;
             if constexpr (Config::kSplitKeys) {
                 const int32 first = (Config::kVarlen ? t.q_begin : 0) + t.m0 / t.pack;
-                tma_load_5d(smem, &params_.map_q, bar, c * Config::kRowBytes, 0, first, t.head_idx, t.batch_idx);
+                tma_load_5d(smem, &params_.map_q, bar, c * Config::kQueryRowBytes, 0, first, t.head_idx, t.batch_idx);
             } else {
-                tma_load_4d(smem, &params_.map_q, bar, c * Config::kRowBytes, t.q_begin + t.m0, t.head_idx,
+                tma_load_4d(smem, &params_.map_q, bar, c * Config::kQueryRowBytes, t.q_begin + t.m0, t.head_idx,
                             t.batch_idx);
             }
         }
@@ -235,7 +239,13 @@ class Int8Consumer : public ForwardConsumer<Config, Derived> {
             }
             if (has_bias()) {
 #pragma unroll
-                for (int r = 0; r < 2; ++r) bias[r] = bias_of(t, warp_row + (lane_ >> 2) + 8 * r) * p_.softmax_scale;
+                for (int r = 0; r < 2; ++r) {
+                    if constexpr (Config::kRawQ) {
+                        bias[r] = marks() >> r & 1 ? quiet_nan() : 0.0f;
+                    } else {
+                        bias[r] = bias_of(t, warp_row + (lane_ >> 2) + 8 * r) * p_.softmax_scale;
+                    }
+                }
             }
             cp_async_wait<0>();
             named_barrier_sync(kFirstFreeBarrier + group_, 128);
@@ -259,7 +269,7 @@ class Int8Consumer : public ForwardConsumer<Config, Derived> {
     // Of this lane's two rows.
     OA_DEVICE float scale_of_queries(const FwdTile& t, int32 warp_row) const {
         // Rows behind the sequence, or (unsigned) before row 0, are zeros: a scale that never needs the slow path.
-        if (uint32(warp_row) >= uint32(t.seqlen_q)) return 1e-30f;
+        if (uint32(warp_row) >= uint32(t.seqlen_q)) return kScaleOfNoRow;
         if constexpr (Config::kBlockScales) return q_block_scale(params_.operands, params_.scales, t, warp_row);
         int64 head = int64(t.batch_idx) * p_.num_q_heads + t.head_idx;
         return params_.operands.q_scale[head * params_.operands.q_scale_stride_h +
@@ -271,7 +281,7 @@ class Int8Consumer : public ForwardConsumer<Config, Derived> {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             int32 row = warp_row + (lane_ >> 2) + 8 * r, query = row / t.pack;
-            scales[r] = 1e-30f;
+            scales[r] = kScaleOfNoRow;
             if (row >= t.seqlen_q) continue;
             if constexpr (Config::kBlockScales) {
                 FwdTile own = t;
@@ -289,6 +299,16 @@ class Int8Consumer : public ForwardConsumer<Config, Derived> {
         scales[0] = scales[1] = scale_of_queries(t, warp_row);
     }
 
+    // What RawQueries found besides, once it has taken them; of others nothing.
+    template <typename Queries>
+    OA_DEVICE void note_queries(const Queries& q, const FwdTile& t, int32 warp_row, float (&scales)[2]) const {
+        if constexpr (Config::kRawQ) {
+            // As scale_of_queries.
+            scales[0] = scales[1] = uint32(warp_row) < uint32(t.seqlen_q) ? q.scale : kScaleOfNoRow;
+            marks() = uint8(q.bad);
+        }
+    }
+
     // V's scale and mean for `store`, when the whole warpgroup has read the last tile's.
     OA_DEVICE void fetch_channels(const FwdTile& t) const {
         int32 kv_head = t.head_idx / (p_.num_q_heads / p_.num_kv_heads);
@@ -299,6 +319,12 @@ class Int8Consumer : public ForwardConsumer<Config, Derived> {
     }
     OA_DEVICE ChannelScales<Config::kHeadDim> channels() const {
         return {Config::kEarlyChannels ? storage_.channels[group_][0] : reinterpret_cast<float*>(storage_.o[group_])};
+    }
+
+    // RawQueries::bad, each thread's own, in the place of delta_s, which these kernels do not have.
+    OA_DEVICE uint8& marks() const {
+        static_assert(!Config::kRawQ || sizeof(storage_.delta) >= 128 * Config::kConsumers, "a byte a thread");
+        return reinterpret_cast<uint8*>(storage_.delta)[threadIdx.x - 128];
     }
 
     OA_DEVICE float4& flushed(int i) const { return storage_.o[group_][i][threadIdx.x & 127]; }

@@ -22,7 +22,9 @@
 //   consumer, step i   wait inner.full | S(i) = Q K(i)^T | A += P(i-1) V(i-1), sums of P(i-1)
 //                      softmax(i), under the products with P(i-1) | arrive inner.empty
 //                      every flush_keys keys: O += A, A = 0
-// With REGISTER_Q consumers read Q before the first step and release its stage at once.
+// With REGISTER_Q consumers read Q before the first step and release its stage at once. With QUANTIZE_Q so they do, of Q
+// in 16 bits as the call has it [batch, seqlen_q, num_q_heads, head_dim], any strides, and make q_int and q_scale of it
+// (tile/raw_queries.cuh); there is no row_bias then: rows with NaN or infinity are known.
 //
 // SPLIT_KEYS: a CTA takes a part of a tile's keys (scheduler/split_tiles.cuh), and rows of a tile are those of several
 // heads, each with scales and biases of its own; attn_combine_sm80 merges. WITH_LSE stores sums of P before rounding
@@ -42,8 +44,8 @@
 // products with ones. The LSE is of sums before rounding, which kernels WITH_LSE compute besides; their O has the same
 // bits. With factors of V both are of sums before rounding, because P rounded with a small factor is 0.
 //
-// Shared memory, bytes: masks, if any | Q [NUM_Q_STAGES][BLOCK_M * HEAD_DIM] | K [NUM_STAGES][BLOCK_N * HEAD_DIM] | V
-// [same] | ones [512], with SCORE_MODS [256] | delta_s [NUM_STAGES][DELTA_ROWS][BLOCK_N * 4] | O [BLOCK_M * HEAD_DIM *
+// Shared memory, bytes: masks, if any | Q [NUM_Q_STAGES][BLOCK_M * HEAD_DIM], twice that with QUANTIZE_Q | K [NUM_STAGES][BLOCK_N * HEAD_DIM] | V
+// [same] | ones [512], with SCORE_MODS [256] | delta_s [NUM_STAGES][DELTA_ROWS][BLOCK_N * 4], with QUANTIZE_Q a byte a thread | O [BLOCK_M * HEAD_DIM *
 // 4] | k_scale [NUM_STAGES][16] | v_scale and v_mean [NUM_CONSUMERS][2][HEAD_DIM * 4], at head_dim 256 in O's place |
 // barriers. Rows of Q and K are min(HEAD_DIM, 128) bytes, those of V BLOCK_N, each with a swizzle of its length.
 #include "attention/int8_mods_roles.cuh"
@@ -73,12 +75,16 @@ struct Config {
     static constexpr bool kLse = WITH_LSE;
     static constexpr bool kFactors = VALUE_FACTORS;  // one for each 128 rows of V; kLse, not kDelta
     static constexpr bool kRegisterQ = REGISTER_Q;
+    static constexpr bool kRawQ = QUANTIZE_Q;  // Q in 16 bits, as it comes
+    static constexpr int kQueryBytes = kRawQ ? 2 : 1;  // of an element
     static constexpr bool kScoreMods = SCORE_MODS, kSoftcap = SOFTCAP;  // softcap, masks, biases, scale <= 0
     static constexpr bool kRotateHeads = kScoreMods, kMeetAtTiles = false;
     static constexpr int kBiasBytes = BIAS_BYTES;  // of an element of a bias tile; 0: none
     static constexpr int kThreads = 128 * (1 + kConsumers);
     static constexpr int kRowBytes = kHeadDim < 128 ? kHeadDim : 128;
     static constexpr int kPanels = kHeadDim / kRowBytes;
+    static constexpr int kQueryRowBytes = kRawQ ? 128 : kRowBytes;
+    static constexpr int kQueryPanels = kHeadDim * kQueryBytes / kQueryRowBytes;
     static constexpr int kNTiles = kBlockN / 8;
     static constexpr int kDTiles = kHeadDim / 8;
     static constexpr int kOutputs = kHeadDim / 2;  // of one thread
@@ -91,6 +97,8 @@ struct Config {
     static_assert(kHeadDim == 64 || kHeadDim == 128 || kHeadDim == 256, "rows of 64 or 128 bytes");
     static_assert(!kFactors || (kBlockScales && kLse && !kDelta), "arrays in e4m3");
     static_assert(!kSplitKeys || !kDelta || kScoreMods, "mods know the head of delta_s");
+    static_assert(!kRawQ || !(kBlockScales || kVarlen || kSplitKeys || kScoreMods || kDelta || kLse),
+                  "batches, int8: with sums for an LSE biases come of K's mean");
     static_assert(!kSplitKeys || !kVarlen || !(kScoreMods || kFactors), "packed sequences without mods and factors");
     static_assert(!kSplitKeys || !(kScoreMods || kVarlen) || kLse, "these make the sums for the LSE");
     static_assert(kBlockN == 64, "rows of V have the length of their swizzle; two tiles to a tile of scales");
@@ -127,7 +135,7 @@ class PlainConsumer : public Int8Consumer<Config, PlainParams, PlainConsumer> {
         this->find_key_scales(t);
         // Loaded here, used behind the waits for Q and K: a trip to L2 or memory.
         float q_scale[2];
-        scales_of_queries(t, warp_row, q_scale);
+        if constexpr (!Config::kRawQ) scales_of_queries(t, warp_row, q_scale);
         Tile::Queries q;
         Tile::Scores s;
         Tile::Probabilities probs, fresh;
@@ -186,6 +194,7 @@ class PlainConsumer : public Int8Consumer<Config, PlainParams, PlainConsumer> {
     OA_DEVICE void first_step(Walk& w, int32 num_tiles) {
         wait_outer();
         w.q.take(smem_addr_at(&SharedStorage::q) + outer_at_.stage * Tile::kQBytes, group_, lane_);
+        note_queries(w.q, w.t, w.warp_row, w.q_scale);
         wait_inner();
         ping_pong_.wait();
         Tile::issue_qk(w.s, w.q, k_.next(inner_at_.stage * Tile::kKBytes));

@@ -62,7 +62,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, CTAS) quantize_fp8_sm80(c
     __shared__ ValueSumsStorage<kHeadDim> sums;
     launch_dependents();
     if (block_idx < uint32(params.chunks)) {
-        sum_values<IO_TYPE, kHeadDim>(params.values, int32(block_idx), sums);
+        sum_samples<true, IO_TYPE, kHeadDim>(params.values, int32(block_idx), sums);
         return;
     }
     block_idx -= uint32(params.chunks);

@@ -8,6 +8,7 @@
 // Threads as in quantize/reduce.cuh: a thread has 8 channels of 8 rows, in registers between the two uses.
 #pragma once
 #include "ptx/cvt_quant.cuh"
+#include "quantize/group_scale.cuh"
 #include "quantize/items.cuh"
 #include "quantize/reduce.cuh"
 #include "quantize/rotation.cuh"
@@ -29,7 +30,8 @@ struct GroupStorage {
     // All threads; a barrier has to follow.
     template <int kThreads>
     OA_DEVICE void clear() {
-        for (int32 i = threadIdx.x; i < kBlockRows; i += kThreads) amax[i] = bad[i] = 0;
+        static_assert(kThreads >= kBlockRows, "one row a thread");
+        if (threadIdx.x < kBlockRows) amax[threadIdx.x] = bad[threadIdx.x] = 0;
         if (threadIdx.x == 0) irregular = 0;
     }
 };
@@ -95,8 +97,6 @@ struct Grouping {
         return granularity == kPerToken ? rows : (rows >> slice_log2) * (is_q ? 8 : 4);
     }
 };
-
-OA_DEVICE float scale_of(float amax, int32 levels) { return amax >= kLeastAmax ? div_rn(amax, float(levels)) : 1.0f; }
 
 // Makes the compiler forget what it has computed from these registers: it would otherwise keep 64 differences from the
 // search of the maximum for the rounding, which costs more registers than there are.
@@ -407,8 +407,8 @@ OA_DEVICE void quantize_rows(const QuantizeParams& p, const Rotate& rotation, co
         }
         if (bits_of(p) == 8) {
             uint2 packed;
-            packed.x = permute_bytes(permute_bytes(n[0], n[1], 0x0040), permute_bytes(n[2], n[3], 0x0040), 0x5410);
-            packed.y = permute_bytes(permute_bytes(n[4], n[5], 0x0040), permute_bytes(n[6], n[7], 0x0040), 0x5410);
+            packed.x = pack_low_bytes(n[0], n[1], n[2], n[3]);
+            packed.y = pack_low_bytes(n[4], n[5], n[6], n[7]);
             if (is_bad) packed.x = packed.y = 0;
             if (stored) *reinterpret_cast<uint2*>(to) = packed;
         } else {

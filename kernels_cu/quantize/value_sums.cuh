@@ -1,8 +1,9 @@
-// Means and ranges of the channels of V, of dense batches, in two halves: a launch sums up a sample in chunks; every
-// CTA of the next one adds the chunks up. So nobody waits for a flag, and nothing has to be zeroed before. The same
+// Means of K, and means and ranges of the channels of V, of dense batches, in two halves: a launch sums up a sample in
+// chunks; every CTA of the next one adds the chunks up. So nobody waits for a flag, and nothing has to be zeroed before. The same
 // operations in the same order as quantize/reduce.cuh, and so the same bits.
 //
-// Partials of a chunk, [4][HEAD_DIM]: 1 where the channel has NaN or infinity, sum, maximum, minimum.
+// Partials of a chunk of V, [4][HEAD_DIM]: 1 where the channel has NaN or infinity, sum, maximum, minimum; behind those of
+// all heads the sums of K's chunks, [HEAD_DIM] each.
 #pragma once
 #include "quantize/items.cuh"
 #include "quantize/reduce.cuh"
@@ -27,22 +28,64 @@ OA_DEVICE float column_range(const uint16* column) {
     return m;
 }
 
-// By a CTA of 4 * kHeadDim threads: chunk `index` of all chunks of all heads; lane ty of 32 has 8 channels of the rows
-// ty + 32 i. The CTA of a head's first chunk zeroes what quantize_values counts in.
-template <typename Io, int kHeadDim>
-OA_DEVICE void sum_values(const QuantizeParams& p, int32 index, ValueSumsStorage<kHeadDim>& s) {
+// Block `index` of all blocks of all heads; heads of a block of keys are neighbours in k and v.
+OA_DEVICE QuantizeItem block_of_keys(const QuantizeParams& p, uint32 index, ItemKind kind) {
+    QuantizeItem t;
+    t.kind = kind;
+    uint32 rest = index / uint32(p.num_kv_heads);
+    t.head = int32(index - rest * uint32(p.num_kv_heads));
+    t.batch_idx = int32(rest / uint32(p.slots_k));
+    t.slot = t.index = int32(rest - uint32(t.batch_idx) * uint32(p.slots_k));
+    t.unit = t.batch_idx * p.num_kv_heads + t.head;
+    t.begin = 0, t.len = p.seqlen_k;
+    const bool is_v = kind == kQuantizeV;
+    const uint8* x = is_v ? p.v : p.k;
+    int64 stride_b = is_v ? p.v_stride_b : p.k_stride_b, stride_h = is_v ? p.v_stride_h : p.k_stride_h;
+    t.stride_bytes = 2 * (is_v ? p.v_stride_s : p.k_stride_s);
+    t.rows = x + 2 * (t.batch_idx * stride_b + t.head * stride_h) + int64(t.index) * kBlockRows * t.stride_bytes;
+    return t;
+}
+
+// One chunk of all chunks of all heads.
+struct SampleChunk {
+    int32 batch_idx, head, unit, chunk;
+    OA_DEVICE SampleChunk(const QuantizeParams& p, int32 index) {
+        // Heads of a batch entry are neighbours in k and v.
+        int32 heads = p.num_kv_heads, of_entry = heads * p.slots_r;
+        batch_idx = index / of_entry;
+        int32 rest = index - batch_idx * of_entry;
+        chunk = rest / heads;
+        head = rest - chunk * heads;
+        unit = batch_idx * heads + head;
+    }
+    OA_DEVICE RowsToSum rows(const QuantizeParams& p, const uint8* x, int64 stride_b, int64 stride_s,
+                             int64 stride_h) const {
+        int32 samples = num_samples(p.seqlen_k), size = chunk_rows(samples), first = chunk * size;
+        return {x + 2 * (batch_idx * stride_b + head * stride_h), stride_s * 2, first, sample_log2(p.seqlen_k),
+                min_of(size, samples - first)};
+    }
+};
+
+// Where the sum of a chunk of K is: this thread's channel.
+template <int kHeadDim>
+OA_DEVICE float* key_partial(const QuantizeParams& p, int32 unit, int32 chunk) {
+    int64 of_values = int64(p.units) * p.slots_r * 4;
+    return p.partials + (of_values + int64(unit) * p.slots_r + chunk) * kHeadDim + threadIdx.x;
+}
+
+// By a CTA of 4 * kHeadDim threads: chunk `index` of K or, with kRanges, of V; lane ty of 32 has 8 channels of the rows
+// ty + 32 i. The CTA of a head's first chunk of V zeroes what the blocks of V count in.
+template <bool kRanges, typename Io, int kHeadDim>
+OA_DEVICE void sum_samples(const QuantizeParams& p, int32 index, ValueSumsStorage<kHeadDim>& s) {
     constexpr int kColumns = kHeadDim / 8, kBatch = 8;
     Io io;
     int32 tid = threadIdx.x, cc = tid % kColumns, ty = tid / kColumns;
-    // Heads of a batch entry are neighbours in v.
-    int32 heads = p.num_kv_heads, of_entry = heads * p.slots_r, b = index / of_entry, rest = index - b * of_entry;
-    int32 chunk = rest / heads, head = rest - chunk * heads, unit = b * heads + head;
-    int32 samples = num_samples(p.seqlen_k), size = chunk_rows(samples), first = chunk * size;
-    RowsToSum rows = {p.v + 2 * (b * p.v_stride_b + head * p.v_stride_h), p.v_stride_s * 2, first,
-                      sample_log2(p.seqlen_k), min_of(size, samples - first)};
-    if (chunk == 0 && tid < p.head_dim_pad) {
-        p.v_error[int64(unit) * p.head_dim_pad + tid] = 0;
-        if (tid == 0) p.v_bad[unit] = p.v_done[unit] = 0;
+    const SampleChunk of(p, index);
+    const RowsToSum rows = kRanges ? of.rows(p, p.v, p.v_stride_b, p.v_stride_s, p.v_stride_h)
+                                   : of.rows(p, p.k, p.k_stride_b, p.k_stride_s, p.k_stride_h);
+    if (kRanges && of.chunk == 0 && tid < p.head_dim_pad) {
+        p.v_error[int64(of.unit) * p.head_dim_pad + tid] = 0;
+        if (tid == 0) p.v_bad[of.unit] = p.v_done[of.unit] = 0;
     }
     bool inside = cc * 8 < p.head_dim;
     uint4 hi, lo;  // -inf and +inf: no row seen
@@ -60,10 +103,12 @@ OA_DEVICE void sum_values(const QuantizeParams& p, int32 index, ValueSumsStorage
 #pragma unroll
         for (int i = 0; i < kBatch; ++i) {
             if (r0 + i * kSumLanes >= rows.count) break;
-            hi.x = max2_nan(io, hi.x, raw[i].x), lo.x = min2_nan(io, lo.x, raw[i].x);
-            hi.y = max2_nan(io, hi.y, raw[i].y), lo.y = min2_nan(io, lo.y, raw[i].y);
-            hi.z = max2_nan(io, hi.z, raw[i].z), lo.z = min2_nan(io, lo.z, raw[i].z);
-            hi.w = max2_nan(io, hi.w, raw[i].w), lo.w = min2_nan(io, lo.w, raw[i].w);
+            if (kRanges) {
+                hi.x = max2_nan(io, hi.x, raw[i].x), lo.x = min2_nan(io, lo.x, raw[i].x);
+                hi.y = max2_nan(io, hi.y, raw[i].y), lo.y = min2_nan(io, lo.y, raw[i].y);
+                hi.z = max2_nan(io, hi.z, raw[i].z), lo.z = min2_nan(io, lo.z, raw[i].z);
+                hi.w = max2_nan(io, hi.w, raw[i].w), lo.w = min2_nan(io, lo.w, raw[i].w);
+            }
             float x[8];
             unpack8(io, raw[i], x);
 #pragma unroll
@@ -93,6 +138,10 @@ OA_DEVICE void sum_values(const QuantizeParams& p, int32 index, ValueSumsStorage
         if (again) sum = tree_sum<kHeadDim>(s.lanes + tid);
         __syncthreads();
     }
+    if constexpr (!kRanges) {
+        if (tid < kHeadDim) *key_partial<kHeadDim>(p, of.unit, of.chunk) = sum;
+        return;
+    }
     uint4* ranges = reinterpret_cast<uint4*>(s.lanes);
     ranges[tid] = hi;
     ranges[tid + 4 * kHeadDim] = lo;
@@ -109,7 +158,7 @@ OA_DEVICE void sum_values(const QuantizeParams& p, int32 index, ValueSumsStorage
             if (is_finite(value)) most = fmaxf(most, value), least = fminf(least, value);
         }
     }
-    float* to = p.partials + (int64(unit) * p.slots_r + chunk) * 4 * kHeadDim + tid;
+    float* to = p.partials + (int64(of.unit) * p.slots_r + of.chunk) * 4 * kHeadDim + tid;
     to[0] = again ? 1.0f : 0.0f;
     to[kHeadDim] = sum;
     to[2 * kHeadDim] = most;
@@ -122,7 +171,7 @@ struct ChannelRange {
     bool bad;
 };
 
-// By thread `tid` for its channel, below kHeadDim: from what sum_values wrote of the head.
+// By thread `tid` for its channel, below kHeadDim: from what sum_samples wrote of the head.
 template <int kHeadDim>
 OA_DEVICE ChannelRange channel_range(const QuantizeParams& p, int32 unit, int32 tid) {
     constexpr int kAhead = 4;
@@ -154,4 +203,22 @@ OA_DEVICE ChannelRange channel_range(const QuantizeParams& p, int32 unit, int32 
     // A sample of zeros says nothing of the others: anything that is not 0 will be too large.
     if (sample_log2(p.seqlen_k) > 0 && tid < p.head_dim) amax = mul_rn(fmaxf(amax, kLeastAmax), headroom(p));
     return {mean, value_scale(p, fminf(amax, kMaxFinite)), wrong};
+}
+
+// The mean of K in this thread's channel, below kHeadDim: from what sum_samples wrote of the head.
+template <int kHeadDim>
+OA_DEVICE float key_mean(const QuantizeParams& p, int32 unit) {
+    constexpr int kAhead = 8;
+    int32 samples = num_samples(p.seqlen_k), chunks = num_chunks(samples);
+    float total = 0.0f;
+    for (int32 c0 = 0; c0 < chunks; c0 += kAhead) {
+        float part[kAhead];
+#pragma unroll
+        for (int i = 0; i < kAhead; ++i)
+            part[i] = load_gpu(key_partial<kHeadDim>(p, unit, min_of(c0 + i, chunks - 1)));
+#pragma unroll
+        for (int i = 0; i < kAhead; ++i)
+            if (c0 + i < chunks) total += part[i];
+    }
+    return p.seqlen_k > 0 ? mul_rn(div_rn(total, float(samples)), kSumUnscale) : 0.0f;
 }

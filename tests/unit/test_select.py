@@ -217,6 +217,9 @@ def low_of(spec: KernelSpec, **knobs: Any) -> Precision:
     if spec.qk == "fp8":
         return dataclasses.replace(Fp8().precision, pv_accumulator=spec.pv_accumulator)
     kind = Int4 if spec.qk == "int4" else Int8
+    # Kernels that quantize q themselves have one scale a lane.
+    if spec.arch_specific and not spec.quantizes_q:
+        knobs = {"granularity": "per_warp"} | knobs
     knobs = {"smooth_q": spec.smooth_q != "never", "pv": spec.pv, "pv_accumulator": spec.pv_accumulator} | knobs
     return kind(**knobs).precision
 

@@ -22,6 +22,9 @@ from .structs import ATTN_FP8_FACTORS_SM90, ATTN_FP8_MODS_FACTORS_SM90, ATTN_INT
 FLUSH_KEYS = 256
 FLUSH_KEYS_SMOOTH_V = 2048
 
+#: Of a row of q in 16 bits in shared memory, where the kernel quantizes it.
+_RAW_ROW_BYTES = 128
+
 #: Arguments of rows with and without score modifications, with and without factors of V.
 _LAYOUTS = {
     (False, False): ATTN_INT8_SM90,
@@ -80,12 +83,14 @@ def build(
         return ()
     at = places.at
     assert order.tiles is not None, "persistent kernels have a list of tiles"
-    q = _map(
-        at["q_int"],
-        (places.width, problem.seqlen_q, problem.num_q_heads, batch),
-        places.strides[0],
-        (row_bytes(spec), spec.block_m),
-    )
+    extents = problem.seqlen_q, problem.num_q_heads, batch
+    if spec.quantizes_q:
+        assert problem.strides is not None
+        batch_stride, row_stride, head_stride = problem.strides.q
+        strides = 2 * batch_stride, 2 * row_stride, 2 * head_stride
+        q = _map(At("q"), (2 * problem.head_dim, *extents), strides, (_RAW_ROW_BYTES, spec.block_m))
+    else:
+        q = _map(at["q_int"], (places.width, *extents), places.strides[0], (row_bytes(spec), spec.block_m))
     k = v = q  # without keys nothing is copied, but a map of zero rows cannot be made
     if problem.seqlen_k:
         k, v = key_maps(spec, problem, places, batch)

@@ -129,9 +129,10 @@ def quantizations(candidate: Candidate, problem: AttentionProblem) -> tuple[Quan
 
 def _whole_of(row: KernelSpec, problem: AttentionProblem) -> QuantizeProblem:
     """What describes the operands that a kernel reads."""
-    return problem.quantization(
+    found = problem.quantization(
         grouping=row.grouping, pv=row.pv, pv_accumulator=row.pv_accumulator, unpacked=row.qk == "int8"
     )
+    return replace(found, rows_q=0) if row.quantizes_q else found
 
 
 def _attend(

@@ -87,6 +87,7 @@ def _int8_sm90_row(
     split: bool = False,
     smem_bytes: int,
     factors: bool,
+    raw_q: bool = False,
 ) -> KernelSpec:
     """A row of ``attn_int8_sm90``; ``tile`` as the kernel is compiled, ``smem_bytes`` before it is rounded up."""
     short, tag = IO_TYPES[dtype]
@@ -110,6 +111,7 @@ def _int8_sm90_row(
             ("SMOOTH_Q", str(int(smooth_q))),
             ("WITH_LSE", str(int(lse))),
             ("REGISTER_Q", str(int(register_q))),
+            ("QUANTIZE_Q", str(int(raw_q))),
             ("VALUE_FACTORS", str(int(factors))),
             ("SCORE_MODS", str(int(score_mods))),
             ("SOFTCAP", str(int(softcap))),
@@ -133,6 +135,7 @@ def _int8_sm90_row(
         lse=lse,
         smooth_q="never" if not smooth_q else "any" if score_mods else "always",
         value_factors=factors,
+        quantizes_q=raw_q,
         qk=qk,
         pv="fp8",
         pv_accumulator="fp32",
@@ -142,18 +145,19 @@ def _int8_sm90_row(
 
 
 def _attn_int8_sm90(tile: _Int8Sm90Tile, dtype: str, varlen: bool, kind: str, qk: str = "int8") -> KernelSpec:
-    """kind: ``""``, ``"lse"`` (makes the LSE too), ``"smoothq"`` (it too, with delta_s), ``"factors"`` (it too),
+    """kind: ``""``, ``"q16"`` (quantizes Q itself), ``"lse"`` (makes the LSE too), ``"smoothq"`` (it too, with
+    delta_s), ``"factors"`` (it too),
     ``"split"`` (the keys are split over CTAs; of packed sequences with the LSE), ``"split_lse"`` or
     ``"split_factors"``.
     """
-    smooth_q, split = kind == "smoothq", kind.startswith("split")
+    smooth_q, split, raw_q = kind == "smoothq", kind.startswith("split"), kind == "q16"
     packed_split = split and varlen
     if smooth_q:  # delta_s takes registers that a fourth warpgroup would need
         tile = replace(tile, num_consumers=min(tile.num_consumers, 3))
     if varlen or smooth_q:
         tile = replace(tile, num_q_stages=1)
     block_m, block_n = 64 * tile.num_consumers, _INT8_SM90_BLOCK_N
-    tiles_bytes = tile.head_dim * (tile.num_q_stages * block_m + 2 * tile.num_stages * block_n)
+    tiles_bytes = tile.head_dim * (tile.num_q_stages * block_m * (1 + raw_q) + 2 * tile.num_stages * block_n)
     delta_bytes = (tile.num_stages if smooth_q else 1) * -(-block_m // 128) * block_n * 4
     sums_bytes = block_m * tile.head_dim * 4 + 16 * tile.num_stages  # O, and the scales of K
     channels_bytes = 8 * tile.num_consumers * (tile.head_dim if tile.head_dim <= 128 else 1)  # scales and means of V
@@ -169,14 +173,15 @@ def _attn_int8_sm90(tile: _Int8Sm90Tile, dtype: str, varlen: bool, kind: str, qk
         qk=qk,
         varlen=varlen,
         smooth_q=smooth_q,
-        lse=packed_split or kind not in ("", "split"),
+        lse=packed_split or kind not in ("", "q16", "split"),
         # The others have no registers to spare.
         register_q=tile.head_dim < 256
         if packed_split
-        else not varlen and (kind in ("", "split") or (split and tile.num_consumers == 2)),
+        else not varlen and (kind in ("", "q16", "split") or (split and tile.num_consumers == 2)),
         split=split,
         smem_bytes=smem_bytes,
         factors=kind.endswith("factors"),
+        raw_q=raw_q,
     )
 
 
@@ -333,6 +338,12 @@ def quantized_attention_rows() -> Iterator[KernelSpec]:
         for kind in ("", "lse", "smoothq" if qk == "int8" else "factors")
         for varlen in (False, True)
         for tile in _INT8_SM90_TILES
+        for dtype in ("float16", "bfloat16")
+    )
+    yield from (
+        _attn_int8_sm90(tile, dtype, varlen=False, kind="q16")
+        for tile in _INT8_SM90_TILES
+        if tile.head_dim < 256  # Q in 16 bits does not fit
         for dtype in ("float16", "bfloat16")
     )
     yield from (

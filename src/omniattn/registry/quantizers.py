@@ -154,6 +154,34 @@ def _quantize_values(head_dim: int, dtype: str) -> KernelSpec:
     )
 
 
+def _quantize_kv(head_dim: int, dtype: str, sums: bool) -> KernelSpec:
+    """sums: the launch ahead, which sums up samples of K and V."""
+    short, tag = IO_TYPES[dtype]
+    ctas = {64: 4, 128: 2, 256: 1}[head_dim] if sums else {64: 6, 128: 3, 256: 1}[head_dim]
+    return KernelSpec(
+        name=f"quantize_kv{'_sums' if sums else ''}_sm90_{short}_d{head_dim}",
+        family="quantize_kv_sm90",
+        op="quantize_kv_sums" if sums else "quantize_kv",
+        source="entry/quantize_kv_sm90.cu",
+        symbol="quantize_kv_sm90",
+        defines=(
+            ("IO_TYPE", tag),
+            ("HEAD_DIM", str(head_dim)),
+            ("CTAS", str(ctas)),
+            ("SUMS", str(int(sums))),
+            *_specialization_defines(("sm90", "float8_e4m3")),
+        ),
+        dtype=dtype,
+        head_dim=head_dim,
+        block_m=128,
+        block_n=128,
+        num_warps=head_dim // (8 if sums else 16),
+        smem_bytes=0,
+        ctas_per_sm=ctas,
+        min_arch=(9, 0),
+    )
+
+
 def _layout_fp8(head_dim: int) -> KernelSpec:
     return KernelSpec(
         name=f"layout_fp8_sm80_d{head_dim}",
@@ -180,4 +208,10 @@ def quantizer_rows() -> Iterator[KernelSpec]:
     yield from (_quantize_fp8(head_dim, dtype) for head_dim, dtype in sizes)
     yield from (_quantize_fp8(head_dim, dtype, sums=True) for head_dim, dtype in sizes)
     yield from (_quantize_values(head_dim, dtype) for head_dim, dtype in sizes)
+    yield from (
+        _quantize_kv(head_dim, dtype, sums)
+        for sums in (True, False)
+        for head_dim, dtype in sizes
+        if head_dim < 256  # where attention quantizes Q
+    )
     yield from (_layout_fp8(head_dim) for head_dim in (64, 128, 256))

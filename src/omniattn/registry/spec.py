@@ -97,6 +97,8 @@ class KernelSpec:
         Of attention on quantized operands: whether it adds ``delta_s``, as `softcap`.
     value_factors : bool
         It takes v in e4m3 with a factor for each 128 rows, and no other v.
+    quantizes_q : bool
+        Of attention on quantized operands: it takes q in 16 bits, and makes of it what the quantizers make by default.
     other_head_dim_v : bool
         It takes v of another head_dim than q, and no other v. Kernels with tensor maps, and those on quantized
         operands, take both.
@@ -163,6 +165,7 @@ class KernelSpec:
     lse: bool = True
     smooth_q: Use = "never"
     value_factors: bool = False
+    quantizes_q: bool = False
     other_head_dim_v: bool = False
     any_head_dim_v: bool = False
     dq: bool = False

@@ -266,7 +266,7 @@ def _smallest(rows: Iterable[KernelSpec], p: AttentionProblem) -> list[KernelSpe
             for_nothing = for_nothing and (row.arch_specific, _columns(row)) in of_width
         if for_nothing or (row.own_head_dim_v and not p.own_head_dim_v):
             continue
-        kind = row.family, row.block_m, row.block_n, row.num_warps, row.ctas_per_sm
+        kind = row.family, row.block_m, row.block_n, row.num_warps, row.ctas_per_sm, row.quantizes_q
         best = kinds.get(kind)
         if best is None or _size(row, p) < _size(best, p):
             kinds[kind] = row

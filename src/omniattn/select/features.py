@@ -238,11 +238,14 @@ def _in_order(found: _Tiles, row: KernelSpec, order: Whole, target: Target) -> P
 
 
 def _quantized_bytes(row: KernelSpec, p: AttentionProblem) -> float:
-    """16-bit operands, read, and written as the kernel takes them; of e4m3 arrays V alone; of quantized ones none."""
+    """16-bit operands, read, and written as the kernel takes them; of e4m3 arrays V alone; of quantized ones none.
+
+    Without Q where the kernel that attends quantizes it.
+    """
     if not p.precision.quantized or p.operands is not None:
         return 0.0
     batch = 1 if p.varlen else p.batch
-    of_qk = p.head_dim * (p.seqlen_q * p.num_q_heads + p.seqlen_k * p.num_kv_heads)
+    of_qk = p.head_dim * (p.seqlen_q * p.num_q_heads * (not row.quantizes_q) + p.seqlen_k * p.num_kv_heads)
     of_v, written = p.head_dim_v * p.seqlen_k * p.num_kv_heads, 1 if row.pv == "fp8" else 2
     if p.descales is not None:
         return float(batch * of_v * (1 + written))
@@ -285,7 +288,7 @@ def _tiles(candidate: Candidate, p: AttentionProblem, target: Target) -> _Tiles:
     itemsize = 1 if row.quantized else ITEMSIZE[p.dtype]
     columns = p.head_dim + p.head_dim_v
     queries = (1 if p.varlen else p.batch) * p.seqlen_q
-    of_q = p.head_dim * queries * p.num_q_heads
+    of_q = p.head_dim * queries * p.num_q_heads * (2 if row.quantizes_q else 1)
     of_bias = row.bias_bytes * rows * row.block_n if row.bias_bytes else 0
     scores = "as they are"
     if row.score_mods and (p.score_mods or row.cluster == 1):

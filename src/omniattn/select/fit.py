@@ -182,7 +182,7 @@ def _details_of(problem: AttentionProblem) -> tuple[Hashable, ...]:
         of = p.operands
         operands = (
             p.precision, None if of is None else (of.e4m3, of.grouping, of.stored_bits),
-            None if p.descales is None else p.descales.v.granularity,
+            None if p.descales is None else p.descales.v.granularity, p.absolute_scores,
         )  # fmt: skip
     return p.score_mod is not None, p.block_mask is not None, p.softcap > 0.0, masks, operands
 
@@ -285,6 +285,18 @@ def _unfit_precision(row: KernelSpec, problem: AttentionProblem, target: Target)
         return f"it is compiled with{'out' if wanted.smooth_q else ''} smooth_q"
     if wanted.granularity == "per_token":
         return "it has one scale a lane, not one a token"
+    return _unfit_raw_queries(problem) if row.quantizes_q else None
+
+
+def _unfit_raw_queries(problem: AttentionProblem) -> str | None:
+    """Why a row that quantizes q itself cannot do so in a call; None if it can."""
+    wanted = problem.precision
+    if problem.operands is not None or problem.descales is not None:
+        return "it quantizes q itself, and this q comes quantized"
+    if (wanted.qk, wanted.granularity, wanted.hadamard) != ("int8", "per_thread", False):
+        return "it quantizes q itself, to 8-bit integers with a scale a lane, without a rotation"
+    if problem.absolute_scores:
+        return "it knows no q . k_mean, which an LSE, sinks and softcap need"
     return None
 
 
