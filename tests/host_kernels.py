@@ -33,6 +33,7 @@ _PARAMS = {
     "attn_fwd_sm80": "Params", "index_logits_sm80": "IndexLogitsParams", "kv_append_sm80": "KvAppendParams",
     "kv_dequantize_sm80": "KvDequantizeParams",
     "kv_rounds_sm80": "KvDequantizeParams", "merge_states_sm80": "MergeStatesParams",
+    "quantize_kv_sm90": "QuantizeParams",
     "top_k_sm80": "TopKParams",
     "latent_append_sm80": "LatentAppendParams",
 }  # fmt: skip
@@ -106,7 +107,7 @@ class HostKernels:
             data = bytearray(record.arguments)
             for p in record.pointers:
                 data[p.offset : p.offset + 8] = (addresses[p.operand] + p.add).to_bytes(8, "little")
-            library = self._library(record.spec)
+            library = self.library(record.spec)
             library.launch(bytes(data) + bytes(8), *record.grid[:2], record.threads)
         for around in memory:
             assert set(around[:_GUARD]) | set(around[-_GUARD:]) == {0xFF}, "written outside of a result"
@@ -127,7 +128,8 @@ class HostKernels:
             self._on_gpu = None
         return made.value
 
-    def _library(self, spec: KernelSpec) -> ctypes.CDLL:
+    def library(self, spec: KernelSpec) -> ctypes.CDLL:
+        """A kernel, compiled once."""
         if spec.name not in self._libraries:
             # A CTA's own variables are static: one CTA runs at a time. Dynamic shared memory is launch.cc's.
             macros = {

@@ -25,7 +25,7 @@ from omniattn.testing.gradient_cases import BACKWARD_OPS  # noqa: E402
 from omniattn.testing.indexer_cases import INDEXER_OPS  # noqa: E402
 from omniattn.testing.latent_cases import LATENT_OPS  # noqa: E402
 from omniattn.testing.mask_cases import MASK_OPS  # noqa: E402
-from omniattn.testing.quantizer_cases import VALUES_OPS  # noqa: E402
+from omniattn.testing.quantizer_cases import KV_OPS, VALUES_OPS  # noqa: E402
 from omniattn.testing.rows import run_row  # noqa: E402
 
 from .kernel_cases import cases, run_case  # noqa: E402
@@ -68,12 +68,13 @@ def test_every_row_is_covered() -> None:
     """Rows that need a newer GPU than sm_89 have no such code; all others are here, for every operation they serve."""
     covered = {name for name, _ in ROWS}
     assert {spec.name for spec in SPECS if spec.min_arch <= (8, 9)} == covered
-    # The LSE of quantized splits and packed sequences are merged, and V quantized by a kernel of its own, on Hopper
-    # alone.
+    # The LSE of quantized splits and packed sequences are merged, and V, or K and V, quantized by kernels of their own,
+    # on Hopper alone.
     assert {spec.op for spec in SPECS if spec.name in covered} == {spec.op for spec in SPECS} - {
         "attention_combine_lse",
         "attention_combine_packed",
         *VALUES_OPS,
+        *KV_OPS,
     }
 
 

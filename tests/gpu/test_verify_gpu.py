@@ -17,12 +17,12 @@ from omniattn.testing.cache_cases import CACHE_OPS, cache_cases  # noqa: E402
 from omniattn.testing.frameworks import TorchFramework  # noqa: E402
 from omniattn.testing.gradient_cases import BACKWARD_OPS  # noqa: E402
 from omniattn.testing.mask_cases import MASK_OPS  # noqa: E402
-from omniattn.testing.quantizer_cases import VALUES_OPS  # noqa: E402
+from omniattn.testing.quantizer_cases import KV_OPS, VALUES_OPS  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
 # Exact attention and merging have test_architectures_gpu and the numerics tests.
-OPS = ("quantize", "quantize_delta", *VALUES_OPS, *CACHE_OPS, *MASK_OPS, *BACKWARD_OPS)
+OPS = ("quantize", "quantize_delta", *VALUES_OPS, *KV_OPS, *CACHE_OPS, *MASK_OPS, *BACKWARD_OPS)
 ROWS = in_order(spec for spec in REGISTRY if spec.quantized or spec.op in OPS)
 #: Other processes of the suite want cores too; this one would end last, as it has most rows to compile.
 MOST_JOBS = max(4, (os.cpu_count() or 1) // 4)

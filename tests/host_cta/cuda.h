@@ -10,6 +10,7 @@
 #define __device__
 #define __global__
 #define __grid_constant__
+#define __noinline__ __attribute__((noinline))
 #define __forceinline__ inline __attribute__((always_inline))
 #define __launch_bounds__(...)
 #define __align__(n) __attribute__((aligned(n)))
@@ -63,6 +64,8 @@ inline void __trap() { abort(); }
 // Waits for all threads of the CTA, or of this warp.
 void host_barrier(bool of_cta);
 inline void __syncthreads() { host_barrier(true); }
+bool host_any(bool x);
+inline int __syncthreads_or(int x) { return host_any(x != 0); }
 inline void __syncwarp() { host_barrier(false); }
 
 // What each lane of this warp has in an operation of all: (*lanes)[i] is lane i's. Two sets of places in turn: who is
@@ -90,8 +93,8 @@ inline Gathered<T> gather(T own) {
 }
 
 template <typename T>
-inline T __shfl_sync(unsigned, T x, int lane) {
-    return gather(x)[lane];
+inline T __shfl_sync(unsigned, T x, int lane, int width = 32) {
+    return gather(x)[host_lane() / width * width + lane % width];
 }
 template <typename T>
 inline T __shfl_xor_sync(unsigned, T x, int mask) {

@@ -21,7 +21,7 @@ struct Fiber {
     std::vector<char> stack;
     std::vector<Copy> open;
     std::deque<std::vector<Copy>> groups;
-    unsigned operations;
+    unsigned operations, votes;
     bool is_done;
 };
 struct Barrier {
@@ -54,6 +54,15 @@ void host_barrier(bool of_cta) {
     b.pass();
     while (b.generation == generation) swapcontext(&fibers[own].context, &host);
 }
+// Three places in turn: while some still read a vote's result, others may have cast the next one, and none the one after.
+bool votes[3];
+bool host_any(bool x) {
+    const unsigned turn = fibers[current].votes++ % 3;
+    votes[turn] |= x;
+    host_barrier(true);
+    votes[(turn + 2) % 3] = false;
+    return votes[turn];
+}
 Lanes& host_lanes() { return lanes[current / 32][fibers[current].operations++ % 2]; }
 void host_copy(unsigned to, const void* from, unsigned size, unsigned bytes) {
     if (to % size != 0 || (bytes > 0 && reinterpret_cast<uintptr_t>(from) % size != 0)) abort();
@@ -84,7 +93,7 @@ extern "C" void launch(const void* arguments, unsigned x, unsigned y, unsigned t
         for (Fiber& f : fibers) {
             f.stack.resize(256 << 10);
             f.open.clear(), f.groups.clear();
-            f.operations = 0, f.is_done = false;
+            f.operations = f.votes = 0, f.is_done = false;
             getcontext(&f.context);
             f.context.uc_stack.ss_sp = f.stack.data();
             f.context.uc_stack.ss_size = f.stack.size();

@@ -39,6 +39,12 @@ inline float half_at(uint32 w, int shift) { return to_float(Half{}, uint16(w >> 
 inline uint32 add_half2(uint32 a, uint32 b) {
     return of_halves([=](int at) { return half_at(a, at) + half_at(b, at); });
 }
+inline uint32 sub_half2(uint32 a, uint32 b) {
+    return of_halves([=](int at) { return half_at(a, at) - half_at(b, at); });
+}
+inline uint32 mul_half2(uint32 a, uint32 b) {
+    return of_halves([=](int at) { return half_at(a, at) * half_at(b, at); });
+}
 inline uint32 fma_half2(uint32 a, uint32 b, uint32 c) {
     return of_halves([=](int at) { return half_at(a, at) * half_at(b, at) + half_at(c, at); });
 }
@@ -52,6 +58,9 @@ inline uint32 transpose_8x8(uint32 a) {
 // cvt_quant.cuh
 constexpr float kMaxFinite = 3.402823466e38f;
 constexpr uint32 kBothSigns = 0x80008000u;
+constexpr uint32 kE4m3Nan = 0x7f;
+constexpr float kRound = 12582912.0f;
+inline float max_abs_nan(float a, float b) { return max_nan(a, fabsf(b)); }
 inline float quiet_nan() { return __uint_as_float(0x7fffffffu); }
 inline bool is_finite(float x) { return fabsf(x) <= kMaxFinite; }
 inline float mul_rn(float a, float b) { return a * b; }
@@ -163,6 +172,9 @@ inline void cp_async_wait() {
 }
 inline void prefetch_l2(const void*) {}
 inline uint64 l2_policy(bool) { return 0; }
+inline uint64 evict_first_policy() { return 0; }
+inline uint64 evict_last_policy() { return 0; }
+inline uint4 load_input(const void* p, uint64) { return *reinterpret_cast<const uint4*>(p); }
 inline uint4 load_ahead4(const uint8* p) { return *reinterpret_cast<const uint4*>(p); }
 inline uint32 load_ahead(const uint8* p) { return *reinterpret_cast<const uint32*>(p); }
 inline float load_ahead(const float* p) { return *p; }
@@ -189,6 +201,21 @@ inline void store_shared4(uint32 address, uint4 x) { store_shared(address, x); }
 inline void launch_dependents() {}
 inline void wait_for_kernel_ahead() {}
 inline int32 atomic_add_relaxed(int32*, int32) { abort(); }
+inline uint32 load_acquire(const uint32* p) { return *p; }
+inline void store_release(uint32* p, uint32 v) { *p = v; }
+inline uint32 atomic_add_acq_rel(uint32* p, uint32 v) { return (*p += v) - v; }
+inline uint32 atomic_add_relaxed(uint32* p, uint32 v) { return (*p += v) - v; }
+inline void reduce_add_release(uint32* p, uint32 v) { *p += v; }
+inline void reduce_max_release(uint32* p, uint32 v) { *p = *p > v ? *p : v; }
+inline void reduce_max_global(uint32* p, uint32 v) { *p = *p > v ? *p : v; }
+inline void reduce_add_global(int64* p, int64 v) { *p += v; }
+inline void reduce_max_shared(uint32* p, uint32 v) { *p = *p > v ? *p : v; }
+inline void reduce_add_shared(int32* p, int32 v) { *p += v; }
+template <typename T>
+inline T load_gpu(const T* p) {
+    return *p;
+}
+inline void nanosleep(uint32) {}
 
 // tma.cuh
 struct alignas(64) TensorMap {

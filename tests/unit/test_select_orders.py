@@ -121,5 +121,6 @@ def test_v_counts_by_its_own_width() -> None:
             ways = candidates(problem, target)
             assert ways or v_width
             for way in ways:
-                of_qk, of_v = width * sum(elements) * 3, (v_width or width) * elements[1] * (2 + written)
+                of_q = 0 if way.row.quantizes_q else elements[0]
+                of_qk, of_v = width * (of_q + elements[1]) * 3, (v_width or width) * elements[1] * (2 + written)
                 assert features(way, problem, target).quantized == of_qk + of_v

@@ -20,6 +20,7 @@ from ..launch import (
     fp8,
     masks,
     quantize,
+    quantize_kv,
     score_mod,
     tile_kinds,
     used_rows,
@@ -272,6 +273,12 @@ def _quantized(
             records += fp8.build_with_values(*specs, part, (strides.q, strides.k, strides.v), at, memory)
             kernels += way.values
             end = memory.offset + fp8.values_scratch(specs[0], part)
+        if way.keys_values is not None:
+            memory = At("workspace", aligned(end))
+            specs = way.keys_values[0].spec, way.keys_values[1].spec
+            records += quantize_kv.build(*specs, part, (strides.k, strides.v), at, memory)
+            kernels += way.keys_values
+            end = memory.offset + quantize_kv.scratch_bytes(specs[0], part)
         if way.rows is not None:
             kernels.append(way.rows)
             records += fp8.build_quantizer(way.rows.spec, part, (strides.q, strides.k), at)

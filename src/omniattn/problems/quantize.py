@@ -157,6 +157,15 @@ class QuantizeProblem:
         return self.v and self.smooth_v and self.v_dtype == "float8_e4m3" and rows > 0
 
     @property
+    def is_of_keys(self) -> bool:
+        """Whether it is K and V alone, and something of both, by the defaults of int8 attention on Hopper."""
+        return (
+            self.rows_q == 0
+            and self.specialization == ("sm90", "float8_e4m3")
+            and self.batch * self.heads_kv * self.rows_k > 0
+        )
+
+    @property
     def rotated(self) -> bool:
         """Whether rows are rotated, or become e4m3: quantizers of their own do that."""
         return self.qk and (self.hadamard or self.e4m3)

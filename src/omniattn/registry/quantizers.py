@@ -179,6 +179,7 @@ def _quantize_kv(head_dim: int, dtype: str, sums: bool) -> KernelSpec:
         smem_bytes=0,
         ctas_per_sm=ctas,
         min_arch=(9, 0),
+        specialization=("sm90", "float8_e4m3"),
     )
 
 

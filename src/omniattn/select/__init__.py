@@ -22,7 +22,14 @@ from .fit import needs_mods
 from .masks import select_mask_align, select_masks, select_tile_kinds
 from .orders import order_of_keys, order_of_queries
 from .partial import combine_of, tail_row
-from .quantize import select_delta, select_fp8_quantizer, select_fp8_values, select_layout, select_quantizer
+from .quantize import (
+    select_delta,
+    select_fp8_quantizer,
+    select_fp8_values,
+    select_kv,
+    select_layout,
+    select_quantizer,
+)
 
 __all__ = [
     "Candidate",
@@ -50,6 +57,7 @@ __all__ = [
     "select_dq",
     "select_fp8_quantizer",
     "select_fp8_values",
+    "select_kv",
     "select_layout",
     "select_mask_align",
     "select_masks",

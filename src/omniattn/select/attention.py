@@ -85,6 +85,8 @@ def facts(way: Candidate, problem: AttentionProblem, target: Target) -> tuple[st
         _, why_pv = products_of(target.cc)
         reason = "as asked for" if asked else "two-level sums" if row.arch_specific else why_pv
         said.append(f"P V in {row.pv} with {row.pv_accumulator} accumulators: {reason}")
+        if row.quantizes_q:
+            said.append("q is read in 16 bits and quantized by this kernel; k and v are by those before it")
     if way.heads_as_queries:
         said.append(f"one query: the {p.seqlen_q} query heads of a kv head are the rows of a tile")
     if way.mask is MaskInput.COPIED:

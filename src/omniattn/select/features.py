@@ -288,7 +288,7 @@ def _tiles(candidate: Candidate, p: AttentionProblem, target: Target) -> _Tiles:
     itemsize = 1 if row.quantized else ITEMSIZE[p.dtype]
     columns = p.head_dim + p.head_dim_v
     queries = (1 if p.varlen else p.batch) * p.seqlen_q
-    of_q = p.head_dim * queries * p.num_q_heads * (2 if row.quantizes_q else 1)
+    of_q = p.head_dim * queries * p.num_q_heads
     of_bias = row.bias_bytes * rows * row.block_n if row.bias_bytes else 0
     scores = "as they are"
     if row.score_mods and (p.score_mods or row.cluster == 1):

@@ -12,6 +12,8 @@ from ..registry import KernelSpec
 from ..registry.limits import MAX_COLUMNS, MAX_ITEMS
 from ..registry.masks import MASK_TILE, MAX_TILES
 
+#: Of the launches that quantize K and V, and not Q.
+KV_OPS = ("quantize_kv_sums", "quantize_kv")
 #: Calls whose rows differ in what they can serve. Others have one row a call: which, selection says by name.
 Problem = AttentionProblem | BackwardProblem | QuantizeProblem
 
@@ -348,6 +350,8 @@ def _unfit_quantizer(row: KernelSpec, problem: QuantizeProblem) -> str | None:
     """Why a quantizer can serve a call on no GPU; None if it can on some."""
     if (reason := _unfit_arrays(row, problem.dtype, problem.head_dim_pad)) is not None:
         return reason
+    if row.op in KV_OPS and not problem.is_of_keys:
+        return "it is for K and V of a batch by the defaults of int8 attention, without Q"
     if row.op == "quantize":
         if problem.e4m3 and problem.qk and not row.rotated:
             return "it makes integers of q and k, not e4m3"

@@ -19,7 +19,12 @@ def tail_row(spec: KernelSpec, problem: AttentionProblem, target: Target) -> Ker
 def _goes_on(row: KernelSpec, spec: KernelSpec) -> bool:
     """Whether ``row`` has the tiles of ``spec``, to which a tail is counted, and its operands."""
     same = (row.family, row.block_m, row.head_dim, row.head_dim_v)
-    return not (row.score_mods or spec.quantizes_q) and same == (spec.family, spec.block_m, spec.head_dim, spec.head_dim_v)
+    return not (row.score_mods or spec.quantizes_q) and same == (
+        spec.family,
+        spec.block_m,
+        spec.head_dim,
+        spec.head_dim_v,
+    )
 
 
 def merge_op(spec: KernelSpec, problem: AttentionProblem) -> str:

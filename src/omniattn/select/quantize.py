@@ -7,7 +7,7 @@ from ..problems import QuantizeProblem, Target
 from ..registry import REGISTRY, KernelSpec
 from ..registry.targets import is_carried
 from .choice import Selection, dotted, forced, only, the_one
-from .fit import fit
+from .fit import KV_OPS, fit
 
 VALUES_OPS = ("quantize_fp8_sums", "quantize_values")
 
@@ -53,6 +53,21 @@ def select_fp8_values(
     return first, second
 
 
+def select_kv(problem: QuantizeProblem, target: Target, force: str | None = None) -> tuple[Selection, Selection] | None:
+    """The kernels of the two launches that quantize K and V: sums of samples, and blocks of keys.
+
+    None where ``force`` names another quantizer, and on GPUs for which the wheel carries none of them. Raises as
+    `select_quantizer`.
+    """
+    named = any(forced(force, (op,), lambda spec: fit(spec, problem, target)) for op in KV_OPS)
+    others = forced(force, ("quantize",), lambda spec: fit(spec, problem, target))
+    carried = any(row.op in KV_OPS and is_carried(row, target.cc) for row in REGISTRY)
+    if not named and (others is not None or not carried):
+        return None
+    first, second = (_select(op, problem, target, force) for op in KV_OPS)
+    return first, second
+
+
 def select_layout(head_dim: int, target: Target, force: str | None = None) -> Selection:
     """The kernel that lays V in e4m3 out by channels.
 
@@ -82,6 +97,8 @@ def selected(op: str, row: KernelSpec, problem: QuantizeProblem) -> Selection:
         why.append("Q and K to e4m3, one scale for 128 rows")
     if op in VALUES_OPS:
         why.append("Q, K and V to e4m3 in two launches")
+    if op in KV_OPS:
+        why.append("K to integers and V to e4m3 in two launches")
     return Selection(row, tuple(why))
 
 

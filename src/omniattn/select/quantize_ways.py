@@ -14,8 +14,17 @@ from ..registry import KernelSpec
 from ..registry.targets import is_carried
 from .choice import Selection
 from .cost import longest
+from .fit import KV_OPS
 from .model import rules
-from .quantize import VALUES_OPS, fitting, select_fp8_quantizer, select_fp8_values, select_quantizer, selected
+from .quantize import (
+    VALUES_OPS,
+    fitting,
+    select_fp8_quantizer,
+    select_fp8_values,
+    select_kv,
+    select_quantizer,
+    selected,
+)
 from .ways import Asked
 
 
@@ -41,6 +50,8 @@ class QuantizeWay:
     ----------
     values : (Selection, Selection), optional
         The kernels that make e4m3 of Q, K and V in two launches.
+    keys_values : (Selection, Selection), optional
+        Those that quantize K and V in two launches, where there is no Q.
     rows : Selection, optional
         The kernel that makes e4m3 of Q and K.
     general : General, optional
@@ -48,13 +59,15 @@ class QuantizeWay:
     """
 
     values: tuple[Selection, Selection] | None = None
+    keys_values: tuple[Selection, Selection] | None = None
     rows: Selection | None = None
     general: General | None = None
 
     @property
     def text(self) -> str:
         """The way in one line."""
-        words = [one.spec.name for one in (*(self.values or ()), *((self.rows,) if self.rows else ()))]
+        pairs = *(self.values or ()), *(self.keys_values or ())
+        words = [one.spec.name for one in (*pairs, *((self.rows,) if self.rows else ()))]
         if self.general is not None:
             grid = self.general.grid
             words.append(f"{self.general.kernel.spec.name}, {grid.units} heads a group, {grid.ctas_per_sm} CTAs an SM")
@@ -69,7 +82,7 @@ def asked_of_quantizer(problem: QuantizeProblem, target: Target) -> Asked[Quanti
         lambda: quantize_ways(problem, target),
         lambda way: quantize_work(way, problem, target),
         quantize_us,
-        frozenset({"quantize", "quantize_fp8", *VALUES_OPS}),
+        frozenset({"quantize", "quantize_fp8", *VALUES_OPS, *KV_OPS}),
     )
 
 
@@ -98,6 +111,8 @@ def _unit_bytes(p: QuantizeProblem) -> int:
 
 def _by_rule(problem: QuantizeProblem, target: Target, force: str | None) -> QuantizeWay:
     """Kernels made for the very problem, the fewest launches, all CTAs that are on the GPU at a time."""
+    if problem.is_of_keys and (pair := select_kv(problem, target, force)) is not None:
+        return QuantizeWay(keys_values=pair)
     if problem.is_of_rows and problem.has_values:
         values = select_fp8_values(problem, target, force)
         if values is not None:
@@ -126,6 +141,9 @@ def quantize_ways(problem: QuantizeProblem, target: Target) -> tuple[QuantizeWay
         for rows in _rows("quantize_fp8", problem, target):
             behind = tuple(_general(rest, target)) if problem.v else (None,)
             found += [QuantizeWay(rows=rows, general=general) for general in behind]
+    if problem.is_of_keys:
+        first, second = ([*_rows(op, problem, target)] for op in KV_OPS)
+        found += [QuantizeWay(keys_values=(a, b)) for a in first for b in second]
     found += [QuantizeWay(general=general) for general in _general(problem, target)]
     return tuple(found) or (_by_rule(problem, target, None),)
 
@@ -135,7 +153,7 @@ def _rows(op: str, problem: QuantizeProblem, target: Target) -> Iterator[Selecti
     rows = fitting(op, problem, target)
     if any(is_carried(row, target.cc) for row in rows):
         rows = [row for row in rows if is_carried(row, target.cc)]
-    elif op in VALUES_OPS:  # one that is carried for Hopper alone, where all that it does was measured
+    elif op in (*VALUES_OPS, *KV_OPS):  # one that is carried for Hopper alone, where all that it does was measured
         return
     for is_special in (True, False):
         alike = [row for row in rows if (row.specialization is not None) == is_special]
@@ -206,6 +224,12 @@ def quantize_work(way: QuantizeWay, problem: QuantizeProblem, target: Target) ->
         parts.append(_of_rows(sums, p, target, p.units * p.slots_r))
         items = p.units * p.slots(p.rows_k, BLOCK_ROWS)
         parts.append(QuantizePart("rows", _places(values, items, target), _moved(p.of_values)))
+        launches += 2
+    if way.keys_values is not None:
+        sums, blocks = (one.spec for one in way.keys_values)
+        parts.append(QuantizePart("rows", _places(sums, 2 * p.units * p.slots_r, target), 0.0))
+        items = 2 * p.units * p.slots(p.rows_k, BLOCK_ROWS)
+        parts.append(QuantizePart("rows", _places(blocks, items, target), _moved(p)))
         launches += 2
     if way.rows is not None:
         parts.append(_of_rows(way.rows.spec, p, target, 0))

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from omniattn import arrays, runtime
-from omniattn.launch import fp8, quantize
+from omniattn.launch import fp8, quantize, quantize_kv
 from omniattn.launch.attn_int8 import in_workspace
 from omniattn.launch.host_struct import At
 from omniattn.plan.tuning import target_of
@@ -20,7 +20,7 @@ from omniattn.problems.quantize import QuantizeGrid, Strides3
 from omniattn.reference import quantize as reference
 from omniattn.registry import KernelSpec
 from omniattn.runtime.record import LaunchRecord, Program
-from omniattn.select import select_delta, select_fp8_values, select_quantizer
+from omniattn.select import select_delta, select_fp8_values, select_kv, select_quantizer
 from omniattn.select.choice import VARIABLE
 from omniattn.select.quantize_ways import usual_units
 from omniattn.testing.expected import Values
@@ -33,6 +33,8 @@ _HEADS_Q, _HEADS_KV, _BATCH = 4, 2, 2
 
 #: Q, K and V to e4m3 in two launches.
 VALUES_OPS = ("quantize_fp8_sums", "quantize_values")
+#: K and V in two launches, where attention quantizes Q.
+KV_OPS = ("quantize_kv_sums", "quantize_kv")
 
 
 class Fused:
@@ -64,15 +66,22 @@ class Fused:
         self.offsets = {name: at.offset for name, at in outputs.items()}
         memory = At("workspace", outputs_bytes)
         is_of_values = problem.is_of_rows and problem.has_values
-        both = select_fp8_values(problem, target, os.environ.get(VARIABLE)) if is_of_values else None
+        force = os.environ.get(VARIABLE)
+        both = select_fp8_values(problem, target, force) if is_of_values else None
+        pair = select_kv(problem, target, force) if problem.is_of_keys else None
         records: tuple[LaunchRecord, ...]
         if both is not None:
             first, second = both[0].spec, both[1].spec
             self.specs: tuple[KernelSpec, ...] = (first, second)
             room = fp8.values_scratch(first, problem)
             records = fp8.build_with_values(first, second, problem, call.strides, outputs, memory)
+        elif pair is not None:
+            first, second = pair[0].spec, pair[1].spec
+            self.specs = (first, second)
+            room = quantize_kv.scratch_bytes(first, problem)
+            records = quantize_kv.build(first, second, problem, call.strides[1:], outputs, memory)
         else:
-            spec = select_quantizer(problem, target).spec
+            spec = select_quantizer(problem, target, force).spec
             self.specs = (spec,)
             delta = select_delta(problem, target).spec if problem.smooth_q else None
             room = quantize.scratch(spec, problem).size
@@ -144,7 +153,9 @@ class FusedCase:
             self.spec.dtype, _BATCH, seqlen_q, seqlen_k, _HEADS_Q, _HEADS_KV, self.spec.head_dim, False,
             grouping=grouping, smooth_v=True, v_dtype=v_dtype, unpacked=True, v_levels=levels,
         )  # fmt: skip
-        if self.spec.op != "quantize":
+        if self.spec.op in KV_OPS:
+            q, problem = q[:, :0], replace(problem, rows_q=0)
+        elif self.spec.op != "quantize":
             problem = replace(
                 problem, qk_dtype="float8_e4m3", granularity="per_block", smooth_k=False, row_bias="none",
                 hadamard=True, seed=3,
