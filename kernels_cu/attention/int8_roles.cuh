@@ -20,16 +20,6 @@
 #include "tile/int8_queries.cuh"
 #include "tile/raw_queries.cuh"
 
-// What a product of Q and K is.
-template <typename Qk>
-struct Int8Score {
-    using Type = float;
-};
-template <>
-struct Int8Score<Int8> {
-    using Type = int32;
-};
-
 struct NoMasks {};
 template <typename Config, bool kPresent = Config::kScoreMods && !Config::kVarlen>
 struct MaskStorage : NoMasks {};

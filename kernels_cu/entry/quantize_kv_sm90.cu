@@ -27,8 +27,8 @@ union BlockStorage {
     ValuesStorage<kHeadDim> values;
 };
 
-extern "C" __global__ void __launch_bounds__(kThreads, CTAS) quantize_kv_sm90(const __grid_constant__
-                                                                              QuantizeParams p) {
+extern "C" __global__ void __launch_bounds__(kThreads, CTAS) quantize_kv_sm90(const
+                                                                              __grid_constant__ QuantizeParams p) {
     const bool of_values = blockIdx.x & 1;
 #if SUMS
     __shared__ ValueSumsStorage<kHeadDim> s;

@@ -8,10 +8,10 @@
 // Threads as in quantize/reduce.cuh: a thread has 8 channels of 8 rows, in registers between the two uses.
 #pragma once
 #include "ptx/cvt_quant.cuh"
-#include "quantize/group_scale.cuh"
 #include "quantize/items.cuh"
 #include "quantize/reduce.cuh"
 #include "quantize/rotation.cuh"
+#include "tile/group_scale.cuh"
 
 constexpr int32 kSteps = kBlockRows / kRowLanes;
 

@@ -1,13 +1,12 @@
 // Which keys the quantizers sum up, in which parts, and constants of their arithmetic.
 #pragma once
 #include "ptx/types.cuh"
+#include "tile/group_scale.cuh"
 
 constexpr int32 kChunkRows = 256;  // sampled keys of a partial sum, while a sequence has at most kMaxChunks of them
 constexpr int32 kMaxChunks = 64;
 // Sums are kept times 2^-32, so that 2^31 values of any size stay finite.
 constexpr float kSumScale = 2.3283064365386963e-10f, kSumUnscale = 4294967296.0f;
-// A group whose largest magnitude is below this has scale 1 and becomes zeros: the reciprocal of every scale is finite.
-constexpr float kLeastAmax = 7.888609052210118e-31f;  // 2^-100
 // A channel of V keeps its mean below 1 / kMeanCounts of its range: too small to matter, and values on the grid of
 // their own 16 bits, moved by it, are rounded to 8 bits with a bias that they do not have as they are.
 constexpr float kMeanCounts = 16.0f;

@@ -214,8 +214,7 @@ OA_DEVICE float key_mean(const QuantizeParams& p, int32 unit) {
     for (int32 c0 = 0; c0 < chunks; c0 += kAhead) {
         float part[kAhead];
 #pragma unroll
-        for (int i = 0; i < kAhead; ++i)
-            part[i] = load_gpu(key_partial<kHeadDim>(p, unit, min_of(c0 + i, chunks - 1)));
+        for (int i = 0; i < kAhead; ++i) part[i] = load_gpu(key_partial<kHeadDim>(p, unit, min_of(c0 + i, chunks - 1)));
 #pragma unroll
         for (int i = 0; i < kAhead; ++i)
             if (c0 + i < chunks) total += part[i];

@@ -6,6 +6,16 @@
 #include "ptx/wgmma_e4m3.cuh"
 #include "ptx/wgmma_s8.cuh"
 
+// What a product of Q and K is.
+template <typename Qk>
+struct Int8Score {
+    using Type = float;
+};
+template <>
+struct Int8Score<Int8> {
+    using Type = int32;
+};
+
 // Config: Qk (Int8, or E4m3 with Score = float), kHeadDim, kBlockM, kRowBytes (of a row in shared memory, with a
 // swizzle of its length; further channels follow in a panel behind all rows), kBlockN. `tile`: shared address of the
 // CTA's rows.

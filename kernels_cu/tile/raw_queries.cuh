@@ -9,7 +9,7 @@
 #include "ptx/shared.cuh"
 #include "ptx/types.cuh"
 #include "ptx/wgmma_s8.cuh"
-#include "quantize/group_scale.cuh"
+#include "tile/group_scale.cuh"
 
 // Config: Io (of Q), Qk (Int8), kHeadDim, kBlockM, kBlockN. In shared memory a row has panels of 64 elements, 128 bytes
 // with a swizzle of that length, each behind all rows of the one before it.
