@@ -239,7 +239,7 @@ def test_explain_on_the_cpu(name: str) -> None:
 FAMILIES: dict[str, list[str]] = {
     "attention": ["attn_fwd_sm90"],
     "attention HND": ["attn_fwd_sm90"],
-    "attention int8": ["attn_int8_sm90", "quantize_sm80"],
+    "attention int8": ["attn_int8_sm90", "quantize_kv_sm90"],
     "attention_varlen": ["attn_fwd_sm90"],
     "operands": ["attn_int8_sm90"],
     "decode": ["decode_sm80", "decode_combine_sm80"],

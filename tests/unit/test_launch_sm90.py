@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from omniattn.launch import attn_int8, attn_int8_sm90
+from omniattn.launch import attn_int8, attn_int8_sm90, quantize_kv
 from omniattn.launch.attn_fwd import forward_values
 from omniattn.launch.attn_fwd_sm90 import mapped
 from omniattn.launch.host_struct import At
@@ -25,7 +25,7 @@ from omniattn.registry import REGISTRY, KernelSpec
 from omniattn.runtime import record as record_module
 from omniattn.runtime.record import LaunchRecord, Program, TensorMap
 from tests.unit.launch_fakes import Kernel, fields_of_record, program_of, read, unpacked
-from tests.unit.shape_plans import unsplit
+from tests.unit.shape_plans import is_whole, planned
 
 HOPPER = Target((9, 0), 227 << 10, 132)
 STREAM = 0x51
@@ -131,6 +131,11 @@ def problem(knobs: Int8 | Int4 | None = None, **changes: Any) -> AttentionProble
     return dataclasses.replace(plain, **changes)
 
 
+def quantized_ahead(p: AttentionProblem, target: Target) -> Launches:
+    """What is launched where Q is quantized by a kernel of its own, and every CTA has all keys of its tile."""
+    return planned(p, target, lambda way: is_whole(way) and not way.row.quantizes_q)
+
+
 def quantized(p: AttentionProblem, spec: KernelSpec) -> QuantizeProblem:
     """What `plan_attention` has quantized for ``spec``."""
     return p.quantization(
@@ -162,7 +167,7 @@ def rounded(values: dict[str, Any]) -> dict[str, Any]:
 
 def launched(p: AttentionProblem) -> tuple[dict[str, Any], LaunchRecord, dict[str, At], Launches]:
     """(fields by name, record, places of the operands, all launches) of one call's attention kernel."""
-    launches = unsplit(p, HOPPER)
+    launches = quantized_ahead(p, HOPPER)
     spec, *others = (selection.spec for selection in (launches.selection, *launches.others))
     record = launches.records[-1]
     assert [r.spec for r in launches.records] == [others[0], others[0], *others[1:], spec]
@@ -209,7 +214,7 @@ KNOBS = [Int8(), Int8(smooth_q=True, smooth_v=True), Int4()]
 @pytest.mark.parametrize("varlen", [False, True])
 def test_the_driver_gets_addresses_for_places(varlen: bool, knobs: Int8 | Int4) -> None:
     p = problem(knobs, varlen=varlen, lse=True, sinks="float32")
-    launches = unsplit(p, HOPPER)
+    launches = quantized_ahead(p, HOPPER)
     log: list[Any] = []
     program, kernels = program_of(launches.records, ARRAYS, log)
     program.launch(STREAM, ADDRESSES)
@@ -235,7 +240,7 @@ def test_quantized_operands_are_launched_with_the_same_arguments(varlen: bool, k
     p = problem(knobs, varlen=varlen)
     fields, record, at, launches = launched(p)
     described = quantized(p, launches.selection.spec)
-    alone = unsplit(dataclasses.replace(p, operands=described), HOPPER)
+    alone = quantized_ahead(dataclasses.replace(p, operands=described), HOPPER)
     assert alone.selection.spec == launches.selection.spec
     assert (alone.workspace_bytes, len(alone.records), alone.others) == (0, 1, ())
     (given,) = alone.records
@@ -251,6 +256,23 @@ def test_quantized_operands_are_launched_with_the_same_arguments(varlen: bool, k
         else:
             assert of_given[name] == (names.get(value, value) if isinstance(value, At) else value), name
     assert attn_int8.given(described).at["q_int"] == At("q_int")
+
+
+def test_q_is_read_as_it_comes() -> None:
+    """Where the kernel quantizes it: in bytes, by the call's strides; the workspace has K and V alone."""
+    p = problem(window_right=0)
+    launches = planned(p, HOPPER, lambda way: is_whole(way) and way.row.quantizes_q)
+    sums, blocks, attention = launches.records
+    assert [record.spec.op for record in launches.records] == ["quantize_kv_sums", "quantize_kv", "attention"]
+    assert (sums.grid, blocks.grid, blocks.overlap) == ((2 * 4 * 2, 1, 1), (2 * 4 * 4, 1, 1), True)
+    fields = fields_of_record(attention, ATTN_INT8_SM90)
+    batch, row, head = (2 * stride for stride in STRIDES.q)
+    assert fields["map_q"] == TensorMap("q", 0, "uint8", (240, 300, 4, 2), (row, head, batch), (128, 192, 1, 1))
+    described = dataclasses.replace(quantized(p, launches.selection.spec), rows_q=0)
+    offsets, size = carve(described.shapes())
+    assert (fields["map_k"].operand, fields["map_k"].add) == ("workspace", offsets["k_int"])
+    assert launches.workspace_bytes == size + quantize_kv.scratch_bytes(sums.spec, described)
+    assert launches.workspace_bytes < quantized_ahead(p, HOPPER).workspace_bytes
 
 
 def test_what_is_not_smoothed_is_null() -> None:
@@ -290,7 +312,7 @@ def test_nothing_to_do_launches_nothing(changes: dict[str, int]) -> None:
 @pytest.mark.parametrize("varlen", [False, True])
 def test_operands_do_not_overlap_and_fit_into_the_workspace(varlen: bool, knobs: Int8 | Int4) -> None:
     p = problem(knobs, varlen=varlen)
-    launches = unsplit(p, HOPPER)
+    launches = quantized_ahead(p, HOPPER)
     described = quantized(p, launches.selection.spec)
     sizes = {
         name: struct.calcsize({"float32": "f", "float16": "e"}.get(dtype, "B")) * math.prod(shape)
@@ -325,7 +347,7 @@ def test_boxes_of_every_row_are_tiles(spec: KernelSpec) -> None:
     assert launches.selection.spec == spec
     record = launches.records[-1]
     row = min(spec.head_dim, 128)
-    boxes = [(row, spec.block_m), (row, spec.block_n), (spec.block_n, spec.head_dim)]
+    boxes = [(128 if spec.quantizes_q else row, spec.block_m), (row, spec.block_n), (spec.block_n, spec.head_dim)]
     if spec.score_mods:  # the map of queries stands in for that of a bias
         boxes.append((128 // spec.bias_bytes, spec.block_m) if spec.bias_bytes else boxes[0])
     assert [m.box[:2] for m in record.tensor_maps] == boxes

@@ -197,7 +197,7 @@ def test_every_kernel_of_the_split_counts(world: World, monkeypatch: pytest.Monk
     [
         ({}, []),
         ({"mask": "bool"}, ["mask_pack"]),
-        ({"precision": Int8().precision}, ["quantize"]),
+        ({"precision": Int8().precision}, ["quantize_kv_sums", "quantize_kv"]),
         ({"precision": Fp8().precision}, ["quantize_fp8_sums", "quantize_values"]),
         ({"precision": FP8_ARRAYS}, ["layout_fp8"]),
     ],

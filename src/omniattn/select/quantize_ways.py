@@ -226,10 +226,7 @@ def quantize_work(way: QuantizeWay, problem: QuantizeProblem, target: Target) ->
         parts.append(QuantizePart("rows", _places(values, items, target), _moved(p.of_values)))
         launches += 2
     if way.keys_values is not None:
-        sums, blocks = (one.spec for one in way.keys_values)
-        parts.append(QuantizePart("rows", _places(sums, 2 * p.units * p.slots_r, target), 0.0))
-        items = 2 * p.units * p.slots(p.rows_k, BLOCK_ROWS)
-        parts.append(QuantizePart("rows", _places(blocks, items, target), _moved(p)))
+        parts.append(_of_keys(way.keys_values[1].spec, p, target))
         launches += 2
     if way.rows is not None:
         parts.append(_of_rows(way.rows.spec, p, target, 0))
@@ -262,6 +259,13 @@ def _blocks(p: QuantizeProblem) -> int:
 def _of_rows(row: KernelSpec, p: QuantizeProblem, target: Target, chunks: int) -> QuantizePart:
     moved = _moved(p) - _moved(p.of_values) if p.v else _moved(p)
     return QuantizePart("rows", _places(row, _blocks(p) + chunks, target), moved)
+
+
+def _of_keys(row: KernelSpec, p: QuantizeProblem, target: Target) -> QuantizePart:
+    """Samples and blocks of K and V, as `_of_general` has them, without heads that others wait for."""
+    items = 2 * p.units * p.slots(p.rows_k, BLOCK_ROWS)
+    samples = 2.0 * p.units * p.rows_k * p.head_dim * 2 / (1 << sample_log2(p.rows_k))
+    return QuantizePart("decoded", _places(row, items, target), _moved(p), samples, float(p.units * _unit_bytes(p)))
 
 
 def _of_general(way: General, p: QuantizeProblem, target: Target) -> QuantizePart:
