@@ -110,6 +110,8 @@ LINES: dict[str, tuple[str, str]] = {
     "layout_fp8": (_FP8, "attention on e4m3 arrays"),
     "quantize_fp8_sums": (_FP8, "attention with precision fp8"),
     "quantize_values": (_FP8, "attention with precision fp8"),
+    "quantize_kv_sums": ("the same, precision int8 and int4", "attention with precision int8"),
+    "quantize_kv": ("the same, precision int8 and int4", "attention with precision int8"),
     "attention_backward": (_BACKWARD, ""),
     "attention_backward_dq": (_BACKWARD, "dq alone or deterministic"),
     "attention_backward_prepare": (_BACKWARD, "LSE and delta of rows"),
