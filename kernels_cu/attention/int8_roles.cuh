@@ -138,6 +138,7 @@ class Int8Producer : public ForwardProducer<Config, Derived> {
                             t.batch_idx);
             }
         }
+        if (Config::kRawQ) wait_for_kernel_ahead();  // it makes K and V
     }
     OA_DEVICE void copy_k(const FwdTile& t, int32 kv_head, int32 n, int32 stage, uint32 bar) const {
         const AttnFwdParams& p = params_.fwd;
@@ -289,13 +290,15 @@ class Int8Consumer : public ForwardConsumer<Config, Derived> {
         scales[0] = scales[1] = scale_of_queries(t, warp_row);
     }
 
-    // What RawQueries found besides, once it has taken them; of others nothing.
+    // What RawQueries found besides, once it has taken them; of others nothing. From here on what the kernel ahead makes
+    // is read.
     template <typename Queries>
     OA_DEVICE void note_queries(const Queries& q, const FwdTile& t, int32 warp_row, float (&scales)[2]) const {
         if constexpr (Config::kRawQ) {
             // As scale_of_queries.
             scales[0] = scales[1] = uint32(warp_row) < uint32(t.seqlen_q) ? q.scale : kScaleOfNoRow;
             marks() = uint8(q.bad);
+            wait_for_kernel_ahead();
         }
     }
 

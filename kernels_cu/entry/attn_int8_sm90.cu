@@ -24,7 +24,8 @@
 //                      every flush_keys keys: O += A, A = 0
 // With REGISTER_Q consumers read Q before the first step and release its stage at once. With QUANTIZE_Q so they do, of Q
 // in 16 bits as the call has it [batch, seqlen_q, num_q_heads, head_dim], any strides, and make q_int and q_scale of it
-// (tile/raw_queries.cuh); there is no row_bias then: rows with NaN or infinity are known.
+// (tile/raw_queries.cuh); there is no row_bias then: rows with NaN or infinity are known. It may be launched while the
+// kernel that makes K and V ends: until then it reads Q alone.
 //
 // SPLIT_KEYS: a CTA takes a part of a tile's keys (scheduler/split_tiles.cuh), and rows of a tile are those of several
 // heads, each with scales and biases of its own; attn_combine_sm80 merges. WITH_LSE stores sums of P before rounding

@@ -8,7 +8,7 @@
 // k, v: [batch, seqlen_k, num_kv_heads, head_dim], fp16 or bf16, any strides with 16-byte rows. Outputs and the order of
 // every sum: docs/quantization.md; the bits are those of quantize_sm80, without its tickets and flags.
 //
-// Two launches of one source, the second one while the first one ends:
+// Two launches of one source, the second one while the first one ends, attention behind them while the second one does:
 //
 //   SUMS 1, CTAs of 4 * HEAD_DIM threads: a chunk of the samples of a head of K or V -> partial sums, ranges
 //   SUMS 0, CTAs of 2 * HEAD_DIM threads, those of K and V in turn: 128 keys of a head
@@ -30,9 +30,9 @@ union BlockStorage {
 extern "C" __global__ void __launch_bounds__(kThreads, CTAS) quantize_kv_sm90(const
                                                                               __grid_constant__ QuantizeParams p) {
     const bool of_values = blockIdx.x & 1;
+    launch_dependents();
 #if SUMS
     __shared__ ValueSumsStorage<kHeadDim> s;
-    launch_dependents();
     if (of_values) {
         sum_samples<true, IO_TYPE, kHeadDim>(p, int32(blockIdx.x >> 1), s);
     } else {

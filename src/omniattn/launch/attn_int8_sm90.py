@@ -108,7 +108,8 @@ def build(
         values |= member("factors", places.value_factors())
     layout = _LAYOUTS[score_mods, factors]
     grid = (order.ctas, 1, 1)
-    return (LaunchRecord(spec, grid, 32 * spec.num_warps, *layout.pack(values)),)
+    # Where it reads q as it comes, kernels that make k and v are ahead of it, and ahead of those what makes q has ended.
+    return (LaunchRecord(spec, grid, 32 * spec.num_warps, *layout.pack(values), overlap=spec.quantizes_q),)
 
 
 def _map(at: At, dims: tuple[int, int, int, int], strides: Strides3, box: tuple[int, int]) -> TensorMap:
