@@ -108,7 +108,7 @@ def build(
         values |= member("factors", places.value_factors())
     layout = _LAYOUTS[score_mods, factors]
     grid = (order.ctas, 1, 1)
-    # Where it reads q as it comes, kernels that make k and v are ahead of it, and ahead of those what makes q has ended.
+    # Where it reads q as it comes, quantizers of k and v are ahead of it, and ahead of those what makes q has ended.
     return (LaunchRecord(spec, grid, 32 * spec.num_warps, *layout.pack(values), overlap=spec.quantizes_q),)
 
 
