@@ -25,8 +25,8 @@ OA_DEVICE ListSteps steps_of(const ScoreModParams& mods, const ListOf<Config>& l
 template <typename Config>
 class Int8ModsProducer : public Int8Producer<Config, ModsParams<Config>, Int8ModsProducer<Config>> {
     using Base = Int8Producer<Config, ModsParams<Config>, Int8ModsProducer<Config>>;
-    // Packed sequences have softcap alone.
-    using Masks = typename Select<Config::kVarlen, NoMaskTiles, MaskTiles<Config>>::Type;
+    // Packed sequences have softcap alone, block masks nothing beside their lists.
+    using Masks = typename Select<Config::kVarlen || Config::kBlocks, NoMaskTiles, MaskTiles<Config>>::Type;
     using Base::list_;
     using Base::params_;
 

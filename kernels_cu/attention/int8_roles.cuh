@@ -21,7 +21,7 @@
 #include "tile/raw_queries.cuh"
 
 struct NoMasks {};
-template <typename Config, bool kPresent = Config::kScoreMods && !Config::kVarlen>
+template <typename Config, bool kPresent = Config::kScoreMods && !Config::kVarlen && !Config::kBlocks>
 struct MaskStorage : NoMasks {};
 template <typename Config>
 struct MaskStorage<Config, true> : MaskTiles<Config>::Storage {};

@@ -35,7 +35,7 @@
 // SCORE_MODS: softcap, masks and any softmax_scale between product and softmax, with the steps and copies of
 // attn_fwd_sm90's score modifications (attention/int8_mods.cuh, attention/int8_mods_roles.cuh). With SPLIT_KEYS the
 // rows of a tile are those of one head, so that a lane still has one scale and a CTA one delta_s; lists are divided
-// among the splits.
+// among the splits. SCORE_MODS 2: the lists of a block mask alone (attention/int8_blocks_roles.cuh).
 //
 // Two-level accumulation: the tensor cores keep about 13 bits of mantissa when they add e4m3 products, and truncate. So
 // A, in registers, covers flush_keys keys only, and O is summed in fp32; it lies in shared memory, because three
@@ -49,6 +49,7 @@
 // [same] | ones [512], with SCORE_MODS [256] | delta_s [NUM_STAGES][DELTA_ROWS][BLOCK_N * 4], with QUANTIZE_Q a byte a thread | O [BLOCK_M * HEAD_DIM *
 // 4] | k_scale [NUM_STAGES][16] | v_scale and v_mean [NUM_CONSUMERS][2][HEAD_DIM * 4], at head_dim 256 in O's place |
 // barriers. Rows of Q and K are min(HEAD_DIM, 128) bytes, those of V BLOCK_N, each with a swizzle of its length.
+#include "attention/int8_blocks_roles.cuh"
 #include "attention/int8_mods_roles.cuh"
 #include "attention/int8_roles.cuh"
 #include "attention/int8_walk.cuh"
@@ -79,6 +80,7 @@ struct Config {
     static constexpr bool kRawQ = QUANTIZE_Q;  // Q in 16 bits, as it comes
     static constexpr int kQueryBytes = kRawQ ? 2 : 1;  // of an element
     static constexpr bool kScoreMods = SCORE_MODS, kSoftcap = SOFTCAP;  // softcap, masks, biases, scale <= 0
+    static constexpr bool kBlocks = SCORE_MODS == 2;  // a block mask instead of all of these but the scale
     static constexpr bool kRotateHeads = kScoreMods, kMeetAtTiles = false;
     static constexpr int kBiasBytes = BIAS_BYTES;  // of an element of a bias tile; 0: none
     static constexpr int kThreads = 128 * (1 + kConsumers);
@@ -313,7 +315,8 @@ class PlainConsumer : public Int8Consumer<Config, PlainParams, PlainConsumer> {
 };
 
 using Producer = Select<Config::kScoreMods, Int8ModsProducer<Config>, PlainProducer>::Type;
-using Consumer = Select<Config::kScoreMods, Int8ModsConsumer<Config>, PlainConsumer>::Type;
+using ModsConsumer = Select<Config::kBlocks, Int8BlocksConsumer<Config>, Int8ModsConsumer<Config>>::Type;
+using Consumer = Select<Config::kScoreMods, ModsConsumer, PlainConsumer>::Type;
 
 extern "C" __global__ void __launch_bounds__(Config::kThreads, 1) attn_int8_sm90(const
                                                                                  __grid_constant__ Params params) {

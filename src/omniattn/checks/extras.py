@@ -38,8 +38,10 @@ def check_call(call: Call, tensors: dict[str, Tensor]) -> AttentionProblem:
     function = call.operation.name
     problem = checks.check_attention(call, tensors)
     texts, size = call.facts
-    if problem.precision.quantized:
-        given = ["score_mod"] * (texts is not None) + ["block_mask"] * (size is not None)
+    # Of what is quantized in the call a block mask leaves whole tiles, whose scores are formed as without one.
+    e4m3 = problem.descales is not None
+    given = ["score_mod"] * (texts is not None) + ["block_mask"] * (size is not None and (texts is not None or e4m3))
+    if problem.precision.quantized and given:
         raise UnsupportedError(
             f"{function}(): {' and '.join(given)} with precision={problem.precision.name!r}",
             instead="precision='exact'",

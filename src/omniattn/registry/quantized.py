@@ -59,6 +59,14 @@ _INT8_BIAS_TILES = (
     _Int8Sm90Tile(128, 2, 2, bias_bytes=4),
     _Int8Sm90Tile(256, 2, 1, bias_bytes=4),
 )
+#: Of block masks: blocks of 128 queries are tiles, and of 192 or 256 queries warpgroups pass over what is not theirs.
+_INT8_BLOCKS_TILES = (
+    _Int8Sm90Tile(64, 2, 8),
+    _Int8Sm90Tile(64, 4, 4),
+    _Int8Sm90Tile(128, 2, 6),
+    _Int8Sm90Tile(128, 3, 4),
+    _Int8Sm90Tile(256, 2, 2),
+)
 
 #: With the keys split over CTAs, and as many stages as fit.
 _INT8_SPLIT_MASKS_TILES = (_Int8Sm90Tile(64, 2, 8), _Int8Sm90Tile(128, 2, 8), _Int8Sm90Tile(256, 2, 2))
@@ -83,6 +91,7 @@ def _int8_sm90_row(
     lse: bool,
     score_mods: bool = False,
     softcap: bool = False,
+    blocks: bool = False,
     register_q: bool = False,
     split: bool = False,
     smem_bytes: int,
@@ -113,7 +122,7 @@ def _int8_sm90_row(
             ("REGISTER_Q", str(int(register_q))),
             ("QUANTIZE_Q", str(int(raw_q))),
             ("VALUE_FACTORS", str(int(factors))),
-            ("SCORE_MODS", str(int(score_mods))),
+            ("SCORE_MODS", "2" if blocks else str(int(score_mods))),
             ("SOFTCAP", str(int(softcap))),
             ("BIAS_BYTES", str(tile.bias_bytes)),
             ("SPLIT_KEYS", str(int(split))),
@@ -131,7 +140,8 @@ def _int8_sm90_row(
         tensor_maps=True,
         softcap="any" if softcap else "never",
         masks="tiles" if tile.bias_bytes else "packed" if with_masks else "none",
-        lists=with_masks,
+        lists=with_masks or blocks,
+        block_masks=blocks,
         lse=lse,
         smooth_q="never" if not smooth_q else "any" if score_mods else "always",
         value_factors=factors,
@@ -217,6 +227,29 @@ def _attn_int8_mods_sm90(
         split=split,
         smem_bytes=head_dim * block_m + tile.num_stages * stage_bytes + sums_bytes + barriers_bytes,
         factors=factors,
+    )
+
+
+def _attn_int8_blocks_sm90(tile: _Int8Sm90Tile, dtype: str, lse: bool, qk: str) -> KernelSpec:
+    """A row for block masks, and nothing else that is done to scores but their scale."""
+    head_dim, block_n, block_m = tile.head_dim, _INT8_SM90_BLOCK_N, 64 * tile.num_consumers
+    stage_bytes = 2 * head_dim * block_n + 16
+    delta_bytes = 4 * block_n * -(-block_m // 128)  # not used
+    sums_bytes = block_m * head_dim * 4 + 256 + 8 * tile.num_consumers * (head_dim if head_dim <= 128 else 1)
+    barriers_bytes = 16 * (1 + tile.num_stages)
+    return _int8_sm90_row(
+        tile,
+        dtype,
+        f"_m{block_m}n{block_n}_blocks" + "_lse" * lse,
+        qk=qk,
+        varlen=False,
+        smooth_q=False,
+        lse=lse,
+        blocks=True,
+        # The others have no registers to spare.
+        register_q=head_dim < 256 and tile.num_consumers == 2,
+        smem_bytes=head_dim * block_m + tile.num_stages * stage_bytes + delta_bytes + sums_bytes + barriers_bytes,
+        factors=False,
     )
 
 
@@ -369,6 +402,13 @@ def quantized_attention_rows() -> Iterator[KernelSpec]:
             ("bias_factors", False, _INT8_BIAS_TILES),
         )
         for tile in tiles
+        for dtype in ("float16", "bfloat16")
+    )
+    yield from (
+        _attn_int8_blocks_sm90(tile, dtype, lse, qk)
+        for qk in ("int8", "fp8")
+        for lse in (False, True)
+        for tile in _INT8_BLOCKS_TILES
         for dtype in ("float16", "bfloat16")
     )
     yield from (

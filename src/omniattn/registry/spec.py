@@ -85,12 +85,15 @@ class KernelSpec:
         all queries, and always one.
     score_mods : bool
         It forms scores one by one, as far as `softcap`, `masks` and `score_mod` say. Forward kernels that do take any
-        softmax_scale; others take the maximum of unscaled products. Not an argument: it follows from the first two.
+        softmax_scale; others take the maximum of unscaled products. Not an argument: it follows from the first two and
+        `block_masks`.
     score_mod : bool
         It can be compiled with a user's score modification.
     lists : bool
         It passes over tiles of keys by a list of those that a mask, a block_mask or a score_mod leaves. Others visit
         all tiles.
+    block_masks : bool
+        Of attention on quantized operands: it takes a block_mask, and no call without one.
     lse : bool
         Of attention and of what merges its results: it makes an LSE.
     smooth_q : str
@@ -162,6 +165,7 @@ class KernelSpec:
     masks: Masks = "none"
     score_mod: bool = False
     lists: bool = False
+    block_masks: bool = False
     lse: bool = True
     smooth_q: Use = "never"
     value_factors: bool = False
@@ -189,7 +193,8 @@ class KernelSpec:
     score_mods: bool = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "score_mods", self.softcap != "never" or self.masks != "none")
+        modifies = self.softcap != "never" or self.masks != "none" or self.block_masks
+        object.__setattr__(self, "score_mods", modifies)
 
     @property
     def head_dim_v(self) -> int:

@@ -149,6 +149,8 @@ def mask_inputs(row: KernelSpec, problem: AttentionProblem, pack_gqa: PackGQA = 
     if p.keys_as_tiles:
         return (MaskInput.AS_TILES,) if row.bias_bytes else ()
     can_pack = p.packs_mask
+    if row.block_masks:
+        return (MaskInput.LISTED,)
     if row.quantized:
         return (_packed(row, p, pack_gqa),) if row.arch_specific and can_pack else (MaskInput.IN_PLACE,)
     if p.varlen and not (row.lists and row.arch_specific):

@@ -217,8 +217,11 @@ def _unfit_call(row: KernelSpec, problem: AttentionProblem, target: Target) -> s
     p = problem
     if p.score_mod is not None and not row.score_mod:
         return "it takes no score_mod"
-    if p.block_mask is not None:
-        if row.quantized:
+    if p.block_mask is None:
+        if row.block_masks:
+            return "it is for calls with a block_mask"
+    else:
+        if row.quantized and not row.block_masks:
             return "it takes no block_mask"
         if not row.lists:
             return "it visits every tile of keys"
