@@ -211,7 +211,7 @@ def test_block_masks_that_are_refused() -> None:
         ({"block_size": (64, 64, 64)}, oa.errors.ArgumentError),
         ({"block_size": "64"}, oa.errors.ArgumentError),
         ({"block_size": 64, "mask": np.ones((1, 200), dtype=np.bool_)}, oa.errors.UnsupportedError),
-        ({"block_size": 64, "precision": "int8"}, oa.errors.UnsupportedError),
+        ({"block_size": 64, "precision": "int8", "score_mod": oa.ScoreMod("score")}, oa.errors.UnsupportedError),
     ):
         with pytest.raises(error):
             oa.attention(q, k, v, block_mask=blocks, **options)
