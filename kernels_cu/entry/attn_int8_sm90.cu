@@ -35,7 +35,7 @@
 // SCORE_MODS: softcap, masks and any softmax_scale between product and softmax, with the steps and copies of
 // attn_fwd_sm90's score modifications (attention/int8_mods.cuh, attention/int8_mods_roles.cuh). With SPLIT_KEYS the
 // rows of a tile are those of one head, so that a lane still has one scale and a CTA one delta_s; lists are divided
-// among the splits. SCORE_MODS 2: the lists of a block mask alone (attention/int8_blocks_roles.cuh).
+// among the splits. With BLOCK_MASK: lists alone (attention/int8_blocks_roles.cuh).
 //
 // Two-level accumulation: the tensor cores keep about 13 bits of mantissa when they add e4m3 products, and truncate. So
 // A, in registers, covers flush_keys keys only, and O is summed in fp32; it lies in shared memory, because three
@@ -80,7 +80,7 @@ struct Config {
     static constexpr bool kRawQ = QUANTIZE_Q;  // Q in 16 bits, as it comes
     static constexpr int kQueryBytes = kRawQ ? 2 : 1;  // of an element
     static constexpr bool kScoreMods = SCORE_MODS, kSoftcap = SOFTCAP;  // softcap, masks, biases, scale <= 0
-    static constexpr bool kBlocks = SCORE_MODS == 2;  // a block mask instead of all of these but the scale
+    static constexpr bool kBlocks = BLOCK_MASK;  // kScoreMods: instead of all of these but the scale
     static constexpr bool kRotateHeads = kScoreMods, kMeetAtTiles = false;
     static constexpr int kBiasBytes = BIAS_BYTES;  // of an element of a bias tile; 0: none
     static constexpr int kThreads = 128 * (1 + kConsumers);

@@ -206,8 +206,8 @@ def attention(
         A function of yours of each score, compiled into the kernel. With ``precision="exact"``.
     block_mask : array, bool, optional
         Broadcastable to (batch, num_q_heads, blocks of queries, blocks of keys): False hides a block, which is never
-        loaded. With ``precision="exact"``, with score_mod, and with a mask only if that is added and differs between
-        queries.
+        loaded. With score_mod, and with a mask only if that is added and differs between queries. With a low precision
+        on compute capability 9.0 and on the CPU, without either.
     block_size : int or (int, int), optional
         Queries and keys of a block, multiples of 64, 128 unless given; the last blocks may be smaller.
     sinks : array, (num_q_heads,), float32 or o's dtype, optional

@@ -30,7 +30,8 @@ class Case:
         Plain keyword arguments of the call.
     arrays : tuple of str
         Which array arguments to make: ``"sinks"``, and for ``mask`` one of ``"mask"`` (booleans), ``"bias"`` (fp32),
-        ``"io"`` (q's dtype) and ``"keys"`` (fp32, the same for all queries). Packed: one of those for ``mask``.
+        ``"io"`` (q's dtype) and ``"keys"`` (fp32, the same for all queries); ``"blocks"`` for ``block_mask``. Packed:
+        one of those for ``mask``.
     packed : bool
         Sequences one behind the other, with cu_seqlens.
     head_dim_v : int
@@ -187,6 +188,10 @@ QUANTIZED_CASES: tuple[Case, ...] = (
     Case("few queries, HND", "attention", ((9, 1900),), 8, 2, layout="HND", options={"precision": Int8()}),
     Case("few queries, causal, sinks", "attention", ((77, 1200),), 6, 2, arrays=("sinks",),
          options={"precision": Int8(), "causal": True}),
+    Case("blocks", "attention", ((300, 520),), below=8, arrays=("blocks",),
+         options={"precision": Int8(), "block_size": (128, 64)}),
+    Case("blocks of 64, causal, sinks", "attention", ((300, 1300),), 2, 1, arrays=("sinks", "blocks"),
+         options={"precision": Int8(smooth_v=False), "block_size": 64, "causal": True}),
 )  # fmt: skip
 
 #: Of rows whose Q and K are e4m3.
@@ -210,6 +215,10 @@ FP8_CASES: tuple[Case, ...] = (
     Case("varlen, softcap", "attention_varlen", _RAGGED, packed=True, below=8,
          options={"precision": Fp8(smooth_k=True), "softcap": 3.0}),
     Case("few queries, HND", "attention", ((9, 1900),), 8, 2, layout="HND", options={"precision": Fp8()}),
+    Case("blocks", "attention", ((300, 520),), below=8, arrays=("blocks",),
+         options={"precision": Fp8(), "block_size": (128, 64)}),
+    Case("blocks of 64, causal, sinks", "attention", ((300, 1300),), 2, 1, arrays=("sinks", "blocks"),
+         options={"precision": Fp8(), "block_size": 64, "causal": True}),
 )  # fmt: skip
 
 QUANTIZE_FP8_CASES: tuple[Case, ...] = (
@@ -256,7 +265,7 @@ CASES: dict[str, tuple[Case, ...]] = {
     "attention_combine_packed": PACKED_SPLIT_CASES,
     "quantized_attention": QUANTIZED_CASES,
     # Parts of Hopper's kernels alone are merged by it; INT4 is served by kernels whose scales belong to other rows.
-    "attention_combine_lse": tuple(case for case in QUANTIZED_CASES if "int4" not in case.name),
+    "attention_combine_lse": tuple(case for case in QUANTIZED_CASES if not {"int4", "blocks"} & set(case.name.replace(",", "").split())),
     "fp8_attention": FP8_CASES,
     "merge_states": MERGE_CASES,
     "quantize": QUANTIZE_CASES,

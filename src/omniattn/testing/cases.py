@@ -237,6 +237,9 @@ def _dense(case: Case, dtype: str, head_dim: int, seed: int, flavour: tuple[str,
         arrays["mask"] = (values, "float32")
     options = {**case.options, "layout": case.layout}
     given = {**options, **{name: values for name, (values, _) in arrays.items()}}
+    if "blocks" in case.arrays:
+        blocks, given["mask"] = _blocks(given.pop("block_size"), (case.heads_q, seqlen_q, seqlen_k), rng)
+        arrays["block_mask"] = (blocks, "bool")
     options["return_lse"] = True
     if "precision" in given:
         given |= _emulated(given["precision"], flavour)
@@ -244,6 +247,15 @@ def _dense(case: Case, dtype: str, head_dim: int, seed: int, flavour: tuple[str,
     exact = reference.attention(q, k, v, compute_dtype=np.float64, **given)
     naive = same_dtype_naive(q, k, v, dtype=dtype, **given)
     return Problem((q, k, v), (), arrays, options, Exact(*exact, *naive))
+
+
+def _blocks(size: int | tuple[int, int], extents: tuple[int, int, int], rng: Any) -> tuple[Values, Values]:
+    """A block mask that hides half of the blocks, and all of some queries; the same for each query and key."""
+    rows, keys = size if isinstance(size, tuple) else (size, size)
+    heads, seqlen_q, seqlen_k = extents
+    blocks: Values = rng.random((1, heads, -(-seqlen_q // rows), -(-seqlen_k // keys))) < 0.5
+    blocks[:, 0, 1] = False
+    return blocks, blocks.repeat(rows, axis=2)[:, :, :seqlen_q].repeat(keys, axis=3)[..., :seqlen_k]
 
 
 def _starts(case: Case, side: int) -> Values:
