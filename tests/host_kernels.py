@@ -27,7 +27,7 @@ TESTS = Path(__file__).parent
 #: Headers of kernels_cu/ptx in whose place host_cta/ptx.h is.
 _REPLACED = (
     "cluster_copy cluster_memory cp_async cvt cvt_quant gpu_sync half2 l2 ldmatrix load_ahead math mbarrier min_nan "
-    "mma_sync shared tma"
+    "mma_sync rsqrt shared tma"
 )
 _PARAMS = {
     "attn_fwd_sm80": "Params", "index_logits_sm80": "IndexLogitsParams", "kv_append_sm80": "KvAppendParams",
@@ -36,8 +36,12 @@ _PARAMS = {
     "quantize_kv_sm90": "QuantizeParams",
     "top_k_sm80": "TopKParams",
     "latent_append_sm80": "LatentAppendParams",
+    "block_means_sm80": "BlockMeansParams", "choose_blocks_sm80": "ChooseBlocksParams",
 }  # fmt: skip
-_DTYPES = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "float32": np.float32, "int32": np.int32}
+_DTYPES = {
+    "float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "float32": np.float32, "int32": np.int32,
+    "bool": np.bool_,
+}  # fmt: skip
 #: Bytes in front of a result and behind it that nobody may write.
 _GUARD = 4096
 

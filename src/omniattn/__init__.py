@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from .ops.quantize import quantize_qk, quantize_v
     from .ops.score_mod import ScoreMod
     from .ops.sparse import attention_sparse
+    from .ops.sparse_blocks import sparse_blocks
     from .ops.top_k import top_k
     from .ops.with_cache import attention_with_kvcache
     from .problems import (
@@ -78,6 +79,7 @@ _ROOMS = {
     "merge_states": "ops",
     "quantize_qk": "ops",
     "quantize_v": "ops",
+    "sparse_blocks": "ops",
     "top_k": "ops",
 }
 
@@ -118,6 +120,7 @@ __all__ = [
     "merge_states",
     "quantize_qk",
     "quantize_v",
+    "sparse_blocks",
     "top_k",
 ]
 

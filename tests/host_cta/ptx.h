@@ -27,6 +27,7 @@ inline float max_nan(float a, float b) { return std::isnan(a) || std::isnan(b) ?
 inline float exp2_approx(float x) { return exp2f(x); }
 inline float log2_approx(float x) { return log2f(x); }
 inline float rcp_approx(float x) { return 1.0f / x; }
+inline float rsqrt_approx(float x) { return 1.0f / sqrtf(x); }
 inline float tanh_exp2(float x) { return tanhf(x); }
 inline float tanh_any(float x) { return tanhf(x); }
 

@@ -151,9 +151,9 @@ def store(tensor: Tensor, values: np.ndarray[Any, Any]) -> None:
     Parameters
     ----------
     tensor : Tensor
-        On the CPU, of type float16, bfloat16, float32, float64 or int32.
+        On the CPU, of type float16, bfloat16, float32, float64, int32 or bool.
     values : numpy.ndarray
-        Of the same shape, float; for int32 integers.
+        Of the same shape, float; for int32 integers, for bool booleans.
 
     Raises
     ------
@@ -166,8 +166,8 @@ def store(tensor: Tensor, values: np.ndarray[Any, Any]) -> None:
 
     if tensor.readonly:
         raise ArgumentError(tensor.argument, "a writable array", "a read-only one")
-    if tensor.dtype not in ("float16", "bfloat16", "float32", "float64", "int32"):
-        raise DtypeError(tensor.argument, "float16, bfloat16, float32, float64 or int32", tensor.dtype)
+    if tensor.dtype not in ("float16", "bfloat16", "float32", "float64", "int32", "bool"):
+        raise DtypeError(tensor.argument, "float16, bfloat16, float32, float64, int32 or bool", tensor.dtype)
     if tuple(values.shape) != tuple(tensor.shape):
         raise ShapeError(tensor.argument, f"shape {tuple(values.shape)}", str(tuple(tensor.shape)))
     view = _view(tensor, writable=True)

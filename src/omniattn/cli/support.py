@@ -131,6 +131,8 @@ LINES: dict[str, tuple[str, str]] = {
     "merge_states": ("`merge_states`", ""),
     "index_logits": ("`index_logits`", ""),
     "top_k": ("`top_k`", ""),
+    "block_means": ("`sparse_blocks`", ""),
+    "choose_blocks": ("`sparse_blocks`", "behind block_means"),
 }
 #: What no wheel holds of an operation: a user's expressions, and what the registry does not list.
 FIRST_USE = {

@@ -403,6 +403,21 @@ ATTN_BWD_USER_MOD = HostStruct(
     "AttnBwdUserModParams", (ATTN_BWD, "call"), (SCORE_MOD_ARRAYS, "arrays"),
 )
 
+# params/sparse_blocks.cuh
+
+BLOCK_MEANS = HostStruct(
+    "BlockMeansParams", ("P", "q k q_means k_means q_similar k_similar"),
+    ("q", "q_stride_b q_stride_s q_stride_h k_stride_b k_stride_s k_stride_h"),
+    ("i", "num_q_heads num_kv_heads head_dim seqlen_q seqlen_k block_q block_k q_blocks k_blocks q_ctas"),
+)
+
+CHOOSE_BLOCKS = HostStruct(
+    "ChooseBlocksParams", ("P", "q_means k_means q_similar k_similar blocks"),
+    ("i", "num_q_heads num_kv_heads head_dim seqlen_q seqlen_k block_q block_k q_blocks k_blocks rows count"
+     " causal keep_first"),
+    ("f", "cdf similarity scale"),
+)
+
 # params/tile_kinds.cuh
 
 TILE_KINDS = HostStruct(

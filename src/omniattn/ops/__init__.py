@@ -11,6 +11,7 @@ from .merge import merge_states
 from .quantize import quantize_qk, quantize_v
 from .score_mod import ScoreMod
 from .sparse import attention_sparse
+from .sparse_blocks import sparse_blocks
 from .top_k import top_k
 from .with_cache import attention_with_kvcache
 
@@ -33,5 +34,6 @@ __all__ = [
     "merge_states",
     "quantize_qk",
     "quantize_v",
+    "sparse_blocks",
     "top_k",
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..launch import decode, fp8, indexer, kv_append, latent_append, merge_states, quantize
+from ..launch import decode, fp8, indexer, kv_append, latent_append, merge_states, quantize, sparse_blocks
 from ..launch.host_struct import At
 from ..problems import (
     AppendProblem,
@@ -14,7 +14,9 @@ from ..problems import (
     Target,
     TopKProblem,
 )
+from ..problems.sparse_blocks import SparseBlocksProblem
 from ..select import select_append, select_copy, select_delta, select_merge
+from ..select.blocks import select_blocks
 from ..select.decode_ways import DecodeWay, asked_of_decode
 from ..select.indexer import select_index_logits, select_top_k, span_of
 from ..select.quantize_ways import QuantizeWay, asked_of_quantizer
@@ -94,3 +96,10 @@ def plan_top_k(problem: TopKProblem, target: Target, force: str | None) -> Launc
     """The launch of ``top_k``."""
     selection, ctas = select_top_k(problem, target, force)
     return Launches(selection, indexer.build_top_k(selection.spec, problem, ctas))
+
+
+def plan_sparse_blocks(problem: SparseBlocksProblem, target: Target, force: str | None) -> Launches:
+    """The launches of ``sparse_blocks``."""
+    means, choosing = select_blocks(problem, target, force)
+    records, workspace_bytes = sparse_blocks.build(means.spec, choosing.spec, problem)
+    return Launches(means, records, workspace_bytes, (choosing,))

@@ -7,12 +7,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from omniattn.problems.sparse_blocks import count_of_share
+
 Array = npt.NDArray[Any]
-
-
-def count_of_share(topk: float, blocks: int) -> int:
-    """Blocks of a row that a share of ``blocks`` is: rounded down in float32, as SpargeAttn does, and at least one."""
-    return max(int(np.float32(topk) * np.float32(blocks)), 1)
 
 
 def block_means(x: Array, size: int) -> tuple[Array, Array]:
@@ -36,10 +33,11 @@ def block_means(x: Array, size: int) -> tuple[Array, Array]:
     if not rows:
         return np.zeros((*x.shape[:-2], 0, x.shape[-1])), np.zeros((*x.shape[:-2], 0))
     counts = np.minimum(size, rows - starts)[:, None]
-    lengths = np.sqrt((x * x).sum(-1, keepdims=True))
-    directions = np.divide(x, lengths, out=np.zeros_like(x), where=lengths != 0)
-    means, mean_directions = (np.add.reduceat(y, starts, axis=-2) / counts for y in (x, directions))
-    return means, (mean_directions**2).sum(-1)
+    with np.errstate(invalid="ignore"):
+        lengths = np.sqrt((x * x).sum(-1, keepdims=True))
+        directions = np.divide(x, lengths, out=np.zeros_like(x), where=lengths != 0)
+        means, mean_directions = (np.add.reduceat(y, starts, axis=-2) / counts for y in (x, directions))
+        return means, (mean_directions**2).sum(-1)
 
 
 def visible_blocks(seqlen_q: int, seqlen_k: int, size: tuple[int, int], causal: bool) -> npt.NDArray[np.bool_]:

@@ -20,6 +20,7 @@ from .masks import mask_rows
 from .merging import combine_rows, merge_rows, packed_rows
 from .quantized import quantized_attention_rows, quantized_split_rows
 from .quantizers import quantizer_rows
+from .sparse_blocks import sparse_blocks_rows
 from .spec import PREBUILT_ARCHS, KernelSpec
 from .targets import GPUS, with_targets
 
@@ -45,6 +46,7 @@ REGISTRY: tuple[KernelSpec, ...] = tuple(
         *latent_sm80_rows(),
         *indexer_rows(),
         *latent_append_rows(),
+        *sparse_blocks_rows(),
     ))
 )  # fmt: skip
 

@@ -1,0 +1,85 @@
+"""What ``sparse_blocks`` may be given."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from .. import arguments, arrays
+from ..arrays import Tensor
+from ..errors import ArgumentError, UnsupportedError
+from ..plan.engine import Call
+from ..problems.sparse_blocks import SparseBlocksProblem
+from ..registry.sparse_blocks import CHOSEN_SCORES, MEAN_DIM
+from . import values
+from .attention import canonical_strides
+from .extras import check_block_size
+
+_NAME = "sparse_blocks"
+#: The caller's arrays, in the order of a call.
+ARRAYS = ("q", "k")
+#: Those that kernels access 16 bytes at a time.
+ALIGNED = frozenset({"q", "k"})
+
+
+class SparseBlocksOptions(NamedTuple):
+    """Everything that is no array, as the caller gave it."""
+
+    topk: Any
+    cdf: Any
+    similarity: Any
+    block_size: Any
+    causal: Any
+    keep_first: Any
+    layout: Any
+
+
+def check_sparse_blocks(call: Call, tensors: dict[str, Tensor]) -> SparseBlocksProblem:
+    """The problem of a call."""
+    options, q, k = call.options, tensors["q"], tensors["k"]
+    layout = options.layout
+    values.check_layout(layout, _NAME)
+    topk, cdf = (_check_share(getattr(options, name), name) for name in ("topk", "cdf"))
+    if (topk is None) == (cdf is None):
+        received = "neither" if topk is None else "both"
+        raise ArgumentError("topk", "a share of the blocks, or cdf, a share of their weights", received, function=_NAME)
+    similarity = arguments.check_number(options.similarity, "similarity", _NAME)
+    size = check_block_size(options.block_size, _NAME)
+    causal = arguments.check_bool(options.causal, "causal", _NAME)
+    keep_first = arguments.check_int(options.keep_first, "keep_first", _NAME, most=arguments.MAX_ROWS)
+    values.check_qkv(q, k, k, 4, layout, _NAME)
+    arrays.require_same_device(tensors.values())
+    for t in (q, k):
+        values.check_strides(t, _NAME)
+    seq, head = (1, 2) if layout == "NHD" else (2, 1)
+    strides_q, strides_k = (canonical_strides(tuple(t.shape), tuple(t.strides), layout, False) for t in (q, k))
+    problem = SparseBlocksProblem(
+        q.dtype, q.shape[0], q.shape[seq], k.shape[seq], q.shape[head], k.shape[head], q.shape[-1], size, topk, cdf,
+        similarity, causal, keep_first, layout, strides_q, strides_k,
+    )  # fmt: skip
+    if q.device == "cuda":
+        _check_kernels(problem)
+    return problem
+
+
+def _check_share(value: Any, name: str) -> float | None:
+    """A number above 0, at most 1."""
+    if value is None:
+        return None
+    share = arguments.check_number(value, name, _NAME)
+    if not 0.0 < share <= 1.0:
+        raise ArgumentError(name, "None, or a number above 0, at most 1", repr(value), function=_NAME)
+    return share
+
+
+def _check_kernels(problem: SparseBlocksProblem) -> None:
+    """What the kernels have no room for."""
+    p = problem
+    if p.head_dim > MEAN_DIM:
+        what = f"{_NAME}(): a head_dim of {p.head_dim} on a GPU"
+        raise UnsupportedError(what, instead=f"head_dim up to {MEAN_DIM}")
+    blocks_q, blocks_k = p.blocks
+    if blocks_k > CHOSEN_SCORES:
+        what = f"{_NAME}(): {blocks_k} blocks of keys on a GPU"
+        raise UnsupportedError(what, instead=f"up to {CHOSEN_SCORES}: larger blocks")
+    if p.batch * (p.num_q_heads * blocks_q + p.num_kv_heads * blocks_k) > arguments.MAX_ROWS:
+        raise UnsupportedError(f"{_NAME}(): blocks that 31 bits cannot count", instead="larger blocks")

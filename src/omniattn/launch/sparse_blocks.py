@@ -1,0 +1,67 @@
+"""Launches of ``block_means_sm80`` and ``choose_blocks_sm80``."""
+
+from __future__ import annotations
+
+from ..problems.quantize import carve
+from ..problems.sparse_blocks import SparseBlocksProblem, count_of_share
+from ..registry import KernelSpec
+from ..registry.sparse_blocks import CHOSEN_ROWS, CHOSEN_SCORES
+from ..runtime.record import LaunchRecord
+from .host_struct import At
+from .structs import BLOCK_MEANS, CHOOSE_BLOCKS
+
+
+def build(
+    means: KernelSpec, choosing: KernelSpec, problem: SparseBlocksProblem
+) -> tuple[tuple[LaunchRecord, ...], int]:
+    """The launches of a call, and the bytes of their workspace; none where there is no block."""
+    p = problem
+    q_blocks, k_blocks = p.blocks
+    heads_q, heads_kv = p.batch * p.num_q_heads, p.batch * p.num_kv_heads
+    if 0 in (heads_q, q_blocks, k_blocks):
+        return (), 0
+    offsets, num_bytes = carve(
+        {
+            "q_means": ((heads_q, q_blocks, p.head_dim), "float32"),
+            "k_means": ((heads_kv, p.head_dim, k_blocks), "float32"),
+            "q_similar": ((heads_q, q_blocks), "float32"),
+            "k_similar": ((heads_kv, k_blocks), "float32"),
+        }
+    )
+    common: dict[str, object] = {
+        **{name: At("workspace", offset) for name, offset in offsets.items()},
+        "num_q_heads": p.num_q_heads,
+        "num_kv_heads": p.num_kv_heads,
+        "head_dim": p.head_dim,
+        "seqlen_q": p.seqlen_q,
+        "seqlen_k": p.seqlen_k,
+        "block_q": p.block_size[0],
+        "block_k": p.block_size[1],
+        "q_blocks": q_blocks,
+        "k_blocks": k_blocks,
+    }
+    strides = {
+        f"{x}_stride_{of}": stride
+        for x, all_of in (("q", p.q_strides), ("k", p.k_strides))
+        for of, stride in zip("bsh", all_of, strict=True)
+    }
+    first = {**common, "q": At("q"), "k": At("k"), **strides, "q_ctas": heads_q * q_blocks}
+    grid = (heads_q * q_blocks + heads_kv * k_blocks, 1, 1)
+    rows = min(CHOSEN_ROWS, CHOSEN_SCORES // k_blocks)
+    second = {
+        **common,
+        "blocks": At("blocks"),
+        "rows": rows,
+        "count": 0 if p.topk is None else count_of_share(p.topk, k_blocks),
+        "causal": int(p.causal),
+        "keep_first": p.keep_first,
+        "cdf": 0.0 if p.cdf is None else p.cdf,
+        "similarity": p.similarity,
+        "scale": p.head_dim**-0.5,
+    }
+    return (
+        LaunchRecord(means, grid, 32 * means.num_warps, *BLOCK_MEANS.pack(first)),
+        LaunchRecord(
+            choosing, (heads_q * -(-q_blocks // rows), 1, 1), 32 * choosing.num_warps, *CHOOSE_BLOCKS.pack(second)
+        ),
+    ), num_bytes

@@ -1,0 +1,66 @@
+"""Calls of ``sparse_blocks``."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+
+from .outputs import Output
+from .quantize import Strides3
+
+
+@dataclass(frozen=True)
+class SparseBlocksProblem:
+    """One call of ``sparse_blocks`` after validation; pointers are not in it.
+
+    Attributes
+    ----------
+    dtype : str
+        Of q and k.
+    batch, seqlen_q, seqlen_k, num_q_heads, num_kv_heads, head_dim : int
+    block_size : (int, int)
+        Queries and keys of a block.
+    topk, cdf : float, optional
+        One of them: a share of the blocks of a row, or of their weights.
+    similarity : float
+    causal : bool
+    keep_first : int
+        Blocks of keys.
+    layout : str
+    q_strides, k_strides : (int, int, int)
+        Batch, row, head; elements.
+    """
+
+    dtype: str
+    batch: int
+    seqlen_q: int
+    seqlen_k: int
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: tuple[int, int]
+    topk: float | None
+    cdf: float | None
+    similarity: float
+    causal: bool
+    keep_first: int
+    layout: str
+    q_strides: Strides3
+    k_strides: Strides3
+
+    @property
+    def blocks(self) -> tuple[int, int]:
+        """Blocks of queries and of keys of a head."""
+        return -(-self.seqlen_q // self.block_size[0]), -(-self.seqlen_k // self.block_size[1])
+
+    @property
+    def outputs(self) -> tuple[Output, ...]:
+        """Arrays that the call returns."""
+        return (Output("blocks", (self.batch, self.num_q_heads, *self.blocks), "bool"),)
+
+
+def count_of_share(topk: float, blocks: int) -> int:
+    """Blocks of a row that a share of ``blocks`` is: rounded down, as float32 numbers, and at least one."""
+    one, other = (struct.unpack("<f", struct.pack("<f", x))[0] for x in (topk, blocks))
+    # The product of two float32 numbers is exact in double precision.
+    return max(int(struct.unpack("<f", struct.pack("<f", one * other))[0]), 1)

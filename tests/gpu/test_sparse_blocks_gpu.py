@@ -1,0 +1,116 @@
+"""``sparse_blocks`` on a GPU: the CPU's blocks, but for scores that are nearly equal; with attention at 8 bits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import omniattn as oa  # noqa: E402
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.usefixtures("fresh_plans"),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
+
+OPTIONS: tuple[dict[str, Any], ...] = (
+    {"topk": 0.5}, {"topk": 0.01}, {"topk": 1.0}, {"cdf": 0.9}, {"cdf": 0.3}, {"cdf": 1e-6},
+    {"topk": 0.3, "causal": True}, {"cdf": 0.7, "causal": True, "keep_first": 2}, {"topk": 0.3, "similarity": 0.08},
+    {"cdf": 0.5, "block_size": 64}, {"topk": 0.4, "block_size": (192, 128), "similarity": 0.06},
+)  # fmt: skip
+
+
+def arrays(batch: int, rows_q: int, rows_k: int, heads: int, heads_kv: int, d: int, dtype: Any) -> list[torch.Tensor]:
+    """Rows that resemble their neighbours, more or less."""
+    torch.manual_seed(d)
+    made = []
+    for rows, n in ((rows_q, heads), (rows_k, heads_kv)):
+        walk = torch.randn(batch, -(-rows // 64), 1, n, d).repeat(1, 1, 64, 1, 1).flatten(1, 2)[:, :rows]
+        share = torch.rand(batch, -(-rows // 64), 1, n, 1).repeat(1, 1, 64, 1, 1).flatten(1, 2)[:, :rows]
+        made.append((share * walk + torch.randn(batch, rows, n, d)).to(dtype))
+    return made
+
+
+def check(q: torch.Tensor, k: torch.Tensor, **options: Any) -> None:
+    want = oa.sparse_blocks(q, k, **options).numpy()
+    got = oa.sparse_blocks(q.cuda(), k.cuda(), **options)
+    assert got.dtype == torch.bool
+    assert got.is_cuda
+    assert torch.equal(oa.sparse_blocks(q.cuda(), k.cuda(), **options), got)
+    found = got.cpu().numpy()
+    assert found.shape == want.shape
+    wrong = found != want
+    # Of float32 and double precision: sums at the border of a share, similarities at the threshold.
+    assert wrong.mean() <= (2e-3 if wrong.size > 2000 else 0.01), wrong.mean()
+    if "topk" in options and "similarity" not in options:
+        np.testing.assert_array_equal(found.sum(-1), want.sum(-1))
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_options(dtype: Any, options: dict[str, Any]) -> None:
+    check(*arrays(2, 1500, 2100, 4, 2, 128, dtype), **options)
+
+
+@pytest.mark.parametrize("head_dim", [8, 40, 64, 72, 136, 256])
+def test_head_dims(head_dim: int) -> None:
+    q, k = arrays(1, 700, 900, 3, 1, head_dim, torch.bfloat16)
+    for options in OPTIONS:
+        check(q, k, **options)
+    check(q.transpose(1, 2), k.transpose(1, 2), topk=0.3, layout="HND")
+
+
+@pytest.mark.parametrize("keys", [1, 63, 65, 70_000, 400_000])
+def test_numbers_of_blocks(keys: int) -> None:
+    """Up to what one CTA has room for, one row at a time."""
+    q, k = arrays(1, 1100, keys, 1, 1, 64, torch.bfloat16)
+    check(q, k, topk=0.2)
+    check(q, k, cdf=0.4)
+
+
+def test_nan_infinity_and_zeros_are_kept() -> None:
+    q, k = (x.cuda() for x in arrays(1, 640, 640, 1, 1, 64, torch.bfloat16))
+    q[0, 130], k[0, 70], k[0, 200, 0, 3] = torch.nan, torch.nan, torch.inf
+    k[0, 320:384] = 0
+    found = oa.sparse_blocks(q, k, topk=0.1)[0, 0]
+    assert found[1].all()
+    assert found[:, [1, 3]].all()
+    assert int(found[0].sum()) == 3
+    assert oa.sparse_blocks(q, k, topk=0.1, similarity=0.0)[0, 0, :, 5].all()
+
+
+def test_equal_scores_are_taken_in_their_order() -> None:
+    q, k = torch.zeros(1, 256, 1, 64, dtype=torch.float16).cuda(), torch.zeros(1, 640, 1, 64, dtype=torch.float16).cuda()
+    for options, count in (({"topk": 0.35}, 3), ({"cdf": 0.35}, 3), ({"topk": 0.05}, 1), ({"cdf": 0.05}, 1)):
+        found = oa.sparse_blocks(q, k, **options)[0, 0]
+        assert found[:, :count].all(), options
+        assert not found[:, count:].any(), options
+
+
+def test_in_a_graph_and_nothing_at_all() -> None:
+    q, k = (x.cuda() for x in arrays(1, 640, 640, 2, 1, 64, torch.bfloat16))
+    want = oa.sparse_blocks(q, k, cdf=0.5)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = oa.sparse_blocks(q, k, cdf=0.5)
+    graph.replay()
+    assert torch.equal(got, want)
+    assert oa.sparse_blocks(q[:, :0], k, topk=0.5).shape == (1, 2, 0, 10)
+    assert oa.sparse_blocks(q, k[:, :0], topk=0.5).shape == (1, 2, 5, 0)
+
+
+def test_attention_with_what_is_predicted() -> None:
+    """Queries that look at few keys: half of the blocks lose little."""
+    q, k = (x.cuda() for x in arrays(1, 2048, 2048, 2, 2, 128, torch.bfloat16))
+    q = (q + 2 * k).contiguous()
+    v = torch.randn_like(k)
+    blocks = oa.sparse_blocks(q, k, topk=0.5)
+    assert abs(blocks.float().mean().item() - 0.5) < 0.01
+    want = oa.attention(q, k, v).float()
+    for precision in ("exact", "int8") if torch.cuda.get_device_capability() == (9, 0) else ("exact",):
+        o = oa.attention(q, k, v, block_mask=blocks, block_size=(128, 64), precision=precision).float()
+        assert float((o - want).abs().sum() / want.abs().sum()) < 0.1
