@@ -1,8 +1,8 @@
 // The consumers of attn_int8_sm90 with a block mask: steps of a list, and nothing else is done to scores.
 //
-// A warpgroup's rows see nothing of some tiles of its CTA's list. It takes the others in runs: a run begins with S alone
-// and ends with A += P V alone, on the stage of the tile that it does not see. Barriers, products and two-level sums are
-// those of the plain kernel (entry/attn_int8_sm90.cu). Each step takes one of two ways:
+// A warpgroup's rows see nothing of some tiles of its CTA's list. It takes the others in runs: a run begins with S
+// alone and ends with A += P V alone, on the stage of the tile that it does not see. Barriers, products and two-level
+// sums are those of the plain kernel (entry/attn_int8_sm90.cu). Each step takes one of two ways:
 //   integers   tiles that every row sees whole: the plain kernel's exponentials on integers
 //   floats     edges, the last step, scales that are not positive: scores in base 2 in the integers' registers
 #pragma once
@@ -125,8 +125,8 @@ class Int8BlocksConsumer : public Int8Consumer<Config, ModsParams<Config>, Int8B
         x.entries = w.steps.entry(min_of(w.i + lane_, w.steps.count - 1));
         const int32 n = ListSteps::tile(x.entries);
         const bool is_edge = n < w.keys.full_first || n >= w.keys.full_end;
-        x.rare = __ballot_sync(0xffffffffu, (params_.mods.flags & kModScaled) || w.i + lane_ >= w.steps.count - 1 ||
-                                                is_edge);
+        x.rare = __ballot_sync(0xffffffffu,
+                               (params_.mods.flags & kModScaled) || w.i + lane_ >= w.steps.count - 1 || is_edge);
         x.shut = __ballot_sync(0xffffffffu, ListSteps::kind(x.entries, group_) == kTileEmpty);
     }
     OA_DEVICE int32 tile_now(const Walk& w) const {

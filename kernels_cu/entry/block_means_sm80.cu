@@ -3,8 +3,8 @@
 //
 //   mean = sum(x_i) / n;  similarity = mean of cos(x_i, x_j) over all pairs = |sum(x_i / |x_i|) / n|^2
 //
-// A row whose square is 0 in fp32 has no direction and counts as a cosine of 0; a row whose square is not finite makes its block's
-// similarity NaN. A CTA takes a block: a row has HEAD_DIM / 8 lanes with 16 bytes each. Bound by bytes.
+// A row whose square is 0 in fp32 has no direction and counts as a cosine of 0; a row whose square is not finite makes
+// its block's similarity NaN. A CTA takes a block: a row has HEAD_DIM / 8 lanes with 16 bytes each. Bound by bytes.
 // Shared memory, static: sums of each warp [2][4][HEAD_DIM * 4] | of squares [4 * 4].
 #include "params/sparse_blocks.cuh"
 #include "ptx/cvt.cuh"
@@ -38,10 +38,28 @@ extern "C" __global__ void __launch_bounds__(kThreads) block_means_sm80(const __
     __shared__ float sums[2][kWarps][kHeadDim];
     __shared__ float squares[kWarps];
     const bool of_k = int32(blockIdx.x) >= p.q_ctas;
-    const Side s = of_k ? Side{static_cast<const uint16*>(p.k), p.k_means, p.k_similar, p.k_stride_b, p.k_stride_s,
-                               p.k_stride_h, p.k_blocks, p.num_kv_heads, p.seqlen_k, p.block_k, p.k_blocks}
-                        : Side{static_cast<const uint16*>(p.q), p.q_means, p.q_similar, p.q_stride_b, p.q_stride_s,
-                               p.q_stride_h, 1, p.num_q_heads, p.seqlen_q, p.block_q, p.q_blocks};
+    const Side s = of_k ? Side{static_cast<const uint16*>(p.k),
+                               p.k_means,
+                               p.k_similar,
+                               p.k_stride_b,
+                               p.k_stride_s,
+                               p.k_stride_h,
+                               p.k_blocks,
+                               p.num_kv_heads,
+                               p.seqlen_k,
+                               p.block_k,
+                               p.k_blocks}
+                        : Side{static_cast<const uint16*>(p.q),
+                               p.q_means,
+                               p.q_similar,
+                               p.q_stride_b,
+                               p.q_stride_s,
+                               p.q_stride_h,
+                               1,
+                               p.num_q_heads,
+                               p.seqlen_q,
+                               p.block_q,
+                               p.q_blocks};
     const int32 cta = int32(blockIdx.x) - (of_k ? p.q_ctas : 0);
     const int32 head = cta / s.blocks, block = cta - head * s.blocks, b = head / s.heads;
     const int64 first = int64(block) * s.rows;
@@ -100,8 +118,8 @@ extern "C" __global__ void __launch_bounds__(kThreads) block_means_sm80(const __
             total[0] += sums[0][w][c];
             total[1] += sums[1][w][c];
         }
-        const int64 at = s.mean_stride == 1 ? int64(cta) * p.head_dim + c
-                                            : (int64(head) * p.head_dim + c) * s.mean_stride + block;
+        const int64 at =
+            s.mean_stride == 1 ? int64(cta) * p.head_dim + c : (int64(head) * p.head_dim + c) * s.mean_stride + block;
         s.means[at] = total[0] * part;
         square = fmaf(total[1] * part, total[1] * part, square);
     }

@@ -59,7 +59,8 @@ class Row {
         for (int mask = 1; mask <= 16; mask <<= 1) sum += __shfl_xor_sync(0xffffffffu, sum, mask);
         return sum;
     }
-    // The largest number that not all blocks of are kept, so that those from it on weigh more than `most`; kHidden: none.
+    // The largest number that not all blocks of are kept, so that those from it on weigh more than `most`; kHidden:
+    // none.
     OA_DEVICE uint32 find_last(float most) const {
         uint32 last = kHidden;
         for (uint32 bit = kSign; bit != 0; bit >>= 1)
@@ -100,8 +101,8 @@ OA_DEVICE void choose(const ChooseBlocksParams& p, const uint32* numbers, int64 
     }
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads) choose_blocks_sm80(const __grid_constant__ ChooseBlocksParams
-                                                                              p) {
+extern "C" __global__ void __launch_bounds__(kThreads) choose_blocks_sm80(const
+                                                                          __grid_constant__ ChooseBlocksParams p) {
     extern __shared__ __align__(1024) uint8 smem_raw[];
     SharedStorage& smem = *reinterpret_cast<SharedStorage*>(smem_raw);
     const int32 groups = (p.q_blocks + p.rows - 1) / p.rows;

@@ -44,7 +44,7 @@ def tensors(batch: int, seqlen_q: int, seqlen_k: int, heads: int, head_dim: int,
 def blocks_of(
     shape: tuple[int, int, int, int], size: tuple[int, int], share: float = 0.5, seed: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(block mask, the same for each query and key) of (batch, heads, queries, keys): random, with a row of no blocks."""
+    """(block mask, the same for each query and key) of (batch, heads, queries, keys): random, with an empty row."""
     batch, heads, rows, keys = shape
     generator = torch.Generator("cuda").manual_seed(seed)
     counts = -(-rows // size[0]), -(-keys // size[1])

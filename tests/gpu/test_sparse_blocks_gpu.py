@@ -84,7 +84,7 @@ def test_nan_infinity_and_zeros_are_kept() -> None:
 
 
 def test_equal_scores_are_taken_in_their_order() -> None:
-    q, k = torch.zeros(1, 256, 1, 64, dtype=torch.float16).cuda(), torch.zeros(1, 640, 1, 64, dtype=torch.float16).cuda()
+    q, k = (torch.zeros(1, n, 1, 64, dtype=torch.float16).cuda() for n in (256, 640))
     for options, count in (({"topk": 0.35}, 3), ({"cdf": 0.35}, 3), ({"topk": 0.05}, 1), ({"cdf": 0.05}, 1)):
         found = oa.sparse_blocks(q, k, **options)[0, 0]
         assert found[:, :count].all(), options

@@ -128,7 +128,7 @@ def test_store_refuses() -> None:
     out = np.zeros(3, np.float32)
     with pytest.raises(ShapeError, match="argument 'out'"):
         arrays.store(arrays.describe(out, "out"), np.zeros(4))
-    with pytest.raises(DtypeError, match="float16, bfloat16, float32, float64 or int32, received int16"):
+    with pytest.raises(DtypeError, match="float16, bfloat16, float32, float64, int32 or bool, received int16"):
         arrays.store(arrays.describe(np.zeros(3, np.int16), "out"), np.zeros(3))
     out.flags.writeable = False
     with pytest.raises(ArgumentError, match="argument 'out': expected a writable array, received a read-only one"):

@@ -100,6 +100,7 @@ CALLS: dict[str, Make] = {
         {"seq_lens": LENS, "block_table": np.zeros((2, 2), np.int32)},
     ),
     "top_k": lambda: (oa.top_k, (ones(2, 40, dtype="float32"), 3), {"lengths": LENS}),
+    "sparse_blocks": lambda: (oa.sparse_blocks, _QKV[:2], {"topk": 0.5}),
 }
 
 
@@ -218,7 +219,7 @@ def test_outputs_of_the_problem_are_what_the_call_returns(name: str) -> None:
             assert (array.shape, array.dtype.name) == (output.shape, output.dtype), output.name
     else:
         results = result if isinstance(result, tuple) else (result,)
-        own = {"index_logits": ["logits"], "top_k": ["indices"]}
+        own = {"index_logits": ["logits"], "top_k": ["indices"], "sparse_blocks": ["blocks"]}
         assert [x.name for x in outputs] == own.get(name, ["o", "lse"][: len(results)])
         assert [(x.shape, x.dtype.name) for x in results] == [(x.shape, x.dtype) for x in outputs]
 
@@ -256,6 +257,7 @@ FAMILIES: dict[str, list[str]] = {
     "quantize_v": ["quantize_sm80"],
     "index_logits": ["index_logits_sm90"],
     "top_k": ["top_k_sm80"],
+    "sparse_blocks": ["block_means_sm80", "choose_blocks_sm80"],
 }
 _FAMILY = {spec.name: spec.family for spec in REGISTRY}
 
@@ -303,7 +305,7 @@ def test_explain_on_a_gpu(
     assert said.threads >= 32
     assert all(launch.grid >= 1 and launch.threads >= 32 for launch in said.launches)
     of_decode = ("decode", "decode, lists", "sparse", "with cache, tokens")
-    with_workspace = name in ("attention int8", *of_decode) or name.startswith("quantize")
+    with_workspace = name in ("attention int8", "sparse_blocks", *of_decode) or name.startswith("quantize")
     assert (said.workspace_bytes > 0) == with_workspace
     text = str(said)
     assert said.kernel in text

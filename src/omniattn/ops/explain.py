@@ -22,6 +22,7 @@ from .index_logits import index_logits
 from .merge import merge_states
 from .quantize import quantize_qk, quantize_v
 from .sparse import attention_sparse
+from .sparse_blocks import sparse_blocks
 from .tiles import TileCounts, count_tiles, finding
 from .top_k import top_k
 from .with_cache import attention_with_kvcache
@@ -30,6 +31,7 @@ from .with_cache import attention_with_kvcache
 OPERATIONS = (
     attention, attention_varlen, attention_backward, attention_varlen_backward, attention_with_kvcache, decode, append,
     copy_blocks, copy_recent, merge_states, quantize_qk, quantize_v, attention_sparse, index_logits, top_k,
+    sparse_blocks,
 )  # fmt: skip
 
 
@@ -154,8 +156,8 @@ def explain(function: Any, *arguments: Any, **options: Any) -> Explanation:
     function : callable
         `attention`, `attention_varlen`, `attention_backward`, `attention_varlen_backward`, `attention_with_kvcache`,
         `decode`, `append`, `copy_blocks`, `copy_recent`, `merge_states`, `quantize_qk`, `quantize_v`,
-        `attention_sparse`, `index_logits` or `top_k`. An array or quantized operand in its place is q of `attention`,
-        or with cu_seqlens of `attention_varlen`.
+        `attention_sparse`, `index_logits`, `top_k` or `sparse_blocks`. An array or quantized operand in its place is q
+        of `attention`, or with cu_seqlens of `attention_varlen`.
     arguments, options
         As the function takes them.
 

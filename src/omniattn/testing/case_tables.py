@@ -265,7 +265,9 @@ CASES: dict[str, tuple[Case, ...]] = {
     "attention_combine_packed": PACKED_SPLIT_CASES,
     "quantized_attention": QUANTIZED_CASES,
     # Parts of Hopper's kernels alone are merged by it; INT4 is served by kernels whose scales belong to other rows.
-    "attention_combine_lse": tuple(case for case in QUANTIZED_CASES if not {"int4", "blocks"} & set(case.name.replace(",", "").split())),
+    "attention_combine_lse": tuple(
+        case for case in QUANTIZED_CASES if not {"int4", "blocks"} & set(case.name.replace(",", "").split())
+    ),
     "fp8_attention": FP8_CASES,
     "merge_states": MERGE_CASES,
     "quantize": QUANTIZE_CASES,

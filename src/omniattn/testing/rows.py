@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from omniattn.errors import ArgumentError, OmniattnError
 from omniattn.registry import KernelSpec
 from omniattn.testing.align_cases import align_cases
+from omniattn.testing.block_cases import BLOCK_OPS, block_cases
 from omniattn.testing.cache_cases import CACHE_OPS, cache_cases
 from omniattn.testing.cases import call_cases
 from omniattn.testing.clear_cases import clear_cases
@@ -59,6 +60,8 @@ def cases_of(spec: KernelSpec) -> Sequence[RowCase]:
         return latent_cases(spec)
     if spec.op in INDEXER_OPS:
         return indexer_cases(spec)
+    if spec.op in BLOCK_OPS:
+        return block_cases(spec)
     if spec.op in PACK_OPS:
         return mask_cases(spec)
     if spec.op == "mask_align":

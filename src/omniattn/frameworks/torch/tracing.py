@@ -14,7 +14,7 @@ import torch
 from ...launch.score_mod import PREFIX
 from ...plan.engine import Call
 from ...problems import GRADIENTS
-from . import caches, e4m3, indexer, quantizers, transforms, with_cache
+from . import blocks, caches, e4m3, indexer, quantizers, transforms, with_cache
 from .head_dims import one_head_dim
 from .library import fail, plain, precision_text
 from .operators import score_mod_text
@@ -175,6 +175,8 @@ def run_call(call: Call) -> list[Any]:
         return with_cache.run(call)
     if function in ("index_logits", "top_k"):
         return indexer.run(call)
+    if function == "sparse_blocks":
+        return blocks.run(call)
     if function in ("quantize_qk", "quantize_v") or "q_int" in call.operation.arrays:
         return quantizers.run(call)
     given = dict(zip(call.operation.arrays, call.objects, strict=True))

@@ -1,0 +1,83 @@
+"""``sparse_blocks`` under torch.compile, without memory, and under JAX's transforms, on the CPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import omniattn as oa  # noqa: E402
+from omniattn.errors import UnsupportedError  # noqa: E402
+
+pytestmark = pytest.mark.frameworks
+
+OPTIONS: tuple[dict[str, Any], ...] = (
+    {"topk": 0.4, "causal": True},
+    {"cdf": 0.5, "block_size": 64, "keep_first": 1, "layout": "HND"},
+)
+
+
+def arrays(layout: str = "NHD") -> list[Any]:
+    torch.manual_seed(0)
+    made = [torch.randn(2, n, h, 32) for n, h in ((300, 4), (500, 2))]
+    return [x.transpose(1, 2) if layout == "HND" else x for x in made]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_torch(options: dict[str, Any]) -> None:
+    q, k = arrays(options.get("layout", "NHD"))
+    want = oa.sparse_blocks(q.numpy(), k.numpy(), **options)
+    got = oa.sparse_blocks(q, k, **options)
+    assert got.dtype == torch.bool
+    np.testing.assert_array_equal(got.numpy(), want)
+    compiled = torch.compile(lambda *x: oa.sparse_blocks(*x, **options), fullgraph=True, backend="aot_eager")
+    np.testing.assert_array_equal(compiled(q, k).numpy(), want)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_without_memory(options: dict[str, Any]) -> None:
+    from torch._subclasses import FakeTensorMode
+
+    given = arrays(options.get("layout", "NHD"))
+    real = oa.sparse_blocks(*given, **options)
+    with FakeTensorMode() as mode:
+        made = oa.sparse_blocks(*(mode.from_tensor(x) for x in given), **options)
+    assert (made.shape, made.dtype) == (real.shape, real.dtype)
+
+
+def test_opcheck() -> None:
+    import omniattn.frameworks.torch.tracing  # noqa: F401
+
+    q, k = arrays()
+    arguments = (q, k, 0.4, None, -0.1, [128, 64], True, 0, "NHD")
+    torch.library.opcheck(torch.ops.omniattn.sparse_blocks.default, arguments)
+
+
+def test_with_attention_compiled() -> None:
+    q, k = arrays()
+    v = torch.randn_like(k)
+
+    def both(q: Any, k: Any, v: Any) -> Any:
+        blocks = oa.sparse_blocks(q, k, topk=0.5)
+        return oa.attention(q, k, v, block_mask=blocks, block_size=(128, 64), precision="int8")
+
+    got = torch.compile(both, fullgraph=True, backend="aot_eager")(q, k, v)
+    assert torch.equal(got, both(q, k, v))
+
+
+def test_gradients_raise() -> None:
+    q, k = arrays()
+    with pytest.raises(UnsupportedError, match="requires a gradient"):
+        torch.func.vmap(lambda x: oa.sparse_blocks(x, k, topk=0.5))(q[None].requires_grad_())
+
+
+def test_jax() -> None:
+    jax = pytest.importorskip("jax")
+    for options in OPTIONS:
+        q, k = (x.contiguous().numpy() for x in arrays(options.get("layout", "NHD")))
+        want = oa.sparse_blocks(q, k, **options)
+        got = jax.jit(lambda *x, o=options: oa.sparse_blocks(*x, **o))(q, k)
+        np.testing.assert_array_equal(np.asarray(got), want)
