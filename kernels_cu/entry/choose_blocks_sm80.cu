@@ -7,14 +7,14 @@
 //   least one. Of equal scores those with the lowest j. Besides: blocks of keys or queries that are not similar to
 //   themselves, scores that are no finite numbers, the first keep_first blocks. Never what causality hides.
 //
-// A CTA takes up to 8 rows of one head, so that K's means are read once for all of them; then a warp a row. A score is
+// A CTA takes up to 4 rows of one head, so that K's means are read once for all of them; then a warp a row. A score is
 // an unsigned number with the same order; the smallest one that is not kept whole is found bit by bit, by sums over the
-// row. Shared memory: means of Q [8][256 * 4] | scores [KEYS * 4], of all rows of the CTA.
+// row. Shared memory: means of Q [4][256 * 4] | scores [KEYS * 4], of all rows of the CTA.
 #include "params/sparse_blocks.cuh"
 #include "ptx/math.cuh"
 #include "ptx/types.cuh"
 
-constexpr int kWarps = 8, kThreads = 32 * kWarps, kRows = 8, kMaxHeadDim = 256, kKeys = KEYS;
+constexpr int kWarps = 8, kThreads = 32 * kWarps, kRows = 4, kMaxHeadDim = 256, kKeys = KEYS;
 
 struct SharedStorage {
     alignas(16) float q[kRows * kMaxHeadDim];
@@ -50,6 +50,11 @@ class Row {
     // Weights of those from `least` on, which is above kHidden. The order of the sum is always the same, and so it
     // grows with what it is of.
     OA_DEVICE float sum_from(uint32 least) const {
+        if (by_count_) {
+            int32 count = 0;
+            for (int32 j = lane_; j < size_; j += 32) count += numbers_[j] >= least && numbers_[j] != kAlways;
+            return float(__reduce_add_sync(0xffffffffu, count));
+        }
         float sum = 0.0f;
         for (int32 j = lane_; j < size_; j += 32) {
             const uint32 number = numbers_[j];
@@ -116,7 +121,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) choose_blocks_sm80(const
     const float* k = p.k_means + int64(kv) * p.head_dim * p.k_blocks;
     for (int32 j = threadIdx.x; j < p.k_blocks; j += kThreads) {
         float s[kRows] = {};
-#pragma unroll 2
+#pragma unroll 4
         for (int32 c = 0; c < p.head_dim; c += 4) {
             float of_k[4];
 #pragma unroll

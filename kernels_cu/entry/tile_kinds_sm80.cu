@@ -2,10 +2,11 @@
 //
 //   kinds[b, h, m, n] = empty, mixed or full (params/mask_tiles.cuh); full tiles have all their keys
 //
-// Without an expression a visible block's tiles are full. A warp takes a tile: lane l the keys l and l + 32 of all
-// rows, and stops at 8 rows that show it to be mixed. No shared memory. Bound by the expression's instructions.
-// Packed sequences: kinds[h, slot, n], tiles of rows as scheduler/slots.cuh numbers them, each by the lengths of its
-// own sequence; tiles that do not exist are empty.
+// Without an expression a visible block's tiles are full, and a thread takes a tile. With one a warp does: lane l the
+// keys l and l + 32 of all rows, and it stops at 8 rows that show it to be mixed. No shared memory. Bound by the
+// expression's instructions.
+// Packed sequences: kinds[h, slot, n], by warps, tiles of rows as scheduler/slots.cuh numbers them, each by the lengths
+// of its own sequence; tiles that do not exist are empty.
 #include "attention/score_mod_user.cuh"
 #include "params/mask_tiles.cuh"
 #include "params/tile_kinds.cuh"
@@ -16,7 +17,9 @@ constexpr int kThreads = 128, kTile = 64, kRowsAVote = 8;
 
 extern "C" __global__ void __launch_bounds__(kThreads) tile_kinds_sm80(const __grid_constant__ TileKindsParams p) {
     int32 lane = threadIdx.x % 32;
-    int64 tile = int64(blockIdx.x) * (kThreads / 32) + threadIdx.x / 32;
+    const bool by_warp = kHasScoreMask || p.cu_seqlens_q != nullptr;
+    int64 tile =
+        by_warp ? int64(blockIdx.x) * (kThreads / 32) + threadIdx.x / 32 : int64(blockIdx.x) * kThreads + threadIdx.x;
     int64 rest = tile / p.n_tiles;
     int32 n = int32(tile - rest * p.n_tiles);
     int64 head = rest / p.m_tiles;
@@ -59,5 +62,5 @@ extern "C" __global__ void __launch_bounds__(kThreads) tile_kinds_sm80(const __g
         any = __any_sync(0xffffffffu, any);
         all = __all_sync(0xffffffffu, all);
     }
-    if (lane == 0) p.kinds[tile] = !any ? kTileEmpty : all ? kTileFull : kTileMixed;
+    if (!by_warp || lane == 0) p.kinds[tile] = !any ? kTileEmpty : all ? kTileFull : kTileMixed;
 }

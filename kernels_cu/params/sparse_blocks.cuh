@@ -28,7 +28,7 @@ struct ChooseBlocksParams {
     int32 seqlen_q, seqlen_k;
     int32 block_q, block_k;
     int32 q_blocks, k_blocks;
-    int32 rows;        // of blocks that a CTA takes, at most 8
+    int32 rows;        // of blocks that a CTA takes, at most 4
     int32 count;       // blocks that a row keeps; 0: by cdf
     int32 causal, keep_first;
     float cdf;         // share of a row's weights that the blocks it keeps make up at most

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
         QuantizedQ,
         QuantizedQK,
         QuantizedV,
+        Sparse,
     )
 
 #: Room that each public name comes from.
@@ -61,6 +62,7 @@ _ROOMS = {
     "SharedLevel": "kv.runs",
     "SharedPrefixes": "kv.runs",
     "SharedRuns": "kv.runs",
+    "Sparse": "problems",
     "SwapSpace": "kv.swap",
     "append": "ops",
     "attention": "ops",
@@ -101,6 +103,7 @@ __all__ = [
     "SharedLevel",
     "SharedPrefixes",
     "SharedRuns",
+    "Sparse",
     "SwapSpace",
     "__version__",
     "append",

@@ -114,3 +114,34 @@ def test_attention_with_what_is_predicted() -> None:
     for precision in ("exact", "int8") if torch.cuda.get_device_capability() == (9, 0) else ("exact",):
         o = oa.attention(q, k, v, block_mask=blocks, block_size=(128, 64), precision=precision).float()
         assert float((o - want).abs().sum() / want.abs().sum()) < 0.1
+
+
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="Hopper has the kernels"
+)
+@pytest.mark.parametrize("kind", [oa.Int8, oa.Fp8], ids=str)
+@pytest.mark.parametrize(("head_dim", "heads_kv"), [(64, 4), (128, 2), (80, 1), (256, 4)])
+def test_in_one_call(head_dim: int, heads_kv: int, kind: Any) -> None:
+    """The same bits as with the block mask that is predicted by itself, in a graph too."""
+    q, k = (x.cuda() for x in arrays(2, 900, 1300, 4, heads_kv, head_dim, torch.bfloat16))
+    v = torch.randn_like(k)
+    for own in ({"topk": 0.4}, {"cdf": 0.8, "block_size": 64, "keep_first": 1}):
+        for options in ({}, {"causal": True}):
+            blocks = oa.sparse_blocks(q, k, **own, **options)
+            want = oa.attention(
+                q, k, v, block_mask=blocks, block_size=own.get("block_size", (128, 64)), precision=kind(),
+                return_lse=True, **options,
+            )  # fmt: skip
+            low = kind(sparse=oa.Sparse(**own))
+            got = oa.attention(q, k, v, precision=low, return_lse=True, **options)
+            assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                again = oa.attention(q, k, v, precision=low, return_lse=True, **options)
+            graph.replay()
+            assert all(torch.equal(a, b) for a, b in zip(again, want, strict=True))
+    said = oa.explain(q, k, v, precision=kind(sparse=oa.Sparse(topk=0.4)))
+    assert "keeps 8 of 21 blocks of keys (topk=0.4)" in str(said)
+    counts = said.tiles()
+    assert counts is not None
+    assert counts.cut + counts.whole == 2 * 4 * 15 * 8

@@ -38,6 +38,7 @@ from omniattn.problems.backward import BackwardProblem, BackwardStrides
 from omniattn.problems.precision import FP8_ARRAYS
 from omniattn.problems.quantize import row_bias_of
 from omniattn.problems.score_mod import BlockMaskProblem
+from omniattn.problems.sparse_blocks import SparseBlocksProblem
 
 DTYPE = "bfloat16"
 #: head_dim, and that of v where it is another one.
@@ -131,6 +132,8 @@ def low_precision_calls(of_hopper: bool) -> Iterator[AttentionProblem]:
         if not of_hopper or p.pv == "fp16" or p.pv_accumulator == "fp16" or p.qk == "int4":
             continue
         yield from (call(shape, (head_dim, 0), **kind, **option) for shape in (FEW, SOME, LONG))
+        if option.keys() <= {"lse"} and "descales" not in kind and not p.smooth_q:
+            yield call(MIDDLE, (head_dim, 0), block_mask=BLOCKS, **kind, **option)
         if "mask" not in option:
             yield from (call(shape, (head_dim, 0), varlen=True, **kind, **option) for shape in (MIDDLE, FEW))
             yield call(MIDDLE, (head_dim, 0), tensor_maps=False, **kind, **option)
@@ -260,8 +263,13 @@ def prompt_calls() -> Iterator[WithCacheProblem]:
             yield WithCacheProblem(keys.attention(own), (32, 40, 1, dim), 8192, (-1, 0), "", keys=keys)
 
 
-def other_calls() -> Iterator[MergeProblem | IndexLogitsProblem | TopKProblem]:
-    """``merge_states``, ``index_logits`` and ``top_k``."""
+def other_calls() -> Iterator[MergeProblem | IndexLogitsProblem | TopKProblem | SparseBlocksProblem]:
+    """``merge_states``, ``index_logits``, ``top_k`` and ``sparse_blocks``."""
+    for head_dim in (64, 128, 256):
+        own = (2048 * head_dim, 8 * head_dim, head_dim)
+        yield SparseBlocksProblem(
+            DTYPE, 2, 2048, 2048, 8, 8, head_dim, (128, 64), 0.5, None, -0.1, False, 0, "NHD", own, own
+        )
     for dtype in (DTYPE, "float32"):
         yield MergeProblem(dtype, (2, 3, 4, 64), (((768, 256, 64),) * 3), (((12, 3, 1),) * 3))
     for size, new in ((64, 1), (64, 2), (64, 4), (64, 9), (7, 1)):

@@ -21,6 +21,7 @@ from omniattn.plan.others import (
     plan_index_logits,
     plan_merge,
     plan_quantize,
+    plan_sparse_blocks,
     plan_top_k,
 )
 from omniattn.plan.with_cache import plan_with_cache
@@ -35,6 +36,7 @@ from omniattn.problems import (
     WithCacheProblem,
 )
 from omniattn.problems.decode import passes
+from omniattn.problems.sparse_blocks import SparseBlocksProblem
 from omniattn.registry import GPUS, REGISTRY, KernelSpec
 from omniattn.runtime.arch import Arch
 from omniattn.runtime.sources import Sources
@@ -50,6 +52,7 @@ SMS = {
 _PLANS = {
     DecodeProblem: plan_decode, AppendProblem: plan_append, CopyProblem: plan_copy, MergeProblem: plan_merge,
     WithCacheProblem: plan_with_cache, IndexLogitsProblem: plan_index_logits, TopKProblem: plan_top_k,
+    SparseBlocksProblem: plan_sparse_blocks,
 }  # fmt: skip
 ROWS = {spec.name: spec for spec in REGISTRY}
 KERNELS = Path(__file__).parents[2] / "kernels_cu"

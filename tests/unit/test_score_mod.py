@@ -327,7 +327,7 @@ def test_maps_are_as_small_as_can_be(mask: str | None, blocks: tuple[int, ...], 
     assert places["mods.lists_stride_b"] == (count * 17 * found.heads if found.batch > 1 else 0)
     assert places["mods.lists_stride_h"] == (count * 17 if found.heads > 1 else 0)
     assert fields(listing)["mask_heads"] == found.heads
-    assert kinds.num_ctas == -(-found.batch * found.heads * 16 * 16 // 4)
+    assert kinds.num_ctas == -(-found.batch * found.heads * 16 * 16 // (128 if mask is None else 4))
 
 
 def test_block_masks_by_kernel() -> None:

@@ -12,6 +12,7 @@ import pytest
 from omniattn.errors import ArgumentError, UnsupportedError
 from omniattn.problems import UNLIMITED, Descale, Descales, Fp8, Int4, Int8, Pages, Precision, Target
 from omniattn.problems import AttentionProblem as Problem
+from omniattn.problems.score_mod import BlockMaskProblem
 from omniattn.registry import REGISTRY, KernelSpec
 from omniattn.select import candidates, choices, rows_of
 from tests.unit.shape_plans import row_of
@@ -226,6 +227,8 @@ def low_of(spec: KernelSpec, **knobs: Any) -> Precision:
 
 def mods_of(spec: KernelSpec) -> dict[str, Any]:
     """Score modifiers, or factors of v, that only this row, of those of its architecture, serves."""
+    if spec.block_masks:
+        return {"block_mask": BlockMaskProblem((2, 1), (0, 0, 0, 1))}
     if spec.value_factors:
         descales = {"descales": Descales(v=Descale("per_block", (2, 1, 1)))}
         return descales | (forms_of(spec) if spec.score_mods else {})

@@ -168,11 +168,11 @@ def test_launches() -> None:
     means, choosing = launches.records
     assert (means.spec.name, choosing.spec.name) == ("block_means_sm80_bf16_d128", "choose_blocks_sm80")
     assert means.grid == (2 * (8 * 8 + 2 * 47), 1, 1)
-    assert choosing.grid == (2 * 8, 1, 1)
+    assert choosing.grid == (2 * 8 * 2, 1, 1)
     first, second = (
         dict(fields_of_record(r, layout)) for r, layout in zip((means, choosing), (BLOCK_MEANS, CHOOSE_BLOCKS))
     )
-    assert (first["q_ctas"], first["k_stride_h"], second["rows"]) == (128, 6, 8)
+    assert (first["q_ctas"], first["k_stride_h"], second["rows"]) == (128, 6, 4)
     assert (second["count"], second["causal"], second["keep_first"]) == (16, 1, 1)
     assert all(first[n] == second[n] for n in ("q_means", "k_means", "q_similar", "k_similar"))
     assert launches.workspace_bytes >= 4 * 129 * 2 * (8 * 8 + 2 * 47)

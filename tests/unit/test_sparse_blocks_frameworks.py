@@ -81,3 +81,30 @@ def test_jax() -> None:
         want = oa.sparse_blocks(q, k, **options)
         got = jax.jit(lambda *x, o=options: oa.sparse_blocks(*x, **o))(q, k)
         np.testing.assert_array_equal(np.asarray(got), want)
+
+
+def test_in_one_call() -> None:
+    q, k = arrays()
+    v = torch.randn_like(k)
+    low = oa.Int8(sparse=oa.Sparse(topk=0.5, keep_first=1))
+
+    def call(q: Any, k: Any, v: Any) -> Any:
+        return oa.attention(q, k, v, precision=low, causal=True)
+
+    want = call(q, k, v)
+    blocks = oa.sparse_blocks(q, k, topk=0.5, keep_first=1, causal=True)
+    assert torch.equal(
+        oa.attention(q, k, v, block_mask=blocks, block_size=(128, 64), precision="int8", causal=True), want
+    )
+    assert torch.equal(torch.compile(call, fullgraph=True, backend="aot_eager")(q, k, v), want)
+    mapped = torch.func.vmap(call)(*(torch.stack([x, x]) for x in (q, k, v)))
+    assert torch.equal(mapped[0], want)
+    with pytest.raises(UnsupportedError, match="sparse="):
+        call(q.clone().requires_grad_(), k, v)
+    with pytest.raises(UnsupportedError, match="sparse="):
+        torch.func.grad(lambda x: call(x, k, v).sum())(q)
+    jax = pytest.importorskip("jax")
+    given = [x.numpy() for x in (q, k, v)]
+    np.testing.assert_array_equal(np.asarray(jax.jit(call)(*given)), want.numpy())
+    with pytest.raises(UnsupportedError, match="sparse="):
+        jax.grad(lambda x: call(x, *given[1:]).sum())(given[0])

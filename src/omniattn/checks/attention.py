@@ -12,6 +12,7 @@ from ..plan.engine import Call
 from ..problems import (
     EXACT,
     FP8_ARRAYS,
+    UNLIMITED,
     Alternatives,
     AttentionProblem,
     AttentionStrides,
@@ -19,10 +20,13 @@ from ..problems import (
     Descales,
     Pages,
     Precision,
+    Sparse,
 )
 from ..problems.memory import ITEMSIZE
 from ..problems.precision import CHOSEN_BY_AUTO, Auto, auto_of
 from ..problems.quantize import BLOCK_ROWS, Strides3
+from ..problems.sparse_blocks import SparseBlocksProblem
+from ..registry.sparse_blocks import CHOSEN_SCORES, MEAN_DIM
 from . import values
 
 #: The caller's arrays, in the order of a call.
@@ -153,6 +157,8 @@ def check_attention(call: Call, tensors: dict[str, Tensor]) -> AttentionProblem:
         used=("seqused_q" in tensors, "seqused_k" in tensors), pages=pages,
         keys_map=maps and keys_map,
     )  # fmt: skip
+    if precision.sparse is not None:
+        return _with_sparse(problem, precision.sparse, on_gpu, function)
     auto = auto_of(options.precision)
     if auto is None:
         return problem
@@ -180,6 +186,25 @@ def _with_alternatives(
 def exact_for(problem: AttentionProblem, reason: str) -> AttentionProblem:
     """A call that leaves its precision open, and that exact attention alone serves."""
     return replace(problem, alternatives=None, note=f"exact in place of auto: {reason}")
+
+
+def _with_sparse(problem: AttentionProblem, sparse: Sparse, on_gpu: bool, function: str) -> AttentionProblem:
+    """The call with the block mask that it predicts itself."""
+    if problem.varlen:
+        what = f"{function}(): packed sequences with {problem.precision.name}'s sparse="
+        raise UnsupportedError(what, instead="attention of sequences that are equally long")
+    if problem.mask == "bool":
+        what = f"{function}(): a boolean mask with {problem.precision.name}'s sparse="
+        raise UnsupportedError(what, instead="sparse_blocks, whose blocks go into the mask")
+    if problem.window_left != UNLIMITED or problem.window_right not in (0, UNLIMITED):
+        # Blocks would be chosen among those outside of the window, too.
+        what = f"{function}(): a window with {problem.precision.name}'s sparse="
+        raise UnsupportedError(what, instead="causal=True, or no window")
+    made = problem.with_sparse(sparse)
+    assert made.sparse is not None
+    if on_gpu:
+        check_kernels(made.sparse, function)
+    return made
 
 
 def _precision_of(
@@ -355,3 +380,17 @@ def _check_longest(
 def describable(t: Tensor) -> bool:
     """Whether a tensor map can describe the array: no negative or huge strides. 0 is that of an expanded array."""
     return all(n <= 1 or 0 <= s * t.itemsize < 2**40 for n, s in zip(t.shape[:-1], t.strides[:-1], strict=True))
+
+
+def check_kernels(problem: SparseBlocksProblem, function: str) -> None:
+    """What the kernels that predict blocks have no room for."""
+    p = problem
+    if p.head_dim > MEAN_DIM:
+        what = f"{function}(): a head_dim of {p.head_dim} on a GPU"
+        raise UnsupportedError(what, instead=f"head_dim up to {MEAN_DIM}")
+    blocks_q, blocks_k = p.blocks
+    if blocks_k > CHOSEN_SCORES:
+        what = f"{function}(): {blocks_k} blocks of keys to choose from on a GPU"
+        raise UnsupportedError(what, instead=f"up to {CHOSEN_SCORES}: larger blocks")
+    if p.batch * (p.num_q_heads * blocks_q + p.num_kv_heads * blocks_k) > arguments.MAX_ROWS:
+        raise UnsupportedError(f"{function}(): blocks that 31 bits cannot count", instead="larger blocks")

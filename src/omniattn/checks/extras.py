@@ -41,6 +41,9 @@ def check_call(call: Call, tensors: dict[str, Tensor]) -> AttentionProblem:
     # Of what is quantized in the call a block mask leaves whole tiles, whose scores are formed as without one.
     e4m3 = problem.descales is not None
     given = ["score_mod"] * (texts is not None) + ["block_mask"] * (size is not None and (texts is not None or e4m3))
+    if problem.sparse is not None and size is not None:
+        expected = "None, because the precision's sparse= predicts one"
+        raise ArgumentError("block_mask", expected, "an array", function=function)
     if problem.precision.quantized and given:
         raise UnsupportedError(
             f"{function}(): {' and '.join(given)} with precision={problem.precision.name!r}",

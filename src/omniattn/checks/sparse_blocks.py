@@ -6,12 +6,11 @@ from typing import Any, NamedTuple
 
 from .. import arguments, arrays
 from ..arrays import Tensor
-from ..errors import ArgumentError, UnsupportedError
+from ..errors import ArgumentError
 from ..plan.engine import Call
 from ..problems.sparse_blocks import SparseBlocksProblem
-from ..registry.sparse_blocks import CHOSEN_SCORES, MEAN_DIM
 from . import values
-from .attention import canonical_strides
+from .attention import canonical_strides, check_kernels
 from .extras import check_block_size
 
 _NAME = "sparse_blocks"
@@ -57,7 +56,7 @@ def check_sparse_blocks(call: Call, tensors: dict[str, Tensor]) -> SparseBlocksP
         similarity, causal, keep_first, layout, strides_q, strides_k,
     )  # fmt: skip
     if q.device == "cuda":
-        _check_kernels(problem)
+        check_kernels(problem, _NAME)
     return problem
 
 
@@ -69,17 +68,3 @@ def _check_share(value: Any, name: str) -> float | None:
     if not 0.0 < share <= 1.0:
         raise ArgumentError(name, "None, or a number above 0, at most 1", repr(value), function=_NAME)
     return share
-
-
-def _check_kernels(problem: SparseBlocksProblem) -> None:
-    """What the kernels have no room for."""
-    p = problem
-    if p.head_dim > MEAN_DIM:
-        what = f"{_NAME}(): a head_dim of {p.head_dim} on a GPU"
-        raise UnsupportedError(what, instead=f"head_dim up to {MEAN_DIM}")
-    blocks_q, blocks_k = p.blocks
-    if blocks_k > CHOSEN_SCORES:
-        what = f"{_NAME}(): {blocks_k} blocks of keys on a GPU"
-        raise UnsupportedError(what, instead=f"up to {CHOSEN_SCORES}: larger blocks")
-    if p.batch * (p.num_q_heads * blocks_q + p.num_kv_heads * blocks_k) > arguments.MAX_ROWS:
-        raise UnsupportedError(f"{_NAME}(): blocks that 31 bits cannot count", instead="larger blocks")

@@ -12,24 +12,37 @@ from .structs import BLOCK_MEANS, CHOOSE_BLOCKS
 
 
 def build(
-    means: KernelSpec, choosing: KernelSpec, problem: SparseBlocksProblem
-) -> tuple[tuple[LaunchRecord, ...], int]:
-    """The launches of a call, and the bytes of their workspace; none where there is no block."""
+    means: KernelSpec, choosing: KernelSpec, problem: SparseBlocksProblem, memory: At, blocks: At | None = None
+) -> tuple[tuple[LaunchRecord, ...], int, At]:
+    """The launches that predict, the bytes of memory that they need, and where the blocks are.
+
+    Parameters
+    ----------
+    means, choosing : KernelSpec
+    problem : SparseBlocksProblem
+    memory : At
+        At a multiple of `WORKSPACE_ALIGNMENT`.
+    blocks : At, optional
+        Where the blocks go; in that memory unless given.
+    """
     p = problem
     q_blocks, k_blocks = p.blocks
     heads_q, heads_kv = p.batch * p.num_q_heads, p.batch * p.num_kv_heads
     if 0 in (heads_q, q_blocks, k_blocks):
-        return (), 0
+        return (), 0, memory if blocks is None else blocks
     offsets, num_bytes = carve(
         {
+            **({} if blocks is not None else {"blocks": ((heads_q, q_blocks, k_blocks), "bool")}),
             "q_means": ((heads_q, q_blocks, p.head_dim), "float32"),
             "k_means": ((heads_kv, p.head_dim, k_blocks), "float32"),
             "q_similar": ((heads_q, q_blocks), "float32"),
             "k_similar": ((heads_kv, k_blocks), "float32"),
         }
     )
+    at = {name: At(memory.operand, memory.offset + offset) for name, offset in offsets.items()}
+    made = at.pop("blocks") if blocks is None else blocks
     common: dict[str, object] = {
-        **{name: At("workspace", offset) for name, offset in offsets.items()},
+        **at,
         "num_q_heads": p.num_q_heads,
         "num_kv_heads": p.num_kv_heads,
         "head_dim": p.head_dim,
@@ -50,7 +63,7 @@ def build(
     rows = min(CHOSEN_ROWS, CHOSEN_SCORES // k_blocks)
     second = {
         **common,
-        "blocks": At("blocks"),
+        "blocks": made,
         "rows": rows,
         "count": 0 if p.topk is None else count_of_share(p.topk, k_blocks),
         "causal": int(p.causal),
@@ -60,8 +73,12 @@ def build(
         "scale": p.head_dim**-0.5,
     }
     return (
-        LaunchRecord(means, grid, 32 * means.num_warps, *BLOCK_MEANS.pack(first)),
-        LaunchRecord(
-            choosing, (heads_q * -(-q_blocks // rows), 1, 1), 32 * choosing.num_warps, *CHOOSE_BLOCKS.pack(second)
+        (
+            LaunchRecord(means, grid, 32 * means.num_warps, *BLOCK_MEANS.pack(first)),
+            LaunchRecord(
+                choosing, (heads_q * -(-q_blocks // rows), 1, 1), 32 * choosing.num_warps, *CHOOSE_BLOCKS.pack(second)
+            ),
         ),
-    ), num_bytes
+        num_bytes,
+        made,
+    )

@@ -46,8 +46,12 @@ def build(
     lead_rows: int,
     num_m_blocks: int,
     memory: At,
+    given: At | None = None,
 ) -> tuple[tuple[LaunchRecord, ...], MaskPlaces]:
-    """The launches before attention, and where it finds what they make; arguments as those of `masks.build`."""
+    """The launches before attention, and where it finds what they make; arguments as those of `masks.build`.
+
+    given: where the block mask is; the caller's array unless given.
+    """
     e = extents(problem)
     lists = masks.list_shape(problem, e, num_m_blocks)
     offsets, num_bytes = carve(
@@ -68,7 +72,7 @@ def build(
         values: dict[str, object] = {
             "kinds": found.kinds,
             **masks.sequences(problem, given=problem.varlen),
-            "blocks": None if blocks is None else At("block_mask"),
+            "blocks": None if blocks is None else given or At("block_mask"),
             **dict(zip((f"block_stride_{x}" for x in "bhqk"), strides, strict=True)),
             "batch": problem.batch if problem.varlen else e.batch,
             "heads": e.heads,
@@ -80,7 +84,10 @@ def build(
             "block_keys": 1 if blocks is None else blocks.size[1],
             **member("arrays", array_values(problem.score_mod or _NO_ARRAYS)),
         }
-        grid = (-(-tiles // kinds.num_warps), 1, 1)
+        # A warp evaluates the expression of a tile; without one a thread does for it.
+        evaluates = problem.score_mod is not None and problem.score_mod.mask is not None
+        of_cta = kinds.num_warps if evaluates or problem.varlen else 32 * kinds.num_warps
+        grid = (-(-tiles // of_cta), 1, 1)
         records.append(LaunchRecord(kinds, grid, 32 * kinds.num_warps, *TILE_KINDS.pack(values)))
     records.append(
         masks.list_record(

@@ -205,6 +205,8 @@ def _explain(function: Callable[..., Any], arguments: tuple[Any, ...], options: 
 def _explanation(plan: Plan, tensors: dict[str, Tensor], call: Call) -> Explanation:
     problem, launches = plan.problem, plan.launches
     note = (problem.note,) if isinstance(problem, AttentionProblem) and problem.note else ()
+    if isinstance(problem, AttentionProblem) and problem.sparse is not None and launches is None:
+        note = (*note, problem.sparse.keeps)
     flops = problem.flops if isinstance(problem, (AttentionProblem, BackwardProblem)) else None
     min_bytes = _min_bytes(problem, tensors)
     if launches is None:

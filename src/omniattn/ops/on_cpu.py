@@ -75,7 +75,7 @@ def _attend(
 
     options = _options(problem, tensors, max_q, max_k, used)
     if problem.block_mask is not None:
-        options["mask"] = _without_hidden_blocks(problem, arrays.to_numpy(tensors["block_mask"]), options["mask"])
+        options["mask"] = _without_hidden_blocks(problem, _blocks(problem, tensors), options["mask"])
     if problem.descales is not None:
         from ..reference import e4m3_arrays
 
@@ -154,6 +154,15 @@ def attention_backward(call: Call, problem: BackwardProblem, tensors: Tensors) -
         spread = {"dq": used.spread_q, "dk": used.spread_k, "dv": used.spread_k}
         made = {name: spread[name](x, 0.0) if name in spread else x for name, x in made.items()}
     return store_results(call, problem, tensors, [made[name] for name in problem.wanted])
+
+
+def _blocks(problem: AttentionProblem, tensors: Tensors) -> Any:
+    """The block mask of a call: the caller's, or what it predicts itself."""
+    if problem.sparse is None:
+        return arrays.to_numpy(tensors["block_mask"])
+    from ..reference.sparse_blocks import blocks_of
+
+    return blocks_of(problem.sparse, *(arrays.to_numpy(tensors[name]) for name in ("q", "k")))
 
 
 def _without_hidden_blocks(problem: AttentionProblem, blocks: Any, mask: Any) -> Any:

@@ -17,14 +17,10 @@ from .traced import run_traced
 
 
 def _on_cpu(call: Call, problem: SparseBlocksProblem, tensors: dict[str, Tensor]) -> list[Any]:
-    from ..reference.sparse_blocks import sparse_blocks as reference
+    from ..reference.sparse_blocks import blocks_of
 
     arrays.prepare([tensors["q"]], call.stream)  # refuses a stream
-    p = problem
-    found = reference(
-        *(arrays.to_numpy(tensors[name]) for name in ("q", "k")), topk=p.topk, cdf=p.cdf, similarity=p.similarity,
-        block_size=p.block_size, causal=p.causal, keep_first=p.keep_first, layout=p.layout,
-    )  # fmt: skip
+    found = blocks_of(problem, *(arrays.to_numpy(tensors[name]) for name in ("q", "k")))
     return store_results(call, problem, tensors, [found])
 
 

@@ -18,7 +18,7 @@ from ..runtime.driver import Driver, device_context, get_driver
 from ..runtime.record import LaunchRecord, Program
 
 #: Operations of the kernels that prepare a mask; the last one lists what is left.
-_FINDING = ("mask_pack", "tile_kinds", "mask_list")
+_FINDING = ("block_means", "choose_blocks", "mask_pack", "tile_kinds", "mask_list")
 
 
 @dataclass(frozen=True)

@@ -101,5 +101,5 @@ def plan_top_k(problem: TopKProblem, target: Target, force: str | None) -> Launc
 def plan_sparse_blocks(problem: SparseBlocksProblem, target: Target, force: str | None) -> Launches:
     """The launches of ``sparse_blocks``."""
     means, choosing = select_blocks(problem, target, force)
-    records, workspace_bytes = sparse_blocks.build(means.spec, choosing.spec, problem)
+    records, workspace_bytes, _ = sparse_blocks.build(means.spec, choosing.spec, problem, At("workspace"), At("blocks"))
     return Launches(means, records, workspace_bytes, (choosing,))

@@ -22,6 +22,7 @@ from ..launch import (
     quantize,
     quantize_kv,
     score_mod,
+    sparse_blocks,
     tile_kinds,
     used_rows,
 )
@@ -48,6 +49,7 @@ from ..select import (
     select_tile_kinds,
     tail_row,
 )
+from ..select.blocks import select_blocks
 from ..select.quantize_ways import QuantizeWay, asked_of_quantizer
 from ..select.ways import chosen_ways
 from .engine import Launches
@@ -103,6 +105,8 @@ def launches_of(
     row = score_mod.with_score_mod(candidate.row, p.score_mod)
     if p.score_mod is not None:
         why = (*why, "with score_mod compiled in, which no wheel carries")
+    if p.sparse is not None:
+        why = (*why, p.sparse.keeps)
     operands = _operands(row, p, target, force, quantizers)
     mask = _mask(candidate, p, target, force, operands.end)
     attend = _attend(candidate, row, p, target, force, operands.places, mask)
@@ -200,17 +204,26 @@ def _mask(candidate: Candidate, problem: AttentionProblem, target: Target, force
     blocks = num_m_blocks(replace(problem, seqlen_q=problem.seqlen_q * by_rows.pack), block_m)
     tiles = candidate.schedule.tiles if isinstance(candidate.schedule, Whole) else None
     lead_rows = 0 if tiles is None else tiles.lead_rows
+    kernels: tuple[Selection, ...]
     if problem.packs_mask:
         pack, listing = select_masks(problem, target, force)
         kernels = (pack, listing) if how is MaskInput.LISTED else (pack,)
         lists = listing.spec if how is MaskInput.LISTED else None
         records, places = masks.build(pack.spec, lists, problem, block_m, lead_rows, blocks, memory, by_rows)
     else:
+        predicted: _Stage = _Stage(end)
+        given = None
+        if problem.sparse is not None:
+            chosen = select_blocks(problem.sparse, target, force)
+            made, size, given = sparse_blocks.build(chosen[0].spec, chosen[1].spec, problem.sparse, memory)
+            predicted = _Stage(memory.offset + size, made, chosen)
+            memory = At("workspace", aligned(predicted.end))
         finds, listing = select_tile_kinds(target, force)
         if problem.score_mod is not None:
             finds = Selection(score_mod.with_score_mod(finds.spec, problem.score_mod), finds.why)
-        kernels = finds, listing
-        records, places = tile_kinds.build(finds.spec, listing.spec, problem, block_m, lead_rows, blocks, memory)
+        kernels = (*predicted.kernels, finds, listing)
+        records, places = tile_kinds.build(finds.spec, listing.spec, problem, block_m, lead_rows, blocks, memory, given)
+        records = (*predicted.records, *records)
     return _Mask(memory.offset + places.num_bytes, records, kernels, places)
 
 

@@ -9,7 +9,7 @@ from .indexer import IndexLogitsProblem, TopKProblem
 from .merge import MergeProblem
 from .operands import OPERANDS, QuantizedK, QuantizedQ, QuantizedQK, QuantizedV
 from .outputs import Output
-from .precision import EXACT, FP8_ARRAYS, KNOBS, PRECISIONS, Auto, Fp8, Int4, Int8, Precision
+from .precision import EXACT, FP8_ARRAYS, KNOBS, PRECISIONS, Auto, Fp8, Int4, Int8, Precision, Sparse
 from .quantize import QuantizeCall, QuantizeProblem
 from .target import Target
 from .with_cache import WithCacheProblem
@@ -48,6 +48,7 @@ __all__ = [
     "QuantizedQ",
     "QuantizedQK",
     "QuantizedV",
+    "Sparse",
     "Target",
     "TopKProblem",
     "WithCacheProblem",

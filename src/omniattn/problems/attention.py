@@ -6,14 +6,17 @@ from dataclasses import dataclass, replace
 
 from .memory import ITEMSIZE
 from .outputs import Output
-from .precision import EXACT, Precision, value_levels
+from .precision import EXACT, Precision, Sparse, value_levels
 from .quantize import QK_DTYPES, QuantizeProblem, Strides3, row_bias_of
 from .score_mod import BlockMaskProblem, ScoreModProblem, words
+from .sparse_blocks import SparseBlocksProblem
 
 UNLIMITED = -1
 #: Keys up to which kernels for Hopper and newer GPUs may read those that a mask hides from all queries. NaN there
 #: reaches nobody otherwise (docs/api.md), so that how fast a kernel is does not decide about it.
 READ_WHOLE = 256
+#: Blocks of a block mask are multiples of it (registry.masks.MASK_TILE).
+BLOCK_TILE = 64
 
 
 @dataclass(frozen=True)
@@ -134,6 +137,8 @@ class AttentionProblem:
         head_dim of v and o where that is another one; else 0.
     descales : Descales, optional
         Where q, k and v come in e4m3.
+    sparse : SparseBlocksProblem, optional
+        What predicts the block mask, which is the call's own and no array of the caller's then.
     note : str
         Why the call is another one than ``precision=`` asked for; empty where it is not.
     keys_map : bool
@@ -187,6 +192,7 @@ class AttentionProblem:
     block_mask: BlockMaskProblem | None = None
     own_head_dim_v: int = 0
     descales: Descales | None = None
+    sparse: SparseBlocksProblem | None = None
     note: str = ""
     keys_map: bool = False
     keys_as_tiles: bool = False
@@ -313,6 +319,22 @@ class AttentionProblem:
         modified = self.softcap > 0.0 or self.mask != "none"
         modified = modified or self.score_mod is not None or self.block_mask is not None
         return modified or not is_plain_scale(self.softmax_scale)
+
+    def with_sparse(self, sparse: Sparse) -> AttentionProblem:
+        """The same call with a block mask that it predicts itself; `precision` has no `Sparse` then."""
+        assert self.strides is not None
+        predicted = SparseBlocksProblem(
+            self.dtype, self.batch, self.seqlen_q, self.seqlen_k, self.num_q_heads, self.num_kv_heads, self.head_dim,
+            sparse.sizes, sparse.topk, sparse.cdf, sparse.similarity, self.window_right == 0, sparse.keep_first,
+            self.layout, self.strides.q, self.strides.k,
+        )  # fmt: skip
+        rows, keys = predicted.blocks
+        steps = tuple(0 if n == 1 else s for n, s in (
+            (self.batch, self.num_q_heads * rows * keys), (self.num_q_heads, rows * keys), (rows, keys), (keys, 1),
+        ))  # fmt: skip
+        size = sparse.sizes[0] // BLOCK_TILE, sparse.sizes[1] // BLOCK_TILE
+        own = BlockMaskProblem(size, (steps[0], steps[1], steps[2], steps[3]))
+        return replace(self, sparse=predicted, block_mask=own, precision=replace(self.precision, sparse=None))
 
     def quantization(self, *, grouping: str, pv: str, pv_accumulator: str, unpacked: bool) -> QuantizeProblem:
         """The quantization of q, k and v that a kernel reading such operands needs first.

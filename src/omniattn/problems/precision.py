@@ -32,6 +32,64 @@ def check_choice(value: object, argument: str, choices: tuple[str, ...], functio
 
 
 @dataclass(frozen=True)
+class Sparse:
+    """Blocks of attention that are left out, predicted in the call: the arguments of `sparse_blocks`.
+
+    Attributes
+    ----------
+    topk, cdf : float, optional
+        One of them: the share of all blocks of keys that a block of queries keeps, or of their weights.
+    similarity : float
+        Blocks that do not resemble themselves more than this are always kept.
+    block_size : int or (int, int)
+        Queries and keys of a block, multiples of 64.
+    keep_first : int
+        Blocks of keys that are always kept.
+    """
+
+    topk: float | None = None
+    cdf: float | None = None
+    similarity: float = -0.1
+    block_size: int | tuple[int, int] = (128, 64)
+    keep_first: int = 0
+
+    def __post_init__(self) -> None:
+        """Raise ArgumentError for a value that means nothing."""
+        if (self.topk is None) == (self.cdf is None):
+            received = "neither" if self.topk is None else "both"
+            raise ArgumentError(
+                "topk", "a share of the blocks, or cdf, one of their weights", received, function="Sparse"
+            )
+        for name, share in (("topk", self.topk), ("cdf", self.cdf)):
+            if share is not None and not (_is_number(share) and 0.0 < share <= 1.0):
+                raise ArgumentError(name, "None, or a number above 0, at most 1", repr(share), function="Sparse")
+        if not (_is_number(self.similarity) and abs(self.similarity) <= _MOST_FP32):
+            raise ArgumentError("similarity", "a finite number", repr(self.similarity), function="Sparse")
+        sizes = self.block_size if isinstance(self.block_size, tuple) else (self.block_size, self.block_size)
+        if len(sizes) != 2 or not all(_is_count(n) and n > 0 and n % 64 == 0 for n in sizes):
+            expected = "a multiple of 64, or two of them (queries, keys)"
+            raise ArgumentError("block_size", expected, repr(self.block_size), function="Sparse")
+        if not _is_count(self.keep_first):
+            raise ArgumentError("keep_first", "an integer from 0 on", repr(self.keep_first), function="Sparse")
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Queries and keys of a block."""
+        return self.block_size if isinstance(self.block_size, tuple) else (self.block_size, self.block_size)
+
+
+_MOST_FP32 = 3.4028234663852886e38
+
+
+def _is_number(x: object) -> bool:
+    return isinstance(x, (int, float)) and not isinstance(x, bool)
+
+
+def _is_count(x: object) -> bool:
+    return isinstance(x, int) and not isinstance(x, bool) and 0 <= x < 2**31
+
+
+@dataclass(frozen=True)
 class Precision:
     """What the two products of attention are computed in.
 
@@ -52,6 +110,8 @@ class Precision:
         Of the signs; 0 without a rotation.
     min_seqlen : int
         With fewer keys the call is an exact one.
+    sparse : Sparse, optional
+        Blocks that are left out.
     """
 
     qk: str = "io"
@@ -64,6 +124,7 @@ class Precision:
     hadamard: bool = False
     seed: int = 0
     min_seqlen: int = 0
+    sparse: Sparse | None = None
 
     @property
     def name(self) -> str:
@@ -91,6 +152,8 @@ FP8_ARRAYS = Precision("fp8", "fp8")
 
 
 def _check_common(knobs: Int8 | Int4 | Fp8, name: str) -> None:
+    if knobs.sparse is not None and not isinstance(knobs.sparse, Sparse):
+        raise ArgumentError("sparse", "None or a Sparse", repr(knobs.sparse), function=name)
     for argument in ("smooth_k", "smooth_q", "smooth_v", "hadamard"):
         value = getattr(knobs, argument, False)
         if not isinstance(value, bool):
@@ -116,6 +179,7 @@ class _Knobs:
     hadamard: bool = False
     seed: int = 0
     min_seqlen: int = 0
+    sparse: Sparse | None = None
 
     def __post_init__(self) -> None:
         """Raise ArgumentError for a value that no kernel knows."""
@@ -132,7 +196,7 @@ class _Knobs:
         """The precision that these knobs describe."""
         return Precision(
             self.qk, self.pv, self.pv_accumulator, self.granularity, self.smooth_q, self.smooth_k, self.smooth_v,
-            self.hadamard, self.seed if self.hadamard else 0, self.min_seqlen,
+            self.hadamard, self.seed if self.hadamard else 0, self.min_seqlen, self.sparse,
         )  # fmt: skip
 
 
@@ -167,6 +231,8 @@ class Int8(_Knobs):
         Of the signs, 0 to 2^32 - 1.
     min_seqlen : int
         With fewer keys (of packed sequences: max_seqlen_k) the call runs as ``precision="exact"``.
+    sparse : Sparse, optional
+        Leave out the blocks that `sparse_blocks` predicts to matter least. On compute capability 9.0 and on the CPU.
     """
 
     qk: ClassVar[str] = "int8"
@@ -199,6 +265,8 @@ class Fp8:
         Of the signs, 0 to 2^32 - 1.
     min_seqlen : int
         With fewer keys (of packed sequences: max_seqlen_k) the call runs as ``precision="exact"``.
+    sparse : Sparse, optional
+        As `Int8` has it.
     """
 
     qk: ClassVar[str] = "fp8"
@@ -209,6 +277,7 @@ class Fp8:
     smooth_v: bool | None = None
     seed: int = 0
     min_seqlen: int = 0
+    sparse: Sparse | None = None
 
     def __post_init__(self) -> None:
         """Raise ArgumentError for a value that no kernel knows."""
@@ -222,7 +291,7 @@ class Fp8:
         """The precision that these knobs describe."""
         return Precision(
             "fp8", "fp8", "auto", self.granularity, False, self.smooth_k, self.smooth_v is not False, self.hadamard,
-            self.seed if self.hadamard else 0, self.min_seqlen,
+            self.seed if self.hadamard else 0, self.min_seqlen, self.sparse,
         )  # fmt: skip
 
 
@@ -235,12 +304,12 @@ def knobs_of(precision: Precision) -> Int8 | Int4 | Fp8:
     if precision.qk == "fp8":
         return Fp8(
             precision.granularity, precision.hadamard, precision.smooth_k, precision.smooth_v, precision.seed,
-            precision.min_seqlen,
+            precision.min_seqlen, precision.sparse,
         )  # fmt: skip
     kind: type[Int8 | Int4] = Int8 if precision.qk == "int8" else Int4
     return kind(
         precision.granularity, precision.smooth_k, precision.smooth_q, precision.smooth_v, precision.pv,
-        precision.pv_accumulator, precision.hadamard, precision.seed, precision.min_seqlen,
+        precision.pv_accumulator, precision.hadamard, precision.seed, precision.min_seqlen, precision.sparse,
     )  # fmt: skip
 
 

@@ -54,6 +54,16 @@ class SparseBlocksProblem:
         return -(-self.seqlen_q // self.block_size[0]), -(-self.seqlen_k // self.block_size[1])
 
     @property
+    def keeps(self) -> str:
+        """What of each row of blocks is kept, in words, as far as it is known without values."""
+        n = self.blocks[1]
+        if self.topk is not None:
+            found = f"{count_of_share(self.topk, n)} of {n} blocks of keys (topk={self.topk:g})"
+        else:
+            found = f"of {n} blocks of keys those that make up a share of {self.cdf:g} of the weights (cdf)"
+        return f"each block of {self.block_size[0]} queries keeps {found}, and those that are always kept"
+
+    @property
     def outputs(self) -> tuple[Output, ...]:
         """Arrays that the call returns."""
         return (Output("blocks", (self.batch, self.num_q_heads, *self.blocks), "bool"),)

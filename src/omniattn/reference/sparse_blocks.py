@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from omniattn.problems.sparse_blocks import count_of_share
+from omniattn.problems.sparse_blocks import SparseBlocksProblem, count_of_share
 
 Array = npt.NDArray[Any]
 
@@ -97,3 +97,12 @@ def sparse_blocks(
     kept |= of_block & candidates
     kept[..., :keep_first] = True
     return kept & visible
+
+
+def blocks_of(problem: SparseBlocksProblem, q: Array, k: Array) -> npt.NDArray[np.bool_]:
+    """The block mask of a call that has been checked."""
+    p = problem
+    return sparse_blocks(
+        q, k, topk=p.topk, cdf=p.cdf, similarity=p.similarity, block_size=p.block_size, causal=p.causal,
+        keep_first=p.keep_first, layout=p.layout,
+    )  # fmt: skip

@@ -62,9 +62,8 @@ _INT8_BIAS_TILES = (
 #: Of block masks: blocks of 128 queries are tiles, and of 192 or 256 queries warpgroups pass over what is not theirs.
 _INT8_BLOCKS_TILES = (
     _Int8Sm90Tile(64, 2, 8),
-    _Int8Sm90Tile(64, 4, 4),
+    _Int8Sm90Tile(64, 3, 6),
     _Int8Sm90Tile(128, 2, 6),
-    _Int8Sm90Tile(128, 3, 4),
     _Int8Sm90Tile(256, 2, 2),
 )
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from .spec import IO_TYPES, KernelSpec
 
 #: Rows of blocks that a CTA of ``choose_blocks_sm80`` takes at most, and scores that it has room for.
-CHOSEN_ROWS, CHOSEN_SCORES = 8, 12288
+CHOSEN_ROWS, CHOSEN_SCORES = 4, 12288
 #: Channels of a mean at most.
 MEAN_DIM = 256
 

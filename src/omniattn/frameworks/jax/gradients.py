@@ -112,9 +112,10 @@ def _check(signature: Signature, moving: Sequence[str]) -> None:
                 "and mask have",
                 instead="jax.lax.stop_gradient of it",
             )
-    if "block_mask" in signature.names:
+    sparse = getattr(getattr(signature.options, "precision", None), "sparse", None) is not None
+    if "block_mask" in signature.names or sparse:
         raise UnsupportedError(
-            f"{function}(): a gradient is asked for, which block_mask does not have",
+            f"{function}(): a gradient is asked for, which {'sparse=' if sparse else 'block_mask'} does not have",
             instead="the blocks in mask, or a ScoreMod with mask= and grad=",
         )
     if "block_table" in signature.names:

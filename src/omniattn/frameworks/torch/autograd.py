@@ -235,9 +235,10 @@ def _check(call: Call) -> None:
             raise ArgumentError(
                 name, f"None, because argument {first!r} requires a gradient", "one", function=function, hint=hint
             )
-    if given.get("block_mask") is not None:
+    if given.get("block_mask") is not None or getattr(call.options.precision, "sparse", None) is not None:
+        what = "block_mask" if given.get("block_mask") is not None else "sparse= of a precision"
         raise UnsupportedError(
-            f"{function}(): argument {first!r} requires a gradient, which block_mask does not have",
+            f"{function}(): argument {first!r} requires a gradient, which {what} does not have",
             instead="the blocks in mask, or a ScoreMod with mask= and grad=",
         )
     if given.get("block_table") is not None:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from ...errors import ArgumentError, UnsupportedError
-from ...problems import Auto, Fp8, Int4, Int8
+from ...problems import Auto, Fp8, Int4, Int8, Sparse
 
 LIBRARY = torch.library.Library("omniattn", "DEF")
 
@@ -58,20 +58,30 @@ def precision_text(precision: Any, function: str) -> str:
     if isinstance(precision, Fp8):
         return (
             f"Fp8(granularity={precision.granularity!r}, hadamard={precision.hadamard}, smooth_k={precision.smooth_k}, "
-            f"smooth_v={precision.smooth_v}, seed={precision.seed}, min_seqlen={precision.min_seqlen})"
+            f"smooth_v={precision.smooth_v}, seed={precision.seed}, min_seqlen={precision.min_seqlen}"
+            f"{_sparse_text(precision)})"
         )
     if isinstance(precision, (Int8, Int4)):
         return (
             f"{'Int8' if isinstance(precision, Int8) else 'Int4'}("
             f"granularity={precision.granularity!r}, smooth_k={precision.smooth_k}, smooth_q={precision.smooth_q}, "
             f"smooth_v={precision.smooth_v}, pv={precision.pv!r}, pv_accumulator={precision.pv_accumulator!r}, "
-            f"hadamard={precision.hadamard}, seed={precision.seed}, min_seqlen={precision.min_seqlen})"
+            f"hadamard={precision.hadamard}, seed={precision.seed}, min_seqlen={precision.min_seqlen}"
+            f"{_sparse_text(precision)})"
         )
     if isinstance(precision, Auto):
         return f"Auto(max_error={precision.max_error!r})"
     expected = "a string, an Int8, an Int4, an Fp8 or an Auto"
     fail("argument", "precision", expected, type(precision).__name__, function=function)
     return ""
+
+
+def _sparse_text(precision: Any) -> str:
+    """The knob ``sparse``, as a tuple of its values."""
+    x = precision.sparse
+    if x is None:
+        return ""
+    return f", sparse=({x.topk}, {x.cdf}, {x.similarity}, {x.block_size}, {x.keep_first})"
 
 
 @functools.lru_cache(maxsize=256)
@@ -82,6 +92,7 @@ def precision_of(text: str) -> Any:
         return text
     knobs = ast.parse(f"f({rest}", mode="eval").body
     assert isinstance(knobs, ast.Call)
-    return {"Int8": Int8, "Int4": Int4, "Fp8": Fp8, "Auto": Auto}[kind](
-        **{x.arg: ast.literal_eval(x.value) for x in knobs.keywords if x.arg}
-    )
+    found = {x.arg: ast.literal_eval(x.value) for x in knobs.keywords if x.arg}
+    if "sparse" in found:
+        found["sparse"] = Sparse(*found["sparse"])
+    return {"Int8": Int8, "Int4": Int4, "Fp8": Fp8, "Auto": Auto}[kind](**found)

@@ -133,7 +133,7 @@ def trace(
         if padded is not None:
             q, k, v = padded[:3]
             options = options._replace(softmax_scale=padded.softmax_scale)
-        check_differentiable(function, score_mod, arrays, block_mask)
+        check_differentiable(function, score_mod, arrays, block_mask, options.precision)
     score = _score(options, score_mod)
     forward = (precision_text(options.precision, function), with_lse)
     if function == "attention":
@@ -147,10 +147,14 @@ def trace(
     return (o, lse) if options.return_lse else o
 
 
-def check_differentiable(function: str, score_mod: Any, arrays: Sequence[Any], block_mask: Any) -> None:
+def check_differentiable(
+    function: str, score_mod: Any, arrays: Sequence[Any], block_mask: Any, precision: Any = None
+) -> None:
     """Raise for what has no gradient."""
     if block_mask is not None:
         transforms.refuse_block_mask(function)
+    if getattr(precision, "sparse", None) is not None:
+        transforms.refuse_block_mask(function, "sparse=")
     if score_mod is not None and score_mod[3] is None:
         fail(
             "unsupported",

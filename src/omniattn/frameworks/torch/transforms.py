@@ -31,7 +31,8 @@ def _remember(function: str, ctx: Any, inputs: Sequence[Any], output: tuple[Any,
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*output, *(given.get(name) for name in _TENSORS), *given["arrays"])
     ctx.options = Score(*(given[name] for name in Score._fields))
-    ctx.has_blocks = given.get("block_mask") is not None
+    predicted = ", sparse=(" in (given.get("precision") or "")
+    ctx.has_blocks = "block_mask" if given.get("block_mask") is not None else "sparse=" if predicted else ""
     ctx.has_pages = given.get("block_table") is not None
     ctx.longest = tuple(given[name] for name in ("max_seqlen_q", "max_seqlen_k") if name in given)
 
@@ -44,7 +45,7 @@ def _gradients(function: str, ctx: Any, do: Any, dlse: Any, needed: dict[str, An
     made: dict[str, Any] = {}
     if wanted and not (do is None and dlse is None):
         if ctx.has_blocks:
-            refuse_block_mask(function)
+            refuse_block_mask(function, ctx.has_blocks)
         if ctx.has_pages:
             refuse_pages(function)
         options = ctx.options
@@ -65,10 +66,10 @@ def _gradients(function: str, ctx: Any, do: Any, dlse: Any, needed: dict[str, An
     return tuple(nothing if name == "arrays" else made.get(name) for name in _names(function))
 
 
-def refuse_block_mask(function: str) -> None:
+def refuse_block_mask(function: str, what: str = "block_mask") -> None:
     """Raise, because blocks have no gradient."""
     fail(
-        "unsupported", f"{function}(): an argument requires a gradient, which block_mask does not have",
+        "unsupported", f"{function}(): an argument requires a gradient, which {what} does not have",
         instead="the blocks in mask, or a ScoreMod with mask= and grad=",
     )  # fmt: skip
 
