@@ -38,6 +38,11 @@ KNOBS = (
 STARTS_MLA = "cu_seqlens_qo, cu_seqlens_kv, max_seqlen_qo, max_seqlen_kv"
 SCORE_MLA = "dropout_p=0.0, softmax_scale=None, causal=False, deterministic=False, is_varlen=True"
 MASK = "attn_mask=None, dropout_p=0.0"  # in place of **kwargs
+SPARGE = "attn_mask=None, dropout_p=0.0, is_causal=False, scale=None"
+SPARGE_MORE = (
+    'pvthreshd=50, attention_sink=False, tensor_layout="HND", output_dtype=torch.float16, return_sparsity=False, '
+    "return_lse=False"
+)
 SIGNATURES: dict[str, dict[str, str]] = {
     "flash_attn": {
         "flash_attn_func": f"q, k, v, {SCORE}",
@@ -101,6 +106,14 @@ SIGNATURES: dict[str, dict[str, str]] = {
         "flash_attn_varlen_qkvpacked_func": f"qkv, cu_seqlens, max_seqlen, head_dim_qk, {SCORE_MLA}",
         "flash_attn_varlen_kvpacked_func": f"q, kv, {STARTS_MLA}, head_dim_qk, {SCORE_MLA}",
     },
+    "spas_sage_attn": {
+        "spas_sage2_attn_meansim_topk_cuda": f"q, k, v, {SPARGE}, smooth_k=True, simthreshd1=-0.1, cdfthreshd=None, "
+        f"topk=0.35, {SPARGE_MORE}",
+        "spas_sage2_attn_meansim_cuda": f"q, k, v, {SPARGE}, smooth_k=True, simthreshd1=0.6, cdfthreshd=0.98, "
+        f"{SPARGE_MORE}",
+        "block_sparse_sage2_attn_cuda": f"q, k, v, mask_id=None, dropout_p=0.0, scale=None, smooth_k=True, "
+        f"{SPARGE_MORE}",
+    },
     "bert_padding": {
         "unpad_input": "hidden_states, attention_mask, unused_mask=None",
         "unpad_input_for_concatenated_sequences": "hidden_states, attention_mask_in_length",
@@ -138,12 +151,13 @@ def clean() -> Iterator[None]:
     originals = [
         name
         for name in sys.modules
-        if name.split(".")[0] in ("flash_attn", "flash_attn_interface", "sageattention", "flashinfer", "flash_mla")
+        if name.split(".")[0]
+        in ("flash_attn", "flash_attn_interface", "sageattention", "flashinfer", "flash_mla", "spas_sage_attn")
     ]
     assert originals == []
     yield
     compat.uninstall()
-    names = ("flash_attn", "flash_attn_3", "sageattention", "flashinfer", "flash_mla")
+    names = ("flash_attn", "flash_attn_3", "sageattention", "flashinfer", "flash_mla", "spas_sage_attn")
     assert not [name for name in sys.modules if name.split(".")[0] in names]
 
 
@@ -211,6 +225,21 @@ def test_flashinfer_is_installed_by_its_name_only() -> None:
         _ = flashinfer.sampling
     compat.uninstall()
     assert importlib.util.find_spec("flashinfer") is None
+
+
+@pytest.mark.usefixtures("clean")
+def test_sparge_is_installed_by_its_name_only() -> None:
+    compat.install()
+    assert importlib.util.find_spec("spas_sage_attn") is None
+    compat.install("spas_sage_attn")
+    from spas_sage_attn import block_sparse_sage2_attn_cuda
+    from spas_sage_attn.core import spas_sage2_attn_meansim_topk_cuda
+
+    from omniattn.compat import spas_sage_attn as ours
+
+    assert block_sparse_sage2_attn_cuda is ours.block_sparse_sage2_attn_cuda
+    assert spas_sage2_attn_meansim_topk_cuda is ours.spas_sage2_attn_meansim_topk_cuda
+    assert importlib.metadata.version("spas-sage-attn") == ours.__version__
 
 
 @pytest.mark.usefixtures("clean")

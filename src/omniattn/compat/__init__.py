@@ -1,4 +1,4 @@
-"""Functions of FlashAttention, SageAttention, FlashInfer and FlashMLA on omniattn, for code written for these packages.
+"""Functions of FlashAttention, SageAttention, SpargeAttn, FlashInfer and FlashMLA on omniattn, for code that uses them.
 
 Use the modules themselves, ``from omniattn.compat.flash_attn import flash_attn_func``, or, for code that imports the
 original, `install`. Importing this package imports no framework and installs nothing.
@@ -36,13 +36,15 @@ _MODULES = {
         "flashinfer.cascade": "flashinfer", "flashinfer.page": "flashinfer",
     },
     "flash_mla": {"flash_mla": "flash_mla", "flash_mla.flash_mla_interface": "flash_mla"},
+    "spas_sage_attn": {"spas_sage_attn": "spas_sage_attn", "spas_sage_attn.core": "spas_sage_attn"},
 }  # fmt: skip
 #: Those that are installed by their name only: code that finds the original expects more of it than attention.
-_BY_NAME = ("flashinfer", "flash_mla")
+_BY_NAME = ("flashinfer", "flash_mla", "spas_sage_attn")
 #: Names of the distributions that the originals come with.
 _DISTRIBUTIONS = {
     "flash_attn": ("flash-attn",), "flash_attn_interface": ("flash-attn-3",), "sageattention": ("sageattention",),
     "flashinfer": ("flashinfer-python",), "flash_mla": ("flash-mla",),
+    "spas_sage_attn": ("spas-sage-attn",),
 }  # fmt: skip
 
 #: What stood in sys.modules before, None for nothing, by name of `install` and module.
@@ -62,8 +64,8 @@ def install(*names: str, replace: bool = False) -> None:
         "flash_attn" (with "flash_attn.flash_attn_interface" and "flash_attn.bert_padding"), "flash_attn_interface"
         (FlashAttention-3; with "flash_attn_3"), "sageattention" (with "sageattention.core"). These three unless given.
         Or "flashinfer" (with "flashinfer.decode", ".prefill", ".cascade" and ".page"), whose attention over caches is
-        all that is there, and "flash_mla", whose attention is: for code that uses nothing else of them. What is
-        installed already stays.
+        all that is there, "flash_mla", whose attention is, and "spas_sage_attn" (with "spas_sage_attn.core"), whose
+        functions of SageAttention2 are: for code that uses nothing else of them. What is installed already stays.
     replace : bool
         Also where the original has been imported. Whoever holds its functions keeps them.
 

@@ -1,0 +1,266 @@
+"""SpargeAttn's functions of SageAttention2 (``spas_sage_attn`` 0.1) on omniattn: the same signatures.
+
+``import omniattn.compat.spas_sage_attn as spas_sage_attn``, or ``compat.install("spas_sage_attn")`` for code that
+imports the original. Tensors are torch's, on a GPU of compute capability 9.0 or on the CPU (NumPy reference).
+
+Differences
+-----------
+- ``attn_mask`` raises where it is given; the original drops it. So does ``dropout_p`` above 0.
+- ``simthreshd1``, ``cdfthreshd`` and ``topk`` are numbers; a tensor with one for each head raises.
+- ``pvthreshd`` is checked and changes nothing: no product with V is left out where P is small. Results are closer to
+  those of all products.
+- ``output_dtype`` is checked and changes nothing, as in the original: o has q's dtype, float16 for float32 on a GPU.
+- Blocks of queries that see nothing of what they keep are 0.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .. import arguments
+from ..errors import ArgumentError, UnsupportedError
+from ..ops import attention, sparse_blocks
+from ..problems import Int8
+from . import common
+
+__version__ = "0.1.0"
+
+__all__ = ["block_sparse_sage2_attn_cuda", "spas_sage2_attn_meansim_cuda", "spas_sage2_attn_meansim_topk_cuda"]
+
+#: Queries and keys of a block.
+_BLOCK = (128, 64)
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def spas_sage2_attn_meansim_topk_cuda(
+    q: Any,
+    k: Any,
+    v: Any,
+    attn_mask: Any = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    smooth_k: bool = True,
+    simthreshd1: float = -0.1,
+    cdfthreshd: float | None = None,
+    topk: float | None = 0.35,
+    pvthreshd: float = 50,
+    attention_sink: bool = False,
+    tensor_layout: str = "HND",
+    output_dtype: Any = torch.float16,
+    return_sparsity: bool = False,
+    return_lse: bool = False,
+) -> Any:
+    """8-bit attention over the blocks that `omniattn.sparse_blocks` keeps.
+
+    Parameters
+    ----------
+    q : tensor, (batch, num_q_heads, q_len, head_dim) for "HND", (batch, q_len, num_q_heads, head_dim) for "NHD"
+    k, v : tensor
+        The same with kv_len and num_kv_heads, which divides num_q_heads.
+    attn_mask : None
+    dropout_p : float
+        0.
+    is_causal : bool
+        With as many keys as queries.
+    scale : float, optional
+        1 / sqrt(head_dim) unless given.
+    smooth_k : bool
+        Quantize K minus its mean, which also decides how similar the rows of a block are.
+    simthreshd1 : float
+        ``similarity`` of `omniattn.sparse_blocks`.
+    cdfthreshd, topk : float
+        One of them, the other None: ``cdf`` and ``topk``.
+    pvthreshd : float
+        A number.
+    attention_sink : bool
+        Keep the first block of keys.
+    tensor_layout : "HND" or "NHD"
+    output_dtype : torch.dtype
+        float16, bfloat16 or float32.
+    return_sparsity : bool
+        Also return the share of the visible blocks that are left out, a Python number, for which the host waits.
+    return_lse : bool
+        Also return LSE. Not with return_sparsity.
+
+    Returns
+    -------
+    o : tensor
+        Shape, layout and dtype of q.
+    sparsity : float
+    lse : tensor, (batch, num_q_heads, q_len), float32
+        Natural logarithm.
+
+    Raises
+    ------
+    ArgumentError, UnsupportedError, KernelNotFoundError, CompileError, DriverError
+        As `omniattn.attention`.
+
+    Notes
+    -----
+    SpargeAttn (Zhang et al. 2025).
+    """
+    return _predicted(
+        "spas_sage2_attn_meansim_topk_cuda", q, k, v, attn_mask, dropout_p, is_causal, scale, smooth_k, simthreshd1,
+        cdfthreshd, topk, pvthreshd, attention_sink, tensor_layout, output_dtype, return_sparsity, return_lse,
+    )  # fmt: skip
+
+
+def spas_sage2_attn_meansim_cuda(
+    q: Any,
+    k: Any,
+    v: Any,
+    attn_mask: Any = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    smooth_k: bool = True,
+    simthreshd1: float = 0.6,
+    cdfthreshd: float = 0.98,
+    pvthreshd: float = 50,
+    attention_sink: bool = False,
+    tensor_layout: str = "HND",
+    output_dtype: Any = torch.float16,
+    return_sparsity: bool = False,
+    return_lse: bool = False,
+) -> Any:
+    """`spas_sage2_attn_meansim_topk_cuda` by a share of the weights."""
+    return _predicted(
+        "spas_sage2_attn_meansim_cuda", q, k, v, attn_mask, dropout_p, is_causal, scale, smooth_k, simthreshd1,
+        cdfthreshd, None, pvthreshd, attention_sink, tensor_layout, output_dtype, return_sparsity, return_lse,
+    )  # fmt: skip
+
+
+def block_sparse_sage2_attn_cuda(
+    q: Any,
+    k: Any,
+    v: Any,
+    mask_id: Any = None,
+    dropout_p: float = 0.0,
+    scale: float | None = None,
+    smooth_k: bool = True,
+    pvthreshd: float = 50,
+    attention_sink: bool = False,
+    tensor_layout: str = "HND",
+    output_dtype: Any = torch.float16,
+    return_sparsity: bool = False,
+    return_lse: bool = False,
+) -> Any:
+    """8-bit attention over the blocks of a mask.
+
+    Parameters
+    ----------
+    mask_id : tensor, (batch, num_q_heads, ceil(q_len / 128), ceil(kv_len / 64))
+        Blocks of 128 queries and 64 keys: bool, or integers that are not 0. Shapes that broadcast to it will do.
+
+    The others, results and errors as those of `spas_sage2_attn_meansim_topk_cuda`; there is no causal form.
+    """
+    function = "block_sparse_sage2_attn_cuda"
+    if not isinstance(mask_id, torch.Tensor):
+        raise ArgumentError("mask_id", "a torch.Tensor", type(mask_id).__name__, function=function)
+    blocks = mask_id if mask_id.dtype == torch.bool else mask_id != 0
+    if common.flag(attention_sink, "attention_sink", function):
+        blocks = blocks.clone()
+        blocks[..., :1] = True
+    q, k, v = _tensors(function, q, k, v, dropout_p, tensor_layout, output_dtype, pvthreshd)
+    with common.told(function, block_mask="mask_id", softmax_scale="scale"):
+        return _attend(function, q, k, v, blocks, False, scale, smooth_k, tensor_layout, return_sparsity, return_lse)
+
+
+def _predicted(
+    function: str,
+    q: Any,
+    k: Any,
+    v: Any,
+    attn_mask: Any,
+    dropout_p: Any,
+    is_causal: Any,
+    scale: Any,
+    smooth_k: Any,
+    simthreshd1: Any,
+    cdfthreshd: Any,
+    topk: Any,
+    pvthreshd: Any,
+    attention_sink: Any,
+    layout: Any,
+    output_dtype: Any,
+    return_sparsity: Any,
+    return_lse: Any,
+) -> Any:
+    common.refuse(
+        function, "blocks are what is left out", "omniattn.attention(mask=, precision='int8')",
+        attn_mask=(attn_mask, None),
+    )  # fmt: skip
+    for name, x in (("simthreshd1", simthreshd1), ("cdfthreshd", cdfthreshd), ("topk", topk)):
+        if isinstance(x, torch.Tensor) and x.ndim:
+            raise UnsupportedError(f"{function}(): {name} for each head", instead="a number for all heads")
+    q, k, v = _tensors(function, q, k, v, dropout_p, layout, output_dtype, pvthreshd)
+    causal, smooth_k = common.flag(is_causal, "is_causal", function), common.flag(smooth_k, "smooth_k", function)
+    axis = 1 if layout == "NHD" else 2
+    if causal and q.shape[axis] != k.shape[axis]:
+        raise UnsupportedError(
+            f"{function}(): is_causal=True with {q.shape[axis]} queries and {k.shape[axis]} keys",
+            instead="omniattn.attention(causal=True), aligned at the bottom right",
+        )
+    names = {"topk": "topk", "cdf": "cdfthreshd", "similarity": "simthreshd1", "softmax_scale": "scale"}
+    with common.told(function, **names):
+        similarity = arguments.check_number(simthreshd1, "similarity", function)
+        # Of all blocks no similarity is below 0: then the mean of K changes nothing.
+        centred = k - k.mean(axis, keepdim=True) if smooth_k and similarity >= 0 and k.shape[axis] else k
+        blocks = sparse_blocks(
+            q, centred, topk=topk, cdf=cdfthreshd, similarity=similarity, block_size=_BLOCK, causal=causal,
+            keep_first=int(common.flag(attention_sink, "attention_sink", function)), layout=layout,
+        )  # fmt: skip
+        return _attend(function, q, k, v, blocks, causal, scale, smooth_k, layout, return_sparsity, return_lse)
+
+
+def _tensors(
+    function: str, q: Any, k: Any, v: Any, dropout_p: Any, layout: Any, output_dtype: Any, pvthreshd: Any
+) -> tuple[Any, Any, Any]:
+    """q, k and v in one type that our functions take."""
+    common.refuse_dropout(dropout_p, function)
+    common.check_tensors(function, q=q, k=k, v=v)
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        common.check_rank(x, name, "(batch, heads, seqlen, head_dim)", function)
+    if not isinstance(layout, str) or layout not in ("HND", "NHD"):
+        raise ArgumentError("tensor_layout", "'HND' or 'NHD'", repr(layout), function=function)
+    if output_dtype not in _DTYPES:
+        raise ArgumentError("output_dtype", "float16, bfloat16 or float32", repr(output_dtype), function=function)
+    if not (isinstance(pvthreshd, torch.Tensor) and pvthreshd.ndim):
+        arguments.check_number(pvthreshd, "pvthreshd", function)
+    wanted = torch.float16 if q.dtype == torch.float32 and q.is_cuda else q.dtype
+    return q.to(wanted), k.to(wanted), v.to(wanted)
+
+
+def _attend(
+    function: str,
+    q: Any,
+    k: Any,
+    v: Any,
+    blocks: torch.Tensor,
+    causal: bool,
+    scale: Any,
+    smooth_k: Any,
+    layout: str,
+    return_sparsity: Any,
+    return_lse: Any,
+) -> Any:
+    with_sparsity = common.flag(return_sparsity, "return_sparsity", function)
+    with_lse = common.flag(return_lse, "return_lse", function)
+    if with_sparsity and with_lse:
+        raise ArgumentError("return_lse", "False with return_sparsity=True", "True", function=function)
+    result = attention(
+        q, k, v, layout=layout, causal=causal, softmax_scale=scale, block_mask=blocks, block_size=_BLOCK,
+        precision=Int8(smooth_k=common.flag(smooth_k, "smooth_k", function)), return_lse=with_lse,
+    )  # fmt: skip
+    if not with_sparsity:
+        return result
+    axis = 1 if layout == "NHD" else 2
+    rows, keys = q.shape[axis], k.shape[axis]
+    first_key = torch.arange(0, max(keys, 1), _BLOCK[1], device=q.device)
+    last_query = torch.arange(_BLOCK[0], rows + _BLOCK[0], _BLOCK[0], device=q.device).clamp(max=rows) - 1
+    visible = (first_key <= last_query[:, None] + keys - rows) if causal else torch.ones((), dtype=torch.bool)
+    every = visible.to(q.device).expand(blocks.shape)
+    return result, 1.0 - ((blocks & every).sum() / every.sum().clamp(min=1)).item()
