@@ -358,7 +358,7 @@ def test_a_score_mod_leaves_nothing_open(monkeypatch: pytest.MonkeyPatch) -> Non
     operation = ops._with_arrays("attention", ("block_mask",))
     of = operation.check(Call(operation, (None,) * 9, said, facts=(None, (128, 128))), tensors)
     assert of.alternatives is None
-    assert of.note == "exact in place of auto: low precisions have no score_mod and no block_mask"
+    assert of.note == "exact in place of auto: it is not weighed with score_mod and block_mask"
     del tensors["block_mask"]
     alone = check_attention(Call(ops._ATTENTION, (None,) * 8, said), tensors)
     assert alone.alternatives is not None

@@ -50,7 +50,7 @@ def check_call(call: Call, tensors: dict[str, Tensor]) -> AttentionProblem:
             instead="precision='exact'",
         )
     if problem.alternatives is not None:
-        problem = checks.exact_for(problem, "low precisions have no score_mod and no block_mask")
+        problem = checks.exact_for(problem, "it is not weighed with score_mod and block_mask")
     if size is not None:
         problem = replace(problem, block_mask=_check_block_mask(problem, tensors["block_mask"], size, function))
     if texts is not None:
