@@ -246,8 +246,8 @@ FAMILIES: dict[str, list[str]] = {
     "decode": ["decode_sm80", "decode_combine_sm80"],
     "with cache": ["attn_fwd_sm90"],
     "with cache, tokens": ["decode_sm80", "decode_combine_sm80"],
-    "sparse": ["mla_decode_sm80"],  # each CTA has whole lists: nothing is to be merged
-    "decode, lists": ["mla_decode_sm80", "mla_combine_sm80"],
+    "sparse": ["mla_decode_few_sm90"],  # each CTA has whole lists: nothing is to be merged
+    "decode, lists": ["mla_decode_few_sm90", "mla_combine_sm80"],
     "append": ["kv_append_sm80"],
     "copy_blocks": ["kv_copy_sm80"],
     "copy_recent": ["kv_copy_sm80"],
