@@ -85,7 +85,8 @@ class Latent16Scores {
         // For the eight warps that have O, which pass over this block of the ring.
         arrive_for_warp(smem_.empty[ring_.buffer], lane_);
         arrive_for_warp(smem_.empty[ring_.buffer], lane_);
-        // As after each block, so that all phases of these are counted by blocks of the ring; nobody waits for this one.
+        // As after each block, so that all phases of these are counted by blocks of the ring; nobody waits for this
+        // one.
         arrive_for_warp(smem_.ready[ring_.buffer], lane_);
         arrive_for_warp(smem_.last_read, lane_);
         ring_.advance();

@@ -33,8 +33,8 @@ class Latent16Values {
     OA_DEVICE void run() {
         if (has_copies()) begin_copies();
         for (uint32 number = 0;; ++number) {
-            // Here, where there are no sums that would have to leave their registers. All are done with split number - 2,
-            // which had the place before: the scores of number - 1 end after that.
+            // Here, where there are no sums that would have to leave their registers. All are done with split number -
+            // 2, which had the place before: the scores of number - 1 end after that.
             if (has_copies()) copies_.publish(number + 2);
             wait_for_split(smem_, number);
             const LatentSplit& split = smem_.splits[number & 3];

@@ -1,5 +1,5 @@
-// Products of mla_decode_sm80 and mla_decode_few_sm90 over rows in 8 bits of which a CTA needs each code twice, once for
-// S and once for O: codes become fp16 in registers, and stay 8 bits wide in shared memory.
+// Products of mla_decode_sm80 and mla_decode_few_sm90 over rows in 8 bits of which a CTA needs each code twice, once
+// for S and once for O: codes become fp16 in registers, and stay 8 bits wide in shared memory.
 #pragma once
 #include "decode/latent_rows.cuh"
 #include "ptx/cvt.cuh"

@@ -24,8 +24,8 @@ class LatentConsumer {
     static constexpr uint32 kBlockBytes = LatentStorage<Config>::kBlockBytes;
     static constexpr int kOutput = Config::kHeadDimV / 4, kScores = Config::kKeys / 2;
     static constexpr int kPartOutput = kOutput / Config::kPvParts;
-    // Without registers to hold scores until P is known to be small enough, the maximum is taken first. Where TMA brings
-    // rows memory binds, and less time between products made it slower.
+    // Without registers to hold scores until P is known to be small enough, the maximum is taken first. Where TMA
+    // brings rows memory binds, and less time between products made it slower.
     static constexpr bool kMaximumFirst = Config::kByMaps || Config::kPvParts != 1;
     static constexpr uint32 kPartBytes = Config::kHalfPanels / Config::kPvParts * kPanelBytes;
 
@@ -134,8 +134,8 @@ class LatentConsumer {
         issue_shared(kBuffer);
     }
 
-    // Warpgroup 1: S and P of odd blocks, and of O's right half all. It takes the even block's P, and base, ahead of its
-    // own: the other order leaves the tensor cores nothing to do meanwhile.
+    // Warpgroup 1: S and P of odd blocks, and of O's right half all. It takes the even block's P, and base, ahead of
+    // its own: the other order leaves the tensor cores nothing to do meanwhile.
     OA_DEVICE void odd_blocks(const LatentSplit& split) {
         float s[kScores], alpha[2];
         int32 block = 0;
@@ -353,8 +353,8 @@ class LatentConsumer {
         for (int i = 0; i < kOutput; ++i) o_[i] *= alpha[i >> 1 & 1];
     }
 
-    // P of a block, by a base that the maximum is not far above: whether it is shows in the sums of P. Then, and for the
-    // first block of a split, the base becomes the maximum. Returns whether O has to follow.
+    // P of a block, by a base that the maximum is not far above: whether it is shows in the sums of P. Then, and for
+    // the first block of a split, the base becomes the maximum. Returns whether O has to follow.
     OA_DEVICE bool soften(const float (&s)[kScores], const Extras& x, uint32 (&probs)[Config::kKeys / 16][4],
                           float (&alpha)[2], bool first) {
         bool grew = false, sure = kMaximumFirst || first;

@@ -1,5 +1,5 @@
-// Copies of mla_decode_few_sm90 by warps of their own, which bring the tiles of both teams to a ring of stages, one after
-// the other: a copy holds up the warp that asks for it where memory is busy.
+// Copies of mla_decode_few_sm90 by warps of their own, which bring the tiles of both teams to a ring of stages, one
+// after the other: a copy holds up the warp that asks for it where memory is busy.
 #pragma once
 #include "decode/latent_codes.cuh"
 #include "decode/latent_rows.cuh"

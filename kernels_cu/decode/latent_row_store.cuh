@@ -9,8 +9,8 @@
 #include "ptx/cvt.cuh"
 #include "ptx/types.cuh"
 
-// Pairs of channels side by side, of a lane's 16 accumulators of 64 columns: which they are, and the first one's column.
-// Over codes (decode/latent_codes.cuh) a lane has four channels side by side, even ones first.
+// Pairs of channels side by side, of a lane's 16 accumulators of 64 columns: which they are, and the first one's
+// column. Over codes (decode/latent_codes.cuh) a lane has four channels side by side, even ones first.
 template <bool kInCodes>
 OA_DEVICE constexpr int first_of_pair(int n) {
     return kInCodes ? 4 * (n >> 1) + (n & 1) : 2 * n;

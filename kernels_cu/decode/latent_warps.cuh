@@ -29,9 +29,9 @@ class LatentWarps {
     static constexpr uint32 kQRow = 2 * Config::kHeadDim;
     using Codes = typename IfCodes<Config, Config::kInCodes>::Type;
     using P = typename IfCodes<Config, Config::kInCodes>::P;
-    // O and denominators count 2^-kLift: P over codes, fp16, stays clear of what that rounds to less than 11 bits.
-    static constexpr float kLift = !Config::kInCodes ? 0.0f : Config::kFormat == kRows656 ? 4.0f : 7.0f;
-    static constexpr float kLowered = 1.0f / float(1 << int(kLift));
+    // O and denominators count 2^-kRaised: P over codes, fp16, stays clear of what that rounds to less than 11 bits.
+    static constexpr float kRaised = !Config::kInCodes ? 0.0f : Config::kFormat == kRows656 ? 4.0f : 7.0f;
+    static constexpr float kLowered = 1.0f / float(1 << int(kRaised));
     static constexpr int kSteps = 4 / Config::kParts;  // of 16 channels, of a panel
     static constexpr int kOwnKeys = Config::kKeys / Config::kKeyWarps;
     static constexpr int kMTiles = Config::kRows / 16;
@@ -244,11 +244,11 @@ class LatentWarps {
         for (int distance = 1; distance < kLanes; distance <<= 1)
             top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, distance));
         // As `OnlineSoftmax`; the caller may want the maximum itself.
-        const bool grew = top - m_ > (params_.row_max == nullptr ? 8.0f : 0.0f) + kLift;
+        const bool grew = top - m_ > (params_.row_max == nullptr ? 8.0f : 0.0f) + kRaised;
         float alpha = 1.0f;
         if (grew) {
-            alpha = exp2_approx(m_ - (top - kLift));
-            m_ = top - kLift;
+            alpha = exp2_approx(m_ - (top - kRaised));
+            m_ = top - kRaised;
             l_ *= alpha;
         }
         if (lane % kLanes == 0) smem_.alpha[own] = alpha;
@@ -329,8 +329,8 @@ class LatentWarps {
 #pragma unroll
         for (int distance = 1; distance < kLanes; distance <<= 1) l_ += __shfl_xor_sync(0xffffffffu, l_, distance);
         const int32 own = own_row(fresh(warp_), fresh(lane_));
-        // The lift is nobody else's business: powers of two.
-        if (lane_ % kLanes == 0) smem_.m[own] = m_ + kLift, smem_.l[own] = l_ * kLowered;
+        // By how much P was raised is nobody else's business: powers of two.
+        if (lane_ % kLanes == 0) smem_.m[own] = m_ + kRaised, smem_.l[own] = l_ * kLowered;
         all_teams();
         const int32 lane = fresh(lane_);
         number_ += split.blocks;

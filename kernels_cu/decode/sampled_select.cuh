@@ -238,8 +238,8 @@ struct SampledSelect {
         if (at < kWindow) atomicOr(&s.mask[at / 32], 1u << (at & 31));
     }
 
-    // put(rank, at) for each bit, in order, ranks from `first` on; returns the bits' number. By way of `list`, if it has
-    // room for so many: then neighbours write neighbours. With a barrier.
+    // put(rank, at) for each bit, in order, ranks from `first` on; returns the bits' number. By way of `list`, if it
+    // has room for so many: then neighbours write neighbours. With a barrier.
     template <typename Put>
     static OA_DEVICE uint32 for_bits(Storage& s, uint32 elements, uint32 first, uint32* list, uint32 room, Put put) {
         constexpr int32 kWords = kMask / kThreads;

@@ -9,10 +9,10 @@
 #include "ptx/types.cuh"
 
 // What reaches the floor of a part of any length: it passes through registers, and candidates go to stacks of threads.
-// The interface of all: fits() says whether it takes the row, start() asks for the part, wait() waits for what is copied
-// to shared memory, read() finds candidates, count() counts their bins, choose() takes
-// those above the k-th largest's bin and returns how many this thread has, and puts those in it to s.ties; put() hands
-// on the positions of the chosen, ranks from `first` on, `last` being the last one of the bin that is chosen.
+// The interface of all: fits() says whether it takes the row, start() asks for the part, wait() waits for what is
+// copied to shared memory, read() finds candidates, count() counts their bins, choose() takes those above the k-th
+// largest's bin and returns how many this thread has, and puts those in it to s.ties; put() hands on the positions of
+// the chosen, ranks from `first` on, `last` being the last one of the bin that is chosen.
 template <typename S, int32 kThreads, int32 kVectors, bool kIsAlone>
 struct StackedPart {
     static constexpr uint32 kAhead = 1 << 16;  // elements that are asked for ahead

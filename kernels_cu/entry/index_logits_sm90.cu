@@ -71,8 +71,9 @@ struct Sets {
 // Where 16 bytes of a row of 128 go under a swizzle of 128 bytes.
 OA_DEVICE uint32 swizzled(int32 row, int32 chunk) { return row * kIndexDim + ((chunk ^ (row & 7)) << 4); }
 
-// Of a product's columns: those whose relu is a maximum; for others an addition makes twice that, for half of the weight.
-// Where several warpgroups multiply, additions and maxima in turn are faster than either: they are of two pipes.
+// Of a product's columns: those whose relu is a maximum; for others an addition makes twice that, for half of the
+// weight. Where several warpgroups multiply, additions and maxima in turn are faster than either: they are of two
+// pipes.
 OA_DEVICE constexpr bool has_maximum(int32 column) { return kConsumers > 1 && (column & 1); }
 
 // Queries and weights to shared memory, by the consumers; what there is no head for are zeros.

@@ -10,8 +10,8 @@
 //                     team barrier  |  O += P(i) k(i)  |  arrive empty
 //   producers:        wait empty  |  a quarter of a tile's keys, 16 bytes a copy  |  arrive full behind the copies
 //
-// A tile has 32 keys; 64 where rows have 8 bits, which stay so in shared memory (decode/latent_codes.cuh). About half of
-// Q is in registers, the rest is read from shared memory.
+// A tile has 32 keys; 64 where rows have 8 bits, which stay so in shared memory (decode/latent_codes.cuh). About half
+// of Q is in registers, the rest is read from shared memory.
 //
 // Shared memory, bytes: Q [16 * 1152], later Q's fragments, at last O of a team | barriers | K [stages][keys * row] |
 // scores [2][4][16 * 4 * keys], at last O of a team | P, scales, rescale factors, maxima, denominators of a team |

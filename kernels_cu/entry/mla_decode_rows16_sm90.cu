@@ -14,9 +14,9 @@
 //   S(2) = Q K(2)^T  -- ready 1 -----> O += P(1) K(1)[:, half]
 //   P(2) -> shared                     -- empty 1 ---------------------------------> Q of the next split
 //
-// P V of a block begins when two thirds of the products of the next S have been issued, not when P is there. If it began
-// with P, both would have half of the tensor cores, be done together, and leave them idle during the softmax. As it is,
-// they are busy with P V while the softmax runs, and the end of S and the begin of P V overlap.
+// P V of a block begins when two thirds of the products of the next S have been issued, not when P is there. If it
+// began with P, both would have half of the tensor cores, be done together, and leave them idle during the softmax. As
+// it is, they are busy with P V while the softmax runs, and the end of S and the begin of P V overlap.
 //
 // Q of a split has the size and the layout of a block of keys, and is one in the ring, ahead of the split's keys: so it
 // is asked for while the split before is computed. Its 512 channels that a value has too go to the registers of
@@ -25,8 +25,8 @@
 // block, which no value has.
 //
 // The warp that asks for copies walks over the splits too, up to two ahead. Where the running maximum rises, rows of
-// alpha tell warpgroups 1 and 2 to rescale O; at the end of a split scale is what O is multiplied with, worked out while
-// its last P V runs. A warp of rows has to do with the warps of the same rows only.
+// alpha tell warpgroups 1 and 2 to rescale O; at the end of a split scale is what O is multiplied with, worked out
+// while its last P V runs. A warp of rows has to do with the warps of the same rows only.
 //
 // Shared memory, bytes: ring [3][9][64 * 128] | Q [64 * 128], [64 * 32] | factors, barriers, splits, scan: 1024. Panels
 // of 64 channels, 128-byte swizzle; the 16 channels of Q 32-byte swizzle.

@@ -15,13 +15,13 @@
 //   all warps: wait for tile i  |  barrier  |  copy tile i + 1, part of S(i) -> shared  |  barrier  |
 //              sum of the parts, m, P(i) -> shared  |  barrier  |  O += P(i) k(i)
 //
-// 8-bit rows stay so in shared memory where a CTA has 16 rows, 64 keys at a time (decode/latent_codes.cuh). Else tile i is
-// converted behind the first barrier, and another one follows. Q of up to 32 rows comes by way of a tile's place.
+// 8-bit rows stay so in shared memory where a CTA has 16 rows, 64 keys at a time (decode/latent_codes.cuh). Else tile i
+// is converted behind the first barrier, and another one follows. Q of up to 32 rows comes by way of a tile's place.
 //
 // Shared memory, bytes: K [stages][keys * row], 16-bit rows by 16 bytes of 128 swizzled by key | scores
 // [parts][ROWS * 4 * keys], P in the first part's | Q that registers do not hold | scales of 656-byte rows | rescale
-// factors, maxima, denominators | 8-bit rows that become 16 [32 * row] | listed keys | scan, splits. Two stages, but one
-// where rows are converted.
+// factors, maxima, denominators | 8-bit rows that become 16 [32 * row] | listed keys | scan, splits. Two stages, but
+// one where rows are converted.
 #include "decode/latent.cuh"
 #include "decode/latent_rows.cuh"
 #include "decode/latent_tiles.cuh"

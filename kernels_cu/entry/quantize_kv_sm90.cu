@@ -5,8 +5,8 @@
 //   k_int = nearest_even((k - k_mean) / k_scale), one scale for each lane of a tile of 128 keys
 //   v_out = e4m3((v - mean) / v_scale), v_mean = mean and the mean of the rounding errors (quantize/values.cuh)
 //
-// k, v: [batch, seqlen_k, num_kv_heads, head_dim], fp16 or bf16, any strides with 16-byte rows. Outputs and the order of
-// every sum: docs/quantization.md; the bits are those of quantize_sm80, without its tickets and flags.
+// k, v: [batch, seqlen_k, num_kv_heads, head_dim], fp16 or bf16, any strides with 16-byte rows. Outputs and the order
+// of every sum: docs/quantization.md; the bits are those of quantize_sm80, without its tickets and flags.
 //
 // Two launches of one source, the second one while the first one ends, attention behind them while the second one does:
 //

@@ -1,5 +1,5 @@
-// A block of 128 keys of K of a dense batch, behind a launch that has summed up samples (quantize/value_sums.cuh). The bits
-// are those of quantize/rows.cuh.
+// A block of 128 keys of K of a dense batch, behind a launch that has summed up samples (quantize/value_sums.cuh). The
+// bits are those of quantize/rows.cuh.
 #pragma once
 #include "quantize/rows.cuh"
 #include "quantize/value_sums.cuh"
@@ -32,8 +32,8 @@ OA_DEVICE void quantize_keys_block(const QuantizeParams& p, const QuantizeItem& 
 #pragma unroll
     for (int j = 0; j < 8; ++j) mean[j] = s.mean[cc * 8 + j];
 
-    // All rows of a thread have one group. Where all rows exist and are finite, lane 0 of a row's has its magnitude; else
-    // lane cc < 8 has that of one row (combine_rows).
+    // All rows of a thread have one group. Where all rows exist and are finite, lane 0 of a row's has its magnitude;
+    // else lane cc < 8 has that of one row (combine_rows).
     Grouping grouping(kPerThread, kCommonKeyTile, false, false);
     int32 own_row = ty + row_of_lane(cc & 7) * kRowLanes, slot = grouping.slot(own_row);
     bool regular = count == kBlockRows, bad = false;

@@ -3,8 +3,8 @@
 #include "quantize/value_sums.cuh"
 #include "quantize/values.cuh"
 
-// By a CTA of 2 * kHeadDim threads, which may be launched while the kernel ahead ends: until then it reads v alone. t: the
-// block, with `rows` and `stride_bytes`. last: a word of shared memory.
+// By a CTA of 2 * kHeadDim threads, which may be launched while the kernel ahead ends: until then it reads v alone. t:
+// the block, with `rows` and `stride_bytes`. last: a word of shared memory.
 template <typename Io, int kHeadDim>
 OA_DEVICE void quantize_values_block(const QuantizeParams& p, const QuantizeItem& t, ValuesStorage<kHeadDim>& s,
                                      uint32* last) {

@@ -1,9 +1,9 @@
 // Means of K, and means and ranges of the channels of V, of dense batches, in two halves: a launch sums up a sample in
-// chunks; every CTA of the next one adds the chunks up. So nobody waits for a flag, and nothing has to be zeroed before. The same
-// operations in the same order as quantize/reduce.cuh, and so the same bits.
+// chunks; every CTA of the next one adds the chunks up. So nobody waits for a flag, and nothing has to be zeroed
+// before. The same operations in the same order as quantize/reduce.cuh, and so the same bits.
 //
-// Partials of a chunk of V, [4][HEAD_DIM]: 1 where the channel has NaN or infinity, sum, maximum, minimum; behind those of
-// all heads the sums of K's chunks, [HEAD_DIM] each.
+// Partials of a chunk of V, [4][HEAD_DIM]: 1 where the channel has NaN or infinity, sum, maximum, minimum; behind those
+// of all heads the sums of K's chunks, [HEAD_DIM] each.
 #pragma once
 #include "quantize/items.cuh"
 #include "quantize/reduce.cuh"
