@@ -290,8 +290,8 @@ class Int8Consumer : public ForwardConsumer<Config, Derived> {
         scales[0] = scales[1] = scale_of_queries(t, warp_row);
     }
 
-    // What RawQueries found besides, once it has taken them; of others nothing. From here on what the kernel ahead makes
-    // is read.
+    // What RawQueries found besides, once it has taken them; of others nothing. From here on what the kernel ahead
+    // makes is read.
     template <typename Queries>
     OA_DEVICE void note_queries(const Queries& q, const FwdTile& t, int32 warp_row, float (&scales)[2]) const {
         if constexpr (Config::kRawQ) {

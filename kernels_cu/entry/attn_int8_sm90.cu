@@ -22,10 +22,10 @@
 //   consumer, step i   wait inner.full | S(i) = Q K(i)^T | A += P(i-1) V(i-1), sums of P(i-1)
 //                      softmax(i), under the products with P(i-1) | arrive inner.empty
 //                      every flush_keys keys: O += A, A = 0
-// With REGISTER_Q consumers read Q before the first step and release its stage at once. With QUANTIZE_Q so they do, of Q
-// in 16 bits as the call has it [batch, seqlen_q, num_q_heads, head_dim], any strides, and make q_int and q_scale of it
-// (tile/raw_queries.cuh); there is no row_bias then: rows with NaN or infinity are known. It may be launched while the
-// kernel that makes K and V ends: until then it reads Q alone.
+// With REGISTER_Q consumers read Q before the first step and release its stage at once. With QUANTIZE_Q so they do, of
+// Q in 16 bits as the call has it [batch, seqlen_q, num_q_heads, head_dim], any strides, and make q_int and q_scale of
+// it (tile/raw_queries.cuh); there is no row_bias then: rows with NaN or infinity are known. It may be launched while
+// the kernel that makes K and V ends: until then it reads Q alone.
 //
 // SPLIT_KEYS: a CTA takes a part of a tile's keys (scheduler/split_tiles.cuh), and rows of a tile are those of several
 // heads, each with scales and biases of its own; attn_combine_sm80 merges. WITH_LSE stores sums of P before rounding
@@ -45,10 +45,11 @@
 // products with ones. The LSE is of sums before rounding, which kernels WITH_LSE compute besides; their O has the same
 // bits. With factors of V both are of sums before rounding, because P rounded with a small factor is 0.
 //
-// Shared memory, bytes: masks, if any | Q [NUM_Q_STAGES][BLOCK_M * HEAD_DIM], twice that with QUANTIZE_Q | K [NUM_STAGES][BLOCK_N * HEAD_DIM] | V
-// [same] | ones [512], with SCORE_MODS [256] | delta_s [NUM_STAGES][DELTA_ROWS][BLOCK_N * 4], with QUANTIZE_Q a byte a thread | O [BLOCK_M * HEAD_DIM *
-// 4] | k_scale [NUM_STAGES][16] | v_scale and v_mean [NUM_CONSUMERS][2][HEAD_DIM * 4], at head_dim 256 in O's place |
-// barriers. Rows of Q and K are min(HEAD_DIM, 128) bytes, those of V BLOCK_N, each with a swizzle of its length.
+// Shared memory, bytes: masks, if any | Q [NUM_Q_STAGES][BLOCK_M * HEAD_DIM], twice that with QUANTIZE_Q | K
+// [NUM_STAGES][BLOCK_N * HEAD_DIM] | V [same] | ones [512], with SCORE_MODS [256] | delta_s
+// [NUM_STAGES][DELTA_ROWS][BLOCK_N * 4], with QUANTIZE_Q a byte a thread | O [BLOCK_M * HEAD_DIM * 4] | k_scale
+// [NUM_STAGES][16] | v_scale and v_mean [NUM_CONSUMERS][2][HEAD_DIM * 4], at head_dim 256 in O's place | barriers. Rows
+// of Q and K are min(HEAD_DIM, 128) bytes, those of V BLOCK_N, each with a swizzle of its length.
 #include "attention/int8_blocks_roles.cuh"
 #include "attention/int8_mods_roles.cuh"
 #include "attention/int8_roles.cuh"

@@ -29,6 +29,6 @@ def check(o: Any, lse: Any = None) -> None:
         assert ((cupy.asnumpy(o.array) & 0x7FFF) <= 0x7F80).all()
     else:
         assert not np.isnan(cupy.asnumpy(o)).any()
-    # Of a library that CuPy is not, for queries in bf16.
-    lse = lse if lse is None or isinstance(lse, cupy.ndarray) else cupy.from_dlpack(lse)
+    if isinstance(o, BFloat16Array):  # whose library is not CuPy
+        lse = cupy.from_dlpack(lse)
     assert lse is None or not np.isnan(cupy.asnumpy(lse)).any()

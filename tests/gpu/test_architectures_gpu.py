@@ -18,6 +18,7 @@ from omniattn.registry import REGISTRY, KernelSpec, by_name  # noqa: E402
 from omniattn.registry.spec import IO_TYPES  # noqa: E402
 from omniattn.runtime import LoadedKernel  # noqa: E402
 from omniattn.runtime.arch import Arch  # noqa: E402
+from omniattn.testing.block_cases import BLOCK_OPS  # noqa: E402
 from omniattn.testing.cache_cases import CACHE_OPS  # noqa: E402
 from omniattn.testing.cases import operation_of  # noqa: E402
 from omniattn.testing.frameworks import TorchFramework  # noqa: E402
@@ -116,6 +117,8 @@ def test_row(
         of_split = (f"attn_fwd_sm80_{IO_TYPES[spec.dtype][0]}_d256_split{mods}" for mods in ("", "_mods"))
         wants.add(next(s.name for s in REGISTRY if s.op == "attention_combine" and s.dtype == spec.dtype))
         may_want |= set(of_split) - wants if spec.op == "attention_combine" else set()
+    elif spec.op in BLOCK_OPS:
+        may_want |= {s.name for s in REGISTRY if s.op in BLOCK_OPS} - wants
     if not spec.quantized and (spec.score_mods or spec.op == "attention_combine"):
         may_want |= {s.name for s in REGISTRY if s.op in MASK_OPS and s.dtype in (spec.dtype, "uint8")}
 
@@ -127,7 +130,7 @@ def test_row(
 
     PLANS.clear()
     monkeypatch.setattr(runtime, "load", load)
-    own_cases = spec.op in (*MASK_OPS, *INDEXER_OPS, "layout_fp8", "clear_unused") or spec.value_factors
+    own_cases = spec.op in (*MASK_OPS, *INDEXER_OPS, *BLOCK_OPS, "layout_fp8", "clear_unused") or spec.value_factors
     if spec.specialization is None and not own_cases:
         monkeypatch.setenv("OMNIATTN_FORCE_KERNEL", ",".join(sorted(wants | may_want)))
     else:  # only attention starts these, or some of its calls

@@ -121,7 +121,7 @@ def test_bases_that_rise(head_dim: int, rows: int, seed: int, monkeypatch: pytes
     check(q * 30, k, v, (64, 64), 0.6, seed)  # scales that integers do not take
 
 
-@pytest.mark.parametrize(("head_dim", "rows"), [(d, rows) for d, tiles in TILES.items() for rows in tiles])
+@pytest.mark.parametrize(("head_dim", "rows"), [(d, rows) for d, tiles in TILES.items() for rows in tiles if d > 64])
 def test_fp8(head_dim: int, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same as the mask, up to the bases of P."""
     q, k, v = tensors(2, 450, 900, 2, head_dim, "bfloat16")
