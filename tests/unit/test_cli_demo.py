@@ -17,6 +17,7 @@ from omniattn.cli import console, demo, main
 from omniattn.data import load_activations
 from omniattn.errors import ArgumentError, UnsupportedError
 from omniattn.problems import Pages, Target
+from omniattn.problems.score_mod import BlockMaskProblem
 from omniattn.reference import low_precision
 from omniattn.reference.e4m3 import decode_e4m3, encode_e4m3
 from omniattn.registry import REGISTRY
@@ -219,6 +220,7 @@ def test_every_kernel_has_a_problem_that_it_takes() -> None:
                 tensor_maps=True,
                 softcap=case.options.get("softcap", 0.0),
                 mask=next((kind for name, kind in MASKS.items() if name in case.arrays), "none"),
+                block_mask=BlockMaskProblem((2, 1), (0, 0, 16, 1)) if "blocks" in case.arrays else None,
                 mask_map=True,
                 strides=dataclasses.replace(
                     described.strides, mask=(0, 256, 16, 1) if {"bias", "io"} & set(case.arrays) else (0, 0, 0, 1)

@@ -288,7 +288,7 @@ def test_the_reason_says_that_no_copy_brings_queries() -> None:
 
 @pytest.mark.parametrize(
     ("dtype", "heads", "name"),
-    [("bfloat16", 16, "sm80_bf16_d576v512_656_r16"), ("bfloat16", 17, "rows8_sm90_bf16_d576v512_656"),
+    [("bfloat16", 16, "few_sm90_bf16_d576v512_656"), ("bfloat16", 17, "rows8_sm90_bf16_d576v512_656"),
      ("bfloat16", 128, "rows8_sm90_bf16_d576v512_656"), ("float16", 128, "sm80_fp16_d576v512_656_r64")],
 )  # fmt: skip
 def test_rows_of_656_bytes(dtype: str, heads: int, name: str) -> None:

@@ -20,6 +20,7 @@ from omniattn.plan.attention import plan_attention
 from omniattn.plan.engine import Launches
 from omniattn.problems import UNLIMITED, AttentionProblem, AttentionStrides, Int4, Int8, Target
 from omniattn.problems.quantize import QuantizeProblem, carve
+from omniattn.problems.score_mod import BlockMaskProblem
 from omniattn.problems.tile_order import num_m_blocks
 from omniattn.registry import REGISTRY, KernelSpec
 from omniattn.runtime import record as record_module
@@ -337,6 +338,8 @@ def test_boxes_of_every_row_are_tiles(spec: KernelSpec) -> None:
         mask = {2: "io", 4: "float32"}[spec.bias_bytes]
         strides = dataclasses.replace(STRIDES, mask=(0, 300 * 504, 504, 1))
         forms = {"mask": mask, "mask_map": True, "seqlen_k": 504, "strides": strides}
+    elif spec.block_masks:
+        forms = {"block_mask": BlockMaskProblem((3, 8), (0, 0, 8, 1))}
     elif spec.score_mods:
         forms = {"softmax_scale": -1.0} if spec.softcap == "never" else {"softcap": 3.0}
     p = problem(
