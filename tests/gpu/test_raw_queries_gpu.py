@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch")
 
 import omniattn as oa  # noqa: E402
 from omniattn.plan.engine import PLANS  # noqa: E402
-from omniattn.registry import IO_TYPES  # noqa: E402
+from omniattn.registry.spec import IO_TYPES  # noqa: E402
 from omniattn.select.choice import VARIABLE  # noqa: E402
 
 pytestmark = [
