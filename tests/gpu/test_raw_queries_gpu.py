@@ -106,7 +106,7 @@ def test_no_keys_and_no_queries() -> None:
 
 def test_what_it_is_not_for() -> None:
     """What needs Q quantized ahead: a scale elsewhere, a mean, a rotation, an LSE."""
-    arrays = inputs((1, 300, 1000, 2, 2, 128), torch.bfloat16)
+    arrays = inputs((4, 2048, 2048, 16, 16, 128), torch.bfloat16)
 
     def kernels(**options: Any) -> str:
         return str(oa.explain(*arrays, **({"precision": "int8"} | options)))

@@ -132,8 +132,7 @@ def low_precision_calls(of_hopper: bool) -> Iterator[AttentionProblem]:
         if not of_hopper or p.pv == "fp16" or p.pv_accumulator == "fp16" or p.qk == "int4":
             continue
         yield from (call(shape, (head_dim, 0), **kind, **option) for shape in (FEW, SOME, LONG))
-        of_blocks = p.qk != "fp8" or head_dim > 64
-        if option.keys() <= {"lse"} and "descales" not in kind and not p.smooth_q and of_blocks:
+        if option.keys() <= {"lse"} and "descales" not in kind and not p.smooth_q:
             yield call(MIDDLE, (head_dim, 0), block_mask=BLOCKS, **kind, **option)
         if "mask" not in option:
             yield from (call(shape, (head_dim, 0), varlen=True, **kind, **option) for shape in (MIDDLE, FEW))

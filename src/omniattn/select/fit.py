@@ -223,8 +223,6 @@ def _unfit_call(row: KernelSpec, problem: AttentionProblem, target: Target) -> s
     else:
         if row.quantized and not row.block_masks:
             return "it takes no block_mask"
-        if row.qk == "fp8" and p.head_dim <= 64:
-            return "its block masks are for head_dim above 64"
         if not row.lists:
             return "it visits every tile of keys"
         if p.seqlen_k > MASK_TILE * MAX_TILES:
