@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import re
 from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
@@ -21,7 +22,7 @@ Key = tuple[str, str]
 def compile_rows(rows: Iterable[Key]) -> dict[Key, str]:
     """PTX of every (row, target)."""
     context = multiprocessing.get_context("spawn")  # this process has used CUDA
-    with ProcessPoolExecutor(8, mp_context=context) as pool:
+    with ProcessPoolExecutor(max(8, (os.cpu_count() or 1) // 3), mp_context=context) as pool:
         jobs = {key: pool.submit(compile_spec, by_name(key[0]), key[1]) for key in rows}
         results = {key: job.result() for key, job in jobs.items()}
     assert all(result.ptx for result in results.values())
