@@ -15,6 +15,7 @@ import pytest
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 import omniattn as oa
+from omniattn import testing
 
 pytestmark = pytest.mark.gpu
 
@@ -190,9 +191,12 @@ def test_quantized_operands(jax: Any) -> None:
         pair = oa.quantize_qk(q, k)
         return oa.attention(pair.q, pair.k, oa.quantize_v(v))
 
-    want = oa.attention(q, k, v, precision="int8")
-    _same(jax.jit(inside)(q, k, v), want)
     pair, value = oa.quantize_qk(q, k), oa.quantize_v(v)
+    want = oa.attention(pair.q, pair.k, value)
+    _same(jax.jit(inside)(q, k, v), want)
+    # In one call keys may be split otherwise: the bases of P differ then.
+    in_one = oa.attention(q, k, v, precision="int8")
+    assert testing.compare(_float(in_one), _float(want)).rel_l1 <= 0.035
     _same(jax.jit(lambda pair, value: oa.attention(pair.q, pair.k, value))(pair, value), want)
 
 
