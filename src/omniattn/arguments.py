@@ -19,6 +19,8 @@ MAX_QUANTIZED_HEAD_DIM = 256
 MAX_ROWS = 2**31 - 512
 #: Sequences and heads: the kernels count them in 32 bits.
 MAX_EXTENT = 2**31 - 1
+#: What options are called that multiply the scores, here and in `compat`.
+SCALES_OF_SCORES = frozenset({"softmax_scale", "scale", "sm_scale"})
 #: Largest number that the kernels' fp32 arithmetic keeps.
 _MOST_FP32 = 3.4028234e38
 
@@ -34,9 +36,10 @@ def plain(value: Any, argument: str, function: str) -> Any:
     if arrays.has_tracer((value,)):
         return value
     if arrays.needs_gradient((value,)):
+        learned = "A scale of the scores that is learned belongs to q: multiply q by it"
         raise ArgumentError(
             argument, "a number, which has no gradient", "a tensor that requires a gradient", function=function,
-            hint="A scale of the scores that is learned belongs to q: multiply q by it",
+            hint=learned if argument in SCALES_OF_SCORES else None,
         )  # fmt: skip
     try:
         return value.item()

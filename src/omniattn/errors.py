@@ -6,7 +6,7 @@ All classes survive pickling, because an error raised in a worker process has to
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 __all__ = [
@@ -128,6 +128,20 @@ class UnsupportedError(OmniattnError, ValueError):
         self.what = what
         self.instead = instead
         super().__init__(what if instead is None else f"{what}. What works: {instead}")
+
+
+def telling(function: str, do: Callable[..., Any], *arguments: Any) -> Any:
+    """``do(*arguments)``, whose errors name the public function ``function`` unless they name one already."""
+    try:
+        return do(*arguments)
+    except ArgumentError as error:
+        if error.function is not None:
+            raise
+        raise error.named(function) from error.__cause__
+    except UnsupportedError as error:
+        if not error.what.startswith("argument "):
+            raise
+        raise UnsupportedError(f"{function}(): {error.what}", instead=error.instead) from error.__cause__
 
 
 class OutOfBlocksError(OmniattnError):

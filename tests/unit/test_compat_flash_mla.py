@@ -275,6 +275,12 @@ INDICES = torch.zeros(1, 1, 4, dtype=torch.int32)
         ({"indices": INDICES, "topk_length": torch.zeros(2)}, ShapeError, r"'topk_length': expected shape \(1,\)"),
         ({"indices": INDICES, "topk_length": torch.zeros(1)}, DtypeError, "'topk_length'"),
         ({"indices": INDICES, "topk_length": torch.tensor([5], dtype=torch.int32)}, ArgumentError, "topk_length"),
+        ({"indices": INDICES, "block_table": "1"}, ArgumentError, "'block_table': expected a torch.Tensor"),
+        ({"indices": INDICES, "cache_seqlens": [5]}, ArgumentError, "'cache_seqlens': expected a torch.Tensor"),
+        *(
+            ({"indices": INDICES, name: torch.ones(1, dtype=torch.int32).to_sparse()}, UnsupportedError, "layout")
+            for name in ("q", "k_cache", "indices", "attn_sink", "topk_length", "block_table")
+        ),
     ],
     ids=lambda x: "-".join(x) if isinstance(x, dict) else "",
 )  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -70,6 +71,49 @@ def test_blocks_of_the_caller() -> None:
     first[..., 0] = True
     want = oa.attention(q, k, v, block_mask=first, block_size=(128, 64), layout="HND", precision="int8")
     assert torch.equal(spas.block_sparse_sage2_attn_cuda(q, k, v, blocks, attention_sink=True), want)
+
+
+def test_first_block_of_a_mask_that_broadcasts() -> None:
+    q, k, v = qkv(300, 500)
+    none = torch.zeros(2, 4, 3, 8, dtype=torch.bool)
+    want = spas.block_sparse_sage2_attn_cuda(q, k, v, none, attention_sink=True)
+    assert not torch.equal(want, spas.block_sparse_sage2_attn_cuda(q, k, v, ~none))
+    for shape in ((1, 1, 1, 1), (4, 1, 1), ()):
+        mask = torch.zeros(shape, dtype=torch.bool)
+        assert torch.equal(spas.block_sparse_sage2_attn_cuda(q, k, v, mask, attention_sink=True), want), shape
+        assert torch.equal(mask, torch.zeros_like(mask))
+    o, sparsity = spas.block_sparse_sage2_attn_cuda(
+        q, k, v, torch.zeros((), dtype=torch.int32), attention_sink=True, return_sparsity=True
+    )
+    assert torch.equal(o, want)
+    assert sparsity == pytest.approx(7 / 8)
+
+
+def test_what_is_no_argument() -> None:
+    q, k, v = qkv()
+    of_share, of_weights = spas.spas_sage2_attn_meansim_topk_cuda, spas.spas_sage2_attn_meansim_cuda
+    of_blocks = spas.block_sparse_sage2_attn_cuda
+    mask = torch.ones(2, 4, 3, 5, dtype=torch.bool)
+    for call, arguments, options, named in (
+        (of_share, (q, k, v), {"cdfthreshd": 0.5}, "topk"),
+        (of_share, (q, k, v), {"topk": None}, "topk"),
+        (of_weights, (q, k, v), {"cdfthreshd": None}, "cdfthreshd"),
+        (of_share, (q, k.int(), v), {}, "k"),
+        (of_share, (q, k, v.to(torch.complex64)), {}, "v"),
+        (of_share, (q, k, v), {"output_dtype": numpy.array([1, 2])}, "output_dtype"),
+        (of_blocks, (q, k, v, mask.float()), {}, "mask_id"),
+        (of_blocks, (q, k, v, mask.numpy()), {}, "mask_id"),
+    ):
+        with pytest.raises(ArgumentError) as caught:
+            call(*arguments, **options)
+        assert caught.value.argument == named
+        assert caught.value.function == call.__name__
+    for arguments in ((q, k.to_sparse(), v), (q, k, v, mask.to_sparse())):
+        call = of_share if len(arguments) == 3 else of_blocks
+        with pytest.raises(UnsupportedError, match=rf"^{call.__name__}\(\): argument '\w+' has layout sparse_coo"):
+            call(*arguments)
+    # Of other floating point types k and v become q's.
+    assert torch.equal(of_share(q, k.double(), v.double()), of_share(q, k, v))
 
 
 def test_what_is_refused() -> None:

@@ -35,7 +35,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from ..errors import ArgumentError, DeviceError
+from ..errors import ArgumentError, DeviceError, telling
 from .host import bfloat16_bits, e4m3_bytes, raw_view, store, to_numpy
 from .streams import resolve_stream
 from .strides import contiguous_strides
@@ -122,12 +122,7 @@ def describe(obj: Any, argument: str, stream: int | None = None) -> Tensor:
 
 def describe_of(function: str, obj: Any, argument: str, stream: int | None = None) -> Tensor:
     """The same for the public function ``function``, which errors name."""
-    try:
-        return describe(obj, argument, stream)
-    except ArgumentError as error:
-        if error.function is not None:
-            raise
-        raise error.named(function) from error.__cause__
+    return telling(function, describe, obj, argument, stream)
 
 
 def _know_none(objects: Sequence[Any]) -> tuple[tuple[Any, ...], list[int]] | None:

@@ -179,10 +179,12 @@ def needs_operator(objects: Sequence[Any]) -> bool:
 
 def is_autocast(objects: Sequence[Any]) -> bool:
     """See `omniattn.arrays.is_autocast`: float32, on a device where autocast is enabled."""
+    # Of another device, "meta" say, torch raises where it is asked about autocast.
     return any(
-        isinstance(x, torch.Tensor) and x.dtype is torch.float32 and torch.is_autocast_enabled(x.device.type)
+        isinstance(x, torch.Tensor) and x.dtype is torch.float32 and (x.is_cpu or x.is_cuda)
+        and torch.is_autocast_enabled(x.device.type)
         for x in objects
-    )
+    )  # fmt: skip
 
 
 @functools.cache

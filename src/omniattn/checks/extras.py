@@ -25,9 +25,10 @@ def check_block_size(value: Any, function: str) -> tuple[int, int]:
     """Queries and keys of a block."""
     two = value if isinstance(value, tuple) else (value, value)
     expected = f"a multiple of {MASK_TILE}, or two of them (queries, keys)"
-    if len(two) != 2:
-        raise ArgumentError("block_size", expected, repr(value), function=function)
-    rows, keys = (arguments.check_int(x, "block_size", function, least=1, most=arguments.MAX_ROWS) for x in two)
+    try:
+        rows, keys = (arguments.check_int(x, "block_size", function, least=1, most=arguments.MAX_ROWS) for x in two)
+    except ValueError:  # of check_int too, or of a tuple of other than two
+        rows = keys = 1
     if rows % MASK_TILE or keys % MASK_TILE:
         raise ArgumentError("block_size", expected, repr(value), function=function)
     return rows, keys

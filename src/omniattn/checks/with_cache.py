@@ -137,9 +137,11 @@ def check_with_cache(call: Call, tensors: dict[str, Tensor]) -> WithCacheProblem
     if deterministic and queries.packed and right != 0 and against is None:
         against = "queries that may see keys behind their own"  # of one query too: whatever max_seqlen_q says
     if against is not None and cache.facts.is_latent:
+        fixed = ", packed and deterministic" if deterministic and queries.packed else ""
         raise UnsupportedError(
-            f"{_NAME}(): a latent cache with {against}",
-            instead=f"up to {most} causal queries a sequence, or attention over keys and values that are made of it",
+            f"{_NAME}(): a latent cache with {against}{fixed}",
+            instead=f"up to {most} causal queries a sequence{fixed}, or attention over keys and values that are made "
+            "of it",
         )
     kernels: AttentionProblem | DecodeProblem
     beside: DecodeProblem | None = None

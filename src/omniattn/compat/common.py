@@ -43,10 +43,16 @@ def refuse(function: str, reason: str, instead: str | None, **given: Any) -> Non
 
 
 def check_tensors(function: str, **given: Any) -> None:
-    """Tensors of torch, and nothing else: these functions are for its users."""
+    """Tensors of torch, with an element at each place, and nothing else: these functions are for its users."""
     for name, x in given.items():
         if not isinstance(x, torch.Tensor):
             raise ArgumentError(name, "a torch.Tensor", type(x).__name__, function=function)
+        # What these functions do to tensors before ours see them fails in torch's words otherwise.
+        if x.layout is not torch.strided:
+            layout = str(x.layout).removeprefix("torch.")
+            raise UnsupportedError(
+                f"{function}(): argument {name!r} has layout {layout}", instead="strided tensors: tensor.to_dense()"
+            )
 
 
 @contextlib.contextmanager

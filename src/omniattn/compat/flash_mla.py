@@ -74,7 +74,7 @@ def flash_mla_with_kvcache(
         ``is_fp8_kvcache``, rows of 656 bytes (`omniattn.KVCache.from_arrays`) as float8_e4m3fn, uint8 or int8, or of
         576 channels as float8_e4m3fn.
     block_table : tensor, (batch_size, max_num_blocks_per_seq), int32
-        Without effect with ``indices``, as ``cache_seqlens``: both may be None then.
+        Without effect with ``indices``, as ``cache_seqlens``: tensors or None then.
     cache_seqlens : tensor, (batch_size,), int32
         Tokens of each sequence, the new ones included.
     head_dim_v : int
@@ -131,6 +131,8 @@ def flash_mla_with_kvcache(
     if indices is not None:
         if is_causal:
             raise ArgumentError("causal", "False with indices, which name each key", "True", function=name)
+        unused = {"block_table": block_table, "cache_seqlens": cache_seqlens}
+        common.check_tensors(name, **{of_pages: x for of_pages, x in unused.items() if x is not None})
         return _sparse(q, cache, indices, attn_sink, topk_length, softmax_scale, name)
     for of_lists, x in (("attn_sink", attn_sink), ("topk_length", topk_length)):
         if x is not None:

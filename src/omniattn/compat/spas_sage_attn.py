@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from .. import arguments
-from ..errors import ArgumentError, UnsupportedError
+from ..errors import ArgumentError, DtypeError, UnsupportedError
 from ..ops import attention, sparse_blocks
 from ..problems import Int8
 from . import common
@@ -32,6 +32,8 @@ __all__ = ["block_sparse_sage2_attn_cuda", "spas_sage2_attn_meansim_cuda", "spas
 #: Queries and keys of a block.
 _BLOCK = (128, 64)
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+#: Of k and v, which are made like q.
+_INPUTS = (*_DTYPES, torch.float64)
 
 
 def spas_sage2_attn_meansim_topk_cuda(
@@ -59,7 +61,8 @@ def spas_sage2_attn_meansim_topk_cuda(
     ----------
     q : tensor, (batch, num_q_heads, q_len, head_dim) for "HND", (batch, q_len, num_q_heads, head_dim) for "NHD"
     k, v : tensor
-        The same with kv_len and num_kv_heads, which divides num_q_heads.
+        The same with kv_len and num_kv_heads, which divides num_q_heads. Of another floating point type they are made
+        like q, as in the original.
     attn_mask : None
     dropout_p : float
         0.
@@ -102,8 +105,12 @@ def spas_sage2_attn_meansim_topk_cuda(
     -----
     SpargeAttn (Zhang et al. 2025).
     """
+    function = "spas_sage2_attn_meansim_topk_cuda"
+    if (topk is None) == (cdfthreshd is None):
+        received = "neither" if topk is None else "both"
+        raise ArgumentError("topk", "a number and cdfthreshd=None, or the reverse", received, function=function)
     return _predicted(
-        "spas_sage2_attn_meansim_topk_cuda", q, k, v, attn_mask, dropout_p, is_causal, scale, smooth_k, simthreshd1,
+        function, q, k, v, attn_mask, dropout_p, is_causal, scale, smooth_k, simthreshd1,
         cdfthreshd, topk, pvthreshd, attention_sink, tensor_layout, output_dtype, return_sparsity, return_lse,
     )  # fmt: skip
 
@@ -127,8 +134,11 @@ def spas_sage2_attn_meansim_cuda(
     return_lse: bool = False,
 ) -> Any:
     """`spas_sage2_attn_meansim_topk_cuda` by a share of the weights."""
+    function = "spas_sage2_attn_meansim_cuda"
+    if cdfthreshd is None:
+        raise ArgumentError("cdfthreshd", "a number above 0, at most 1", "None", function=function)
     return _predicted(
-        "spas_sage2_attn_meansim_cuda", q, k, v, attn_mask, dropout_p, is_causal, scale, smooth_k, simthreshd1,
+        function, q, k, v, attn_mask, dropout_p, is_causal, scale, smooth_k, simthreshd1,
         cdfthreshd, None, pvthreshd, attention_sink, tensor_layout, output_dtype, return_sparsity, return_lse,
     )  # fmt: skip
 
@@ -158,13 +168,18 @@ def block_sparse_sage2_attn_cuda(
     The others, results and errors as those of `spas_sage2_attn_meansim_topk_cuda`; there is no causal form.
     """
     function = "block_sparse_sage2_attn_cuda"
-    if not isinstance(mask_id, torch.Tensor):
-        raise ArgumentError("mask_id", "a torch.Tensor", type(mask_id).__name__, function=function)
+    common.check_tensors(function, mask_id=mask_id)
+    if mask_id.is_floating_point() or mask_id.is_complex():
+        received = str(mask_id.dtype).removeprefix("torch.")
+        raise DtypeError("mask_id", "bool, or an integer type", received, function=function)
+    q, k, v = _tensors(function, q, k, v, dropout_p, tensor_layout, output_dtype, pvthreshd)
     blocks = mask_id if mask_id.dtype == torch.bool else mask_id != 0
     if common.flag(attention_sink, "attention_sink", function):
+        columns = -(-k.shape[1 if tensor_layout == "NHD" else 2] // _BLOCK[1])
+        if blocks.ndim == 0 or blocks.shape[-1] == 1:  # one element for all blocks of keys is not that of the first
+            blocks = blocks.expand(*blocks.shape[:-1], columns)
         blocks = blocks.clone()
         blocks[..., :1] = True
-    q, k, v = _tensors(function, q, k, v, dropout_p, tensor_layout, output_dtype, pvthreshd)
     with common.told(function, block_mask="mask_id", softmax_scale="scale"):
         return _attend(function, q, k, v, blocks, False, scale, smooth_k, tensor_layout, return_sparsity, return_lse)
 
@@ -226,7 +241,11 @@ def _tensors(
         common.check_rank(x, name, "(batch, heads, seqlen, head_dim)", function)
     if not isinstance(layout, str) or layout not in ("HND", "NHD"):
         raise ArgumentError("tensor_layout", "'HND' or 'NHD'", repr(layout), function=function)
-    if output_dtype not in _DTYPES:
+    for name, x in (("k", k), ("v", v)):
+        if x.dtype not in _INPUTS:
+            received = str(x.dtype).removeprefix("torch.")
+            raise DtypeError(name, "float16, bfloat16, float32 or float64", received, function=function)
+    if not isinstance(output_dtype, torch.dtype) or output_dtype not in _DTYPES:
         raise ArgumentError("output_dtype", "float16, bfloat16 or float32", repr(output_dtype), function=function)
     if not (isinstance(pvthreshd, torch.Tensor) and pvthreshd.ndim):
         arguments.check_number(pvthreshd, "pvthreshd", function)

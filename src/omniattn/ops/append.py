@@ -10,7 +10,7 @@ from ..checks import append as checks
 from ..checks.append import AppendOptions, check_pairs
 from ..checks.caches import check_cache
 from ..checks.memory import check_memory
-from ..errors import ArgumentError, UnsupportedError
+from ..errors import ArgumentError, UnsupportedError, telling
 from ..frameworks import FUNCTIONS, compiling
 from ..kv.cache import KVCache, PagedKVCache
 from ..plan.engine import Call, Operation, repeated, run
@@ -175,7 +175,7 @@ def _copy(function: str, cache: KVCache, recent: bool, pairs: list[tuple[int, in
             f"{function}(): a KV cache of JAX in a function that JAX traces", instead=f"{function}() outside of it"
         )
     if not pairs:
-        arrays.prepare(cache.tensors, stream)  # refuses a stream that is none
+        telling(function, arrays.prepare, cache.tensors, stream)  # refuses a stream that is none
         return
     run(Call(_COPIES[function], (), (recent, tuple(pairs)), stream, cache))
 

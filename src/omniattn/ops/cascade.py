@@ -14,7 +14,7 @@ from ..arrays import Tensor
 from ..checks import cascade as checks
 from ..checks.cascade import ARRAYS
 from ..checks.with_cache import WithCacheOptions
-from ..errors import UnsupportedError
+from ..errors import UnsupportedError, telling
 from ..frameworks import compiling
 from ..kv.cache import KVCache
 from ..kv.runs import SharedLevel, SharedPrefixes
@@ -108,7 +108,7 @@ def in_levels(
 
 def _check(given: tuple[Any, ...], cache: KVCache, shared: Any, longest: Any, stream: Any) -> None:
     """Everything but addresses; on the CPU contents too."""
-    raw = None if stream is None else arrays.resolve_stream(stream)
+    raw = None if stream is None else telling(_NAME, arrays.resolve_stream, stream)
     tensors = {
         name: arrays.describe_of(_NAME, x, name, raw)
         for name, x in zip(ARRAYS, given, strict=True)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from .. import arguments, arrays, runtime
 from ..arrays import Tensor
+from ..errors import telling
 from ..kv.layout import ADDRESSES
 from ..problems import Output, Target
 from ..problems.memory import WORKSPACE_ALIGNMENT
@@ -283,7 +284,7 @@ def run(call: Call, *, is_asked: bool = False) -> list[Any]:
         if results is not None:
             return results
     stream, cache = call.stream, call.cache
-    raw = None if stream is None else arrays.resolve_stream(stream)
+    raw = None if stream is None else telling(call.operation.name, arrays.resolve_stream, stream)
     seen = arrays.torch_facts(call.objects)
     if seen is None:
         call.options = arguments.plain_options(call.options, call.operation.name)
@@ -394,7 +395,7 @@ def describe(call: Call, raw: int | None) -> dict[str, Tensor]:
 def make_plan(call: Call, tensors: dict[str, Tensor], *, load: bool) -> Plan:
     """Validate everything but addresses; choose the kernels; load them if ``load``."""
     operation, cache = call.operation, call.cache
-    problem = operation.check(call, tensors)
+    problem = telling(operation.name, operation.check, call, tensors)
     place = next(iter(tensors.values())) if tensors else cache.tensors[0]  # type: ignore[union-attr]
     if place.device == "cpu":
         return Plan(problem, None, None, 0)
@@ -432,7 +433,7 @@ def execute(plan: Plan, call: Call, tensors: dict[str, Tensor]) -> list[Any]:
     given = given_outputs(operation, tensors)
     written = [*given.values(), *(cache.planes.values() if operation.writes_cache and cache is not None else ())]
     if plan.launches is None:
-        results = operation.reference(call, plan.problem, tensors)
+        results: list[Any] = telling(operation.name, operation.reference, call, plan.problem, tensors)
         arrays.mark_written(written)
         return results
     assert plan.program is not None, "a plan without loaded kernels describes a call, it cannot run one"
@@ -480,21 +481,20 @@ def store_results(call: Call, problem: Problem, tensors: dict[str, Tensor], valu
     place, given = next(iter(tensors.values())), given_outputs(call.operation, tensors)
     results = []
     for output, value in zip(problem.outputs, values, strict=True):
-        t = given.get(output.name)
-        if t is None:
-            t = arrays.empty_like_framework(place, output.shape, output.dtype)
+        t = given.get(output.name) or arrays.empty_like_framework(place, output.shape, output.dtype)
         arrays.store(t, value)
         results.append(arrays.finish(t, 0))
     return results
 
 
 def _describe_plan(call: Call) -> Described:
-    raw = None if call.stream is None else arrays.resolve_stream(call.stream)
+    raw = None if call.stream is None else telling(call.operation.name, arrays.resolve_stream, call.stream)
     if call.operation.gradients is not None and arrays.needs_gradient(call.objects):
         call.objects = arrays.without_gradients(call.objects)
     tensors = describe(call, raw)
     plan = make_plan(call, tensors, load=False)
     call.operation.check_memory(call, tensors)
     if plan.launches is None:
-        arrays.prepare([*tensors.values(), *([] if call.cache is None else call.cache.tensors)], call.stream)
+        everything = [*tensors.values(), *([] if call.cache is None else call.cache.tensors)]
+        telling(call.operation.name, arrays.prepare, everything, call.stream)
     return Described(call, plan, tensors)

@@ -31,6 +31,20 @@ def check_choice(value: object, argument: str, choices: tuple[str, ...], functio
     return value
 
 
+def _make_plain(knobs: Any) -> None:
+    """Python numbers and flags in place of scalars of other libraries, as the options of `attention` may be."""
+    for field in dataclasses.fields(knobs):
+        value = getattr(knobs, field.name)
+        plain = tuple(map(_plain, value)) if isinstance(value, tuple) else _plain(value)
+        if plain is not value:
+            object.__setattr__(knobs, field.name, plain)
+
+
+def _plain(value: Any) -> Any:
+    is_scalar = getattr(value, "shape", None) == () and hasattr(value, "item")
+    return value.item() if is_scalar and not getattr(value, "requires_grad", False) else value
+
+
 @dataclass(frozen=True)
 class Sparse:
     """Blocks of attention that are left out, predicted in the call: the arguments of `sparse_blocks`.
@@ -55,6 +69,7 @@ class Sparse:
 
     def __post_init__(self) -> None:
         """Raise ArgumentError for a value that means nothing."""
+        _make_plain(self)
         if (self.topk is None) == (self.cdf is None):
             received = "neither" if self.topk is None else "both"
             raise ArgumentError(
@@ -70,7 +85,8 @@ class Sparse:
             expected = "a multiple of 64, or two of them (queries, keys)"
             raise ArgumentError("block_size", expected, repr(self.block_size), function="Sparse")
         if not _is_count(self.keep_first):
-            raise ArgumentError("keep_first", "an integer from 0 on", repr(self.keep_first), function="Sparse")
+            expected = f"an integer from 0 to {2**31 - 1}"
+            raise ArgumentError("keep_first", expected, repr(self.keep_first), function="Sparse")
 
     @property
     def sizes(self) -> tuple[int, int]:
@@ -183,6 +199,7 @@ class _Knobs:
 
     def __post_init__(self) -> None:
         """Raise ArgumentError for a value that no kernel knows."""
+        _make_plain(self)
         name = type(self).__name__
         check_choice(self.granularity, "granularity", GRANULARITIES, name)
         check_choice(self.pv, "pv", PV_TYPES, name)
@@ -281,6 +298,7 @@ class Fp8:
 
     def __post_init__(self) -> None:
         """Raise ArgumentError for a value that no kernel knows."""
+        _make_plain(self)
         check_choice(self.granularity, "granularity", FP8_GRANULARITIES, "Fp8")
         if self.smooth_v is not None and not isinstance(self.smooth_v, bool):
             raise ArgumentError("smooth_v", "True, False or None", repr(self.smooth_v), function="Fp8")
@@ -344,6 +362,7 @@ class Auto:
 
     def __post_init__(self) -> None:
         """Raise ArgumentError for what is no number above 0; NaN is none."""
+        _make_plain(self)
         value: Any = self.max_error
         known = isinstance(value, numbers.Real) and not isinstance(value, bool)
         if not known or not 0.0 < value <= sys.float_info.max:
