@@ -54,9 +54,11 @@ def other_gpu(seed: int) -> Coefficients:
     return Coefficients(**{name: getattr(USUAL, name) * math.exp(draw.uniform(-0.4, 0.4)) for name in NAMES})
 
 
-def simulated(cases: tuple[ShapeCase, ...], truth: Coefficients, noise: float = 0.02) -> list[CandidateResult]:
+def simulated(
+    cases: tuple[ShapeCase, ...], truth: Coefficients, noise: float = 0.02, seed: int = 1
+) -> list[CandidateResult]:
     """Results of a run on such a GPU, with what is chosen on one that was measured."""
-    draw, results = random.Random(2), []
+    draw, results = random.Random(seed), []
     for case in cases:
         problem = problem_of(case)
         chosen = choices(problem, HOPPER)[0].candidate
@@ -178,12 +180,17 @@ def test_fit_finds_what_made_the_times() -> None:
     assert judge(calls, truth).mean < 0.01
 
 
-def with_factors(factors: dict[str, float]) -> list[Measured]:
+def with_factors(factors: dict[str, float], seed: int = 1) -> list[Measured]:
     """Calls on a GPU on which few kernels take longer or shorter than the model says."""
     truth = dataclasses.replace(USUAL, rows=factors)
-    return [measured(result) for result in simulated(CASES, truth, noise=0.005)]
+    return [measured(result) for result in simulated(CASES, truth, noise=0.005, seed=seed)]
 
 
+#: Of the times' noise: what holds of them holds of every draw.
+SEEDS = (1, 2, 3, 9)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize(
     "factors",
     [
@@ -193,22 +200,25 @@ def with_factors(factors: dict[str, float]) -> list[Measured]:
     ],
     ids=str,
 )
-def test_factors_of_kernels_are_found(factors: dict[str, float]) -> None:
+def test_factors_of_kernels_are_found(factors: dict[str, float], seed: int) -> None:
     """Not only as far as choices need them: the factors are those of the kernels' times."""
-    calls = with_factors(factors)
+    calls = with_factors(factors, seed)
     found = fit_rows(calls, PLAIN)
     assert found.rows == pytest.approx(factors)
-    assert judge(calls, found).mean < 0.1 * judge(calls, PLAIN).mean
+    # What is left is what noise makes of ways that are as fast as each other.
+    assert judge(calls, found).mean < 0.2 * judge(calls, PLAIN).mean
     assert dataclasses.replace(found, rows={}) == PLAIN, "nothing else is fitted"
 
 
-def test_no_factors_where_the_model_is_right() -> None:
-    assert fit_rows(with_factors({}), PLAIN).rows == {}
+@pytest.mark.parametrize("seed", SEEDS)
+def test_no_factors_where_the_model_is_right(seed: int) -> None:
+    assert fit_rows(with_factors({}, seed), PLAIN).rows == {}
     assert fit_rows([], PLAIN).rows == {}
 
 
-def test_a_factor_that_helps_one_call_alone_is_not_kept() -> None:
-    calls = with_factors({"attn_fwd_sm90_d128_m192n64": 1.25})
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_factor_that_helps_one_call_alone_is_not_kept(seed: int) -> None:
+    calls = with_factors({"attn_fwd_sm90_d128_m192n64": 1.25}, seed)
     helped = [call for call in calls if judge([call], PLAIN).mean > 0.02]
     assert len(helped) >= 2
     others = [call for call in calls if call not in helped]

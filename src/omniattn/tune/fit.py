@@ -32,6 +32,8 @@ HELD = frozenset({"apart"})
 _MOST_ROWS, _GAIN = 24, 0.03
 #: Calls that a factor has to help at least, and the regret that counts as help.
 _FEWEST_HELPED, _FELT = 2, 0.005
+#: Part of the largest gain of a kernel's factors from which on a factor counts as one that chooses as well.
+_AS_WELL = 0.9
 #: What a factor is multiplied by at a time.
 _FACTORS = (0.8, 0.85, 0.88, 0.9, 0.92, 0.94, 0.96, 0.98, 1.02, 1.04, 1.06, 1.08, 1.1, 1.13, 1.18, 1.25)
 
@@ -201,12 +203,15 @@ def fit_rows(calls: Sequence[Measured], found: Coefficients) -> Coefficients:
         return float(np.median(np.concatenate([(times[i] - logs[i])[is_row[i][name]] for i in of_row[name]])))
 
     while len(factors) < _MOST_ROWS:
-        tries = [
-            (gain(name, factor), -abs(math.log(factor) - off), name, factor)
-            for name, off in ((name, error(name)) for name in of_row)
-            for factor in _FACTORS
-        ]
-        best, _, name, factor = max(tries, default=(0.0, 0.0, "", 1.0))
+        tries = []
+        for name in of_row:
+            off = error(name)
+            gains = {factor: gain(name, factor) for factor in _FACTORS if _is_nearer(factor, off)}
+            most = max(gains.values(), default=0.0)
+            if most > 0.0:
+                alike = [factor for factor, own in gains.items() if own >= _AS_WELL * most]
+                tries.append((most, name, min(alike, key=lambda factor: abs(math.log(factor) - off))))
+        best, name, factor = max(tries, default=(0.0, "", 1.0))
         if best <= _GAIN * regrets.sum():
             break
         regrets[of_row[name]] = with_factor(name, factor)
@@ -214,6 +219,11 @@ def fit_rows(calls: Sequence[Measured], found: Coefficients) -> Coefficients:
             logs[i] = logs[i] + is_row[i][name] * math.log(factor)
         factors[name] = factors.get(name, 1.0) * factor
     return replace(found, rows=dict(sorted(factors.items())))
+
+
+def _is_nearer(factor: float, off: float) -> bool:
+    """Whether a factor brings times nearer that are off by ``off``, in logarithms."""
+    return abs(math.log(factor) - off) < abs(off)
 
 
 def _rows(call: Measured) -> list[str]:
