@@ -23,7 +23,7 @@ pytest.importorskip("ml_dtypes")
 #: Functions that end a problem when they have been planned, and those that it goes on after.
 LAST = ("attention", "attention_varlen", "attention_backward", "attention_varlen_backward", "merge_states",
         "quantize_qk", "quantize_v", "decode", "attention_with_kvcache", "attention_sparse", "index_logits",
-        "top_k")  # fmt: skip
+        "top_k", "sparse_blocks")  # fmt: skip
 MIDDLE = ("append", "copy_blocks", "copy_recent")
 
 

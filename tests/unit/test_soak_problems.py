@@ -95,8 +95,8 @@ def test_every_operation_and_every_argument_is_drawn(drawn: list[Problem]) -> No
         left = set() if name.endswith("from_arrays") else LEFT
         assert set(inspect.signature(operator.attrgetter(name)(omniattn)).parameters) - found - left == set(), name
     functions = {name for name in omniattn.__all__ if inspect.isfunction(getattr(omniattn, name))}
-    # Copies follow an append; two launch nothing; predicted blocks have tests of their own.
-    assert functions - set(said) == {"choose_shared_runs", "copy_blocks", "copy_recent", "explain", "sparse_blocks"}
+    # Copies follow an append; two launch nothing.
+    assert functions - set(said) == {"choose_shared_runs", "copy_blocks", "copy_recent", "explain"}
 
 
 def test_every_knob_and_value_of_a_precision_is_drawn(drawn: list[Problem]) -> None:
@@ -107,6 +107,7 @@ def test_every_knob_and_value_of_a_precision_is_drawn(drawn: list[Problem]) -> N
             for knob, value in given[1].items():
                 found.setdefault(given[0], {}).setdefault(knob, set()).add(value)
     for kind in (omniattn.Int8, omniattn.Int4, omniattn.Fp8):
+        # Blocks that a call predicts are those of problems of their own.
         assert set(found[kind.__name__]) == {field.name for field in dataclasses.fields(kind)} - {"sparse"}
     assert found["Int8"]["granularity"] | {"per_thread"} == set(precision.GRANULARITIES)
     assert found["Int4"]["pv"] | {"auto"} == set(precision.PV_TYPES)
@@ -114,6 +115,17 @@ def test_every_knob_and_value_of_a_precision_is_drawn(drawn: list[Problem]) -> N
     assert {
         one.facts["options"]["precision"] for one in drawn if isinstance(one.facts["options"].get("precision"), str)
     } == set(precision.PRECISIONS) - {"exact"}
+
+
+def test_all_kinds_of_blocks_are_drawn(drawn: list[Problem]) -> None:
+    facts = [one.facts for one in drawn if one.operation == "sparse_blocks"]
+    knobs = {field.name for field in dataclasses.fields(omniattn.Sparse)}
+    assert knobs <= {name for f in facts for name in f["options"]}
+    assert {f["attend"][0] for f in facts if f["attend"]} == {"Int8", "Int4", "Fp8"}
+    assert any(f["attend"] is None for f in facts)
+    assert {"topk" in f["options"] for f in facts if f["options"].get("causal")} == {True, False}
+    low = [one.facts for one in drawn if one.operation == "low precision" and "block_mask" in one.facts["arrays"]]
+    assert {f["options"]["precision"][0] for f in low} == {"Int8", "Int4", "Fp8"}
 
 
 def test_kinds_formats_layouts_and_edges_are_drawn(drawn: list[Problem]) -> None:

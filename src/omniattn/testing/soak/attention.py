@@ -151,18 +151,24 @@ def draw(d: Draw, *, packed: bool) -> dict[str, Any]:
         facts["out"] = "q"
     if packed and "seqused_k" not in arrays and d.chance(0.25):
         draw_pages(d, facts)
-    batch, rows, keys = extents(facts)
+    _, rows, keys = extents(facts)
     if d.chance(0.05) and min(rows, keys) > 0:
         facts["score_mod"] = d.pick(MODS)
     if not packed and d.chance(0.06) and arrays.get("mask", {}).get("dtype") != "bool":
-        size = d.pick((64, 128, (128, 64), (64, 256), None))
-        block = (128, 128) if size is None else (size, size) if isinstance(size, int) else size
-        full = (batch, facts["heads"][0], -(-rows // block[0]), -(-keys // block[1]))
-        shape = tuple(n if d.chance(0.7) else 1 for n in full)
-        arrays["block_mask"] = {"shape": shape, "dtype": "bool", "kind": "bool"}
-        if size is not None:
-            options["block_size"] = size
+        draw_block_mask(d, facts)
     return facts
+
+
+def draw_block_mask(d: Draw, facts: dict[str, Any]) -> None:
+    """A block mask, and perhaps the size of its blocks."""
+    batch, rows, keys = extents(facts)
+    size = d.pick((64, 128, (128, 64), (64, 256), None))
+    block = (128, 128) if size is None else (size, size) if isinstance(size, int) else size
+    full = (batch, facts["heads"][0], -(-rows // block[0]), -(-keys // block[1]))
+    shape = tuple(n if d.chance(0.7) else 1 for n in full)
+    facts["arrays"]["block_mask"] = {"shape": shape, "dtype": "bool", "kind": "bool"}
+    if size is not None:
+        facts["options"]["block_size"] = size
 
 
 def _guards(shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:

@@ -37,13 +37,21 @@ def draw(d: Draw) -> dict[str, Any]:
     facts["layout"] = d.pick(("NHD", "HND"))
     if facts["layout"] == "HND":
         lead = (lead[0], 1, lead[1])
+    of_q: tuple[int, ...] = (batch, q_len)
+    if facts["function"] == "attention_with_kvcache" and d.chance(0.5):
+        facts["counts"] = [d.integer(0, q_len) for _ in range(batch)]
+        of_q = (sum(facts["counts"]) + d.pick((0, 0, 3)),)
     facts["arrays"] = {
-        "q": {**d.numbers((batch, q_len, heads, facts["head_dims"][0]), "io", loud=False), "view": {}},
+        "q": {**d.numbers((*of_q, heads, facts["head_dims"][0]), "io", loud=False), "view": {}},
         **draw_rows(d, facts, lead),
     }
     if d.chance(0.2):
         facts["arrays"]["sinks"] = {"shape": (heads,), "dtype": "float32", "kind": "normal", "scale": 2.0}
-    facts["options"] = draw_options(d)
+    options = facts["options"] = draw_options(d)
+    if "counts" in facts and heads * q_len > 8:
+        options.pop("deterministic", None)  # packed calls have few rows then
+    if facts["function"] == "attention_with_kvcache" and "deterministic" not in options and d.chance(0.2):
+        options["num_splits"] = d.pick((1, 2, 5, 100))
     return facts
 
 
@@ -94,6 +102,9 @@ def judged(
         call["block_table"] = m.place(table, "int32", {}).array
     if "sinks" in arrays:
         call["sinks"] = arrays["sinks"].array
+    if "counts" in facts:
+        call["cu_seqlens_q"] = m.place(np.cumsum([0, *facts["counts"]], dtype=np.int32), "int32", {}).array
+        call["max_seqlen_q"] = q_len
 
     def run() -> tuple[Any, ...]:
         result = getattr(omniattn, facts["function"])(q, cache, **call, **options)
@@ -104,14 +115,22 @@ def judged(
     queries, sinks = m.f64(q), m.f64(arrays["sinks"].array) if "sinks" in arrays else None
     scale = options.get("softmax_scale", facts["head_dims"][0] ** -0.5)
     rules = Rules(scale, options.get("softcap", 0.0), options.get("window", (-1, 0))[0], 0)
-    o, o_bound = (m.zeros(*queries.shape[:3], width_v) for _ in range(2))
-    lse, lse_bound = (m.zeros(len(lengths), queries.shape[2], q_len) for _ in range(2))
+    o, o_bound = (m.zeros(*queries.shape[:-1], width_v) for _ in range(2))
+    of_lse = (len(lengths), queries.shape[2], q_len) if "counts" not in facts else (queries.shape[1], queries.shape[0])
+    lse, lse_bound = m.full(of_lse, -float("inf")), m.zeros(*of_lse)
     for b, n in enumerate(lengths):
         own = rows[b] if table is None else rows[m.ints(table[b])].reshape(-1, 1, rows.shape[-1])
         keys = own[:n].swapaxes(0, 1)
-        found = formulas.attend(m, Keys(queries[b].swapaxes(0, 1), keys, keys[..., :width_v], sinks=sinks), rules, of)
-        o[b], o_bound[b] = found.o.swapaxes(0, 1), found.o_bound.swapaxes(0, 1)
-        lse[b], lse_bound[b] = found.lse, found.lse_bound
+        begin = sum(facts.get("counts", ())[:b])
+        # Rows of q, and of the LSE, that are this sequence's; packed ones may be none.
+        at: Any = b if "counts" not in facts else slice(begin, begin + facts["counts"][b])
+        of_q = queries[at].swapaxes(0, 1)
+        if 0 in of_q.shape:
+            continue
+        found = formulas.attend(m, Keys(of_q, keys, keys[..., :width_v], sinks=sinks), rules, of)
+        o[at], o_bound[at] = found.o.swapaxes(0, 1), found.o_bound.swapaxes(0, 1)
+        at = at if "counts" not in facts else (slice(None), at)
+        lse[at], lse_bound[at] = found.lse, found.lse_bound
     grades.append(grade(m, "o", results[0], o, o_bound))
     if len(results) > 1:
         grades.append(grade(m, "lse", results[1], lse, lse_bound))

@@ -38,7 +38,7 @@ def draw_knobs(d: Draw) -> tuple[str, dict[str, Any]]:
     name = d.weighted({"Int8": 4.0, "Int4": 2.0, "Fp8": 2.0})
     knobs: dict[str, Any] = {}
     if name == "Fp8":
-        if d.chance(0.05):
+        if d.chance(0.08):
             knobs["granularity"] = "per_tensor"
         flags = {"hadamard": 0.3, "smooth_k": 0.4, "smooth_v": 0.4}
     else:
@@ -61,13 +61,29 @@ def draw_knobs(d: Draw) -> tuple[str, dict[str, Any]]:
     return name, knobs
 
 
+def _with_blocks(facts: dict[str, Any], name: str, knobs: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """A precision, and options, that kernels take beside a block mask."""
+    facts["options"].pop("softcap", None)
+    # Those of e4m3 begin above 64 channels.
+    name = "Int8" if name == "Fp8" and max(facts["head_dims"]) <= 64 else name
+    left = ("hadamard", "smooth_k", "smooth_v", "seed") if name == "Fp8" else ("granularity", "smooth_k", "smooth_v")
+    knobs = {knob: x for knob, x in knobs.items() if knob in left and x != "per_token"}
+    return name, knobs | ({"smooth_q": False} if name == "Int4" else {})
+
+
 def draw(d: Draw) -> dict[str, Any]:
     """Facts of a problem."""
     facts = attention.draw_qkv(d, packed=d.chance(0.4))
     attention.draw_extras(d, facts, mask_chance=0.2)
     name, knobs = draw_knobs(d)
+    is_plain = d.chance(0.2)
+    if not facts["packed"] and "mask" not in facts["arrays"] and d.chance(0.2):
+        attention.draw_block_mask(d, facts)
+        if not d.cpu:
+            name, knobs = _with_blocks(facts, name, knobs)
+        is_plain = False
     facts["counted"] = name.lower()
-    facts["options"]["precision"] = name.lower() if d.chance(0.2) else (name, knobs)
+    facts["options"]["precision"] = name.lower() if is_plain else (name, knobs)
     facts["options"]["return_lse"] = d.chance(0.7)
     if d.chance(0.3):
         out_shape = (*facts["arrays"]["q"]["shape"][:-1], facts["head_dims"][1])
@@ -215,7 +231,7 @@ def check(m: Machine, problem: Problem) -> list[Grade]:
     operands = quantized.operands(attention.full_mask(m, problem, views), sinks, of.qk)
     wanted = attention.expected(m, problem, operands, rules, of)
     grades += attention.compare(m, results, wanted, of)
-    if quantized.bits:
+    if quantized.bits and "block_mask" not in arrays:  # which operands do not go with
         grades += _on_operands(m, problem, arrays, quantized, results)
     return grades
 

@@ -9,6 +9,7 @@ from typing import Any
 from omniattn.testing.expected import Grade
 from omniattn.testing.soak import (
     attention,
+    blocks,
     caches,
     gradients,
     indexer,
@@ -59,6 +60,7 @@ OPERATIONS: dict[str, Operation] = {
     "sparse attention": Operation(0.7, sparse.draw, sparse.check),
     "e4m3 arrays": Operation(1.0, low.draw_e4m3, low.check_e4m3),
     "index_logits": Operation(0.4, indexer.draw_logits, indexer.check_logits),
+    "sparse_blocks": Operation(0.5, blocks.draw, blocks.check),
     "top_k": Operation(0.4, indexer.draw_top_k, indexer.check_top_k),
 }
 
