@@ -89,12 +89,15 @@ def operations(file: str, *options: str) -> dict[str, Any]:
     of_cases = {(operation_of(spec), spec.dtype) for spec in REGISTRY if operation_of(spec) in CASES}
     for op, dtype in sorted((op, dtype) for op, dtype in of_cases if op not in NOT_CALLED):
         for case in cases(op):
-            if "blocks" in case.arrays:  # of kernels with tensor maps alone
+            if (
+                "blocks" in case.arrays
+            ):  # at 8 bits, of kernels with tensor maps alone; `_blocks_and_lists` has exact ones
                 continue
             for name, output in run_case(torch, case, op, dtype, 64, low if op == operation_of(low) else None).items():
                 label = f"{op} {dtype} {case.name} {name}".replace("/", " ")
                 bits[label] = output.contiguous().view(torch.uint8).cpu().numpy()
     bits |= _caches()
+    bits |= _blocks_and_lists()
     np.savez(file, **bits)
     compiler = nvrtc._compiler  # None: not loaded
     return {"driver": get_driver().name, "compiler": compiler.binding if compiler else None}
@@ -130,6 +133,45 @@ def _caches() -> dict[str, Any]:
     for name, x in zip(("o", "lse"), oa.decode(q, latent, seq_lens=lens, block_table=table, return_lse=True)):
         found[f"latent_decode bf16 {name}"] = x.contiguous().view(torch.uint8).cpu().numpy()
     return found
+
+
+def _blocks_and_lists() -> dict[str, Any]:
+    """Block masks, given and predicted; the indexer's logits, what it chooses, and attention to that."""
+    import torch
+
+    generator = torch.Generator("cuda").manual_seed(1)
+
+    def numbers(*shape: int) -> Any:
+        return torch.randn(*shape, device="cuda", generator=generator)
+
+    def integers(*shape: int) -> Any:
+        return torch.arange(int(np.prod(shape)), dtype=torch.int32, device="cuda").reshape(shape)
+
+    q, k, v = (numbers(1, n, h, 64).bfloat16() for n, h in ((300, 4), (520, 2), (520, 2)))
+    made = {"sparse_blocks blocks": oa.sparse_blocks(q, k, topk=0.4, causal=True, keep_first=1)}
+    blocks = made["sparse_blocks blocks"]
+    o, lse = oa.attention(q, k, v, block_mask=blocks, block_size=(128, 64), causal=True, return_lse=True)
+    made |= {"block_mask o": o, "block_mask lse": lse}
+    exact = oa.attention(
+        *(x.double().cpu().numpy() for x in (q, k, v)), block_mask=blocks.cpu().numpy(), block_size=(128, 64),
+        causal=True,
+    )  # fmt: skip
+    assert np.abs(o.double().cpu().numpy() - exact).max() < 0.02
+
+    of_index, of_keys = (x.to(torch.float8_e4m3fn) for x in (numbers(2, 2, 8, 128), numbers(10, 64, 128)))
+    lens, table = torch.tensor([300, 77], dtype=torch.int32, device="cuda"), integers(2, 5)
+    logits = oa.index_logits(
+        of_index, of_keys, numbers(4, 8), k_scale=numbers(10, 64).abs(), seq_lens=lens, block_table=table
+    )
+    rows = oa.top_k(logits, 50, lengths=lens, next_n=2, block_table=table, block_size=64)
+    made |= {"index_logits logits": logits, "top_k rows": rows}
+    pool = numbers(10, 64, 1, 576).bfloat16()
+    latent = oa.PagedKVCache.from_arrays(pool, head_dim_v=512)
+    found = oa.attention_sparse(
+        numbers(4, 3, 576).bfloat16(), latent, indices=rows, return_lse=True, return_max=True, softmax_scale=0.07
+    )
+    made |= {f"attention_sparse {name}": x for name, x in zip(("o", "lse", "max"), found)}
+    return {label: x.contiguous().view(torch.uint8).cpu().numpy() for label, x in made.items()}
 
 
 def capture() -> dict[str, Any]:
