@@ -86,7 +86,7 @@ class HalvedOConsumer {
 
     // Whether it is so in some thread of the warpgroup, which has to issue products together.
     OA_DEVICE bool is_of_some(bool x) const {
-        return is_true(group_ == 0 ? any_at_barrier<1>(x, 128) : any_at_barrier<2>(x, 128));
+        return is_true(group_ == 0 ? any_at_barrier(x, 1, 128) : any_at_barrier(x, 2, 128));
     }
 
     // Of the tile at hand: read where it is needed, as registers are short.

@@ -211,10 +211,9 @@ class LatentConsumer {
 #pragma unroll
         for (int n = 0; n < Config::kHalfPanels + kHalf; ++n) {
             const int panel = n == Config::kHalfPanels ? Config::kPanels - 1 : first_panel<Config>(kBuffer, kHalf) + n;
-            // The last panel of those that threads bring comes with those before it, or by copies that nobody fenced.
+            // The last panel of those that threads bring comes with those before it.
             if (n % Config::kTogether == 0 && (Config::kByMaps || n < Config::kHalfPanels))
                 wait_together(kBuffer, panel);
-            if (Config::kCopiesLast && n == Config::kHalfPanels) wait_panel(kBuffer, panel), fence_proxy_async();
 #pragma unroll
             for (int step = 0; step < 4; ++step) {
                 const uint32 at = panel * kPanelBytes + step * 32;

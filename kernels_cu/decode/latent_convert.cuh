@@ -1,10 +1,10 @@
-// Rows in 8 bits of mla_decode_sm90: from global memory by way of registers, in 16 bits to shared memory.
+// Rows of e4m3 of mla_decode_sm90: from global memory by way of registers, in 16 bits to shared memory. Consumers
+// multiply by the scale, one for all rows.
 #pragma once
 #include "decode/latent_rows.cuh"
 #include "decode/latent_rows8.cuh"
 #include "decode/latent_storage.cuh"
 #include "params/mla_decode.cuh"
-#include "ptx/cp_async.cuh"
 #include "ptx/l2.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/shared.cuh"
@@ -20,7 +20,6 @@
 // Nothing may be spilled there either: its loads have the same scoreboard.
 template <typename Config>
 class LatentConverter {
-    static constexpr int kFormat = Config::kFormat;
     static constexpr int kAhead = 2;  // blocks whose rows are known, and on their way to L2, beside the present one
     static constexpr uint32 kHalfBytes = Config::kHalfPanels * kPanelBytes;
     static_assert(Config::kKeys == Config::kProducers / 32 * 8 && Config::kHalfPanels == 4, "8 rows of a warp");
@@ -44,18 +43,16 @@ class LatentConverter {
 
     OA_DEVICE void bring(const LatentSplit& split) {
         LatentCodes first, second;  // halves
-        uint4 last = make_uint4(0, 0, 0, 0);  // of the last panel, where it has codes too
-        float scale = load_scale(0);
+        uint4 last = make_uint4(0, 0, 0, 0);  // of the last panel
         load_half<0>(first, last, 0, 0);
         load_half<1>(second, last, 0, 0);
 #pragma unroll 1
         for (int32 block = 0; block < split.blocks; ++block) {
             const int32 buffer = block & 1;
-            store_half<0>(first, last, scale, buffer);
-            store_half<1>(second, last, scale, buffer);
+            store_half<0>(first, last, buffer);
+            store_half<1>(second, last, buffer);
             const int32 entry = in_register(entry_);
             entry_ = entry_of(split, block + kAhead + 1);
-            scale = load_scale(1);
             load_half<0>(first, last, buffer ^ 1, 1);
             load_half<1>(second, last, buffer ^ 1, 1);
             read_place(split, block + kAhead, entry, kAhead);
@@ -90,7 +87,7 @@ class LatentConverter {
     // To L2: rows wait in registers for less time than memory takes. Of the CTAs with the same keys one does it.
     OA_DEVICE void prefetch_row(int at) const {
         if (blockIdx.x != 0 || !row_exists(at)) return;
-        constexpr int kBytes = kFormat == kRows656 ? Config::kHeadDimV + 16 + 2 * 64 : Config::kHeadDim;
+        constexpr int kBytes = Config::kHeadDim;
         const uint8* row = row_address(at);
         // Each of the row's four lanes has every fourth line. Places are multiples of 16: there may be one line more.
         const int32 lines = int32(((uint32(reinterpret_cast<uint64>(row)) & 127) + kBytes + 127) / 128);
@@ -112,49 +109,28 @@ class LatentConverter {
         const uint8* half = from + side * (Config::kHalfPanels * 64);
 #pragma unroll
         for (int n = 0; n < Config::kHalfPanels; ++n) own.panels[n] = load_if(half + n * 64, exists);
-        if constexpr (kHalf == 1 && kFormat != kRows656) last = load_if(from + Config::kHeadDimV, exists);
-    }
-
-    // Of the row's four scales, of 128 channels each, the lane's own.
-    OA_DEVICE float load_scale(int at) const {
-        if constexpr (kFormat != kRows656) return 1.0f;
-        return load_float_if(row_address(at) + Config::kHeadDimV + column() * 4, row_exists(at));
+        if constexpr (kHalf == 1) last = load_if(from + Config::kHeadDimV, exists);
     }
 
     template <int kHalf>
-    OA_DEVICE void store_half(const LatentCodes& own, const uint4& last, float scale, int32 buffer) {
-        const int32 which = thread() & 28;  // the first lane of the row
-        float scales[2] = {1.0f, 1.0f};
-        if constexpr (kFormat == kRows656)
-#pragma unroll
-            for (int i = 0; i < 2; ++i) scales[i] = __shfl_sync(0xffffffffu, scale, which + 2 * (buffer ^ kHalf) + i);
+    OA_DEVICE void store_half(const LatentCodes& own, const uint4& last, int32 buffer) {
         mbarrier_wait(smem_addr_of(&smem_.empty[0][kHalf]) + buffer * 16, rounds_.parity(buffer) ^ 1);
         if (kHalf == 0 && params_.lists_rows != 0 && column() == 0) smem_.listed[buffer][row()] = exist_ & 1;
         const int32 side = buffer ^ kHalf, tid = thread(), line = tid >> 2 & 7, own_column = tid & 3;
         const uint32 row = smem_addr_of(smem_.k[0]) + buffer * LatentStorage<Config>::kBlockBytes + (tid >> 2) * 128;
         const uint32 column = (2 * own_column ^ line) << 4;
         const uint32 to = row + side * kHalfBytes + column, other = to ^ 16;
-        if constexpr (kHalf == 1 && kFormat == kRows656) {
-            // Two lanes' rows have all chunks.
-            const int32 first = own_column + 4 * (line & 1);
-            const uint32 chunk = row + (Config::kPanels - 1) * kPanelBytes + ((first ^ line) << 4);
-            const uint8* from = row_address(0) + Config::kHeadDimV + 16;
-            cp_async_16(chunk, from + first * 16, row_exists(0) ? 16u : 0u);
-            cp_async_16(chunk ^ 64, from + (first ^ 4) * 16, row_exists(0) ? 16u : 0u);
-            mbarrier_arrive_after_copies(smem_addr_of(&smem_.full[0][Config::kPanels - 1]) +
-                                         buffer * Config::kPanels * 8);
-        }
 #pragma unroll
         for (int n = 0; n < Config::kHalfPanels; ++n) {
             uint4 x[2];
-            convert(own.panels[n], scales[n / 2], x);
+            convert(own.panels[n], x);
             store_shared4(to + n * kPanelBytes, x[0]);
             store_shared4(other + n * kPanelBytes, x[1]);
         }
-        if constexpr (kHalf == 1 && kFormat != kRows656) {
+        if constexpr (kHalf == 1) {
             const uint32 panel = row + (Config::kPanels - 1) * kPanelBytes;
             uint4 x[2];
-            convert(last, 1.0f, x);
+            convert(last, x);
             store_shared4(panel + column, x[0]);
             store_shared4(panel + (column ^ 16), x[1]);
         }
@@ -168,14 +144,10 @@ class LatentConverter {
         const uint32 bar = smem_addr_of(&smem_.full[0][0]) + (buffer * Config::kPanels + panel) * 8;
         if (int32(threadIdx.x & 31) < int32(kArrivalsOfWarp)) mbarrier_arrive(bar);
     }
-    // 16 channels of a row. With one scale for all rows, consumers multiply.
-    OA_DEVICE static void convert(uint4 codes, float scale, uint4 (&to)[2]) {
+    // 16 channels of a row.
+    OA_DEVICE static void convert(uint4 codes, uint4 (&to)[2]) {
         using Io = typename Config::Io;
-        if constexpr (kFormat == kRows656) {
-            to[0] = dequantize8<Io>(codes.x, codes.y, scale), to[1] = dequantize8<Io>(codes.z, codes.w, scale);
-        } else {
-            to[0] = widen8<Io>(codes.x, codes.y), to[1] = widen8<Io>(codes.z, codes.w);
-        }
+        to[0] = widen8<Io>(codes.x, codes.y), to[1] = widen8<Io>(codes.z, codes.w);
     }
 
     const MlaDecodeParams& params_;

@@ -55,20 +55,6 @@ OA_DEVICE uint4 widen8(uint32 low, uint32 high) {
                       two(half2_of<true>(high)));
 }
 
-// A number of global memory, or 0, as `load_if`.
-OA_DEVICE float load_float_if(const uint8* from, bool exists) {
-    float x;
-    asm volatile(
-        "{.reg .pred p;\n"
-        "setp.ne.u32 p, %2, 0;\n"
-        "mov.b32 %0, 0;\n"
-        "@p ld.global.b32 %0, [%1];}"
-        : "=&f"(x)
-        : "l"(from), "r"(uint32(exists))
-        : "memory");
-    return x;
-}
-
 // Of a row a lane has 16 codes of each panel of a half.
 struct LatentCodes {
     uint4 panels[4];

@@ -4,7 +4,7 @@
 //   S = softmax_scale * q k^T;  S = softcap * tanh(S / softcap);  P = softmax([S, sink]);  O = P k[:, :HEAD_DIM_V]
 //
 // q: [batch, q_len, num_q_heads, HEAD_DIM], or packed by cu_seqlens_q; o with HEAD_DIM_V. k: rows of HEAD_DIM wherever
-// the strides say, one for all query heads, 16-bit or in one of the 8-bit formats of `LatentFormat`. Query token i of
+// the strides say, one for all query heads, 16-bit or e4m3 with one scale for all rows. Query token i of
 // sequence b sees the keys up to seq_lens[b] - q_len + i, or the rows that a list has for it (sparse attention,
 // DeepSeek-V3.2, 2025).
 //
@@ -44,11 +44,6 @@
 #include "ptx/types.cuh"
 #include "ptx/warpgroup.cuh"
 
-template <typename Io>
-constexpr bool kIsBFloat16 = false;
-template <>
-constexpr bool kIsBFloat16<BFloat16> = true;
-
 struct Config {
     using Io = IO_TYPE;  // Half or BFloat16
     static constexpr int kHeadDim = HEAD_DIM, kHeadDimV = HEAD_DIM_V;
@@ -65,8 +60,7 @@ struct Config {
     // columns.
     static constexpr int kPvParts = kThreads > 384 ? 2 : 1;
     static constexpr int kTogether = kByMaps ? 1 : kHalfPanels;  // panels of a barrier
-    static constexpr bool kCopiesLast = kFormat == kRows656;  // the last panel's channels need no conversion
-    static_assert(kFormat != kRows656 || kIsBFloat16<Io>, "channels of 16 bits are bf16 there");
+    static_assert(kFormat == kRows16 || kFormat == kRowsE4m3, "rows of 656 bytes have mla_decode_rows8_sm90");
     static_assert(kHeadDim % 64 == 0 && kHeadDimV == kHeadDim - 64 && kHeadDimV % 128 == 0, "P has a panel of its own");
 };
 
@@ -90,8 +84,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, 1) mla_decode_sm9
         for (int buffer = 0; buffer < 2; ++buffer) {
 #pragma unroll 1
             for (int panel = 0; panel < Config::kPanels; ++panel)
-                mbarrier_init(smem_addr_of(&smem.full[buffer][panel]),
-                              Config::kCopiesLast && panel == Config::kPanels - 1 ? Config::kProducers : kFullArrivals);
+                mbarrier_init(smem_addr_of(&smem.full[buffer][panel]), kFullArrivals);
             for (int half = 0; half < 2; ++half)
                 mbarrier_init(smem_addr_of(&smem.empty[buffer][half]), 4 * kArrivalsOfWarp);
         }
