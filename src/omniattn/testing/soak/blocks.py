@@ -51,10 +51,9 @@ def draw(d: Draw) -> dict[str, Any]:
     for name, n, h in (("q", rows, heads[0]), ("k", keys, heads[1]), ("v", keys, heads[1])):
         shape = (batch, n, h, dim) if layout == "NHD" else (batch, h, n, dim)
         arrays[name] = {**d.numbers(shape, "io", loud=False), "view": d.view(shape, 8)}
-    attends = [x for x in _PRECISIONS if x[0] != "Fp8" or dim > 64 or d.cpu]
     return {
         "dtype": d.dtype(), "packed": False, "heads": heads, "head_dims": (dim, dim), "arrays": arrays,
-        "options": options, "attend": d.pick(attends) if d.chance(0.5) else None, "counted": "blocks",
+        "options": options, "attend": d.pick(_PRECISIONS) if d.chance(0.5) else None, "counted": "blocks",
     }  # fmt: skip
 
 

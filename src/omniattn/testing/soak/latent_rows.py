@@ -102,8 +102,8 @@ def place_rows(m: Machine, problem: Problem, unseen: npt.NDArray[Any] | None = N
 
 
 def limits_of(m: Machine, problem: Problem) -> Limits:
-    """Kernels round rows in 8 bits to the queries' type, where they have been multiplied by their scales."""
-    rounded = problem.facts["rows"]["format"] != "16" and not m.on_cpu
+    """Some kernels round rows of 656 bytes to the queries' type, where they have been multiplied by their scales."""
+    rounded = problem.facts["rows"]["format"] == "656" and not m.on_cpu
     return limits.decode(problem.dtype, codes=False, value_codes=False, recent=False, cpu=m.on_cpu, rounded=rounded)
 
 

@@ -61,14 +61,12 @@ def draw_knobs(d: Draw) -> tuple[str, dict[str, Any]]:
     return name, knobs
 
 
-def _with_blocks(facts: dict[str, Any], name: str, knobs: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """A precision, and options, that kernels take beside a block mask."""
+def _with_blocks(facts: dict[str, Any], name: str, knobs: dict[str, Any]) -> dict[str, Any]:
+    """Knobs of a precision that kernels take beside a block mask; options that they do not take go."""
     facts["options"].pop("softcap", None)
-    # Those of e4m3 begin above 64 channels.
-    name = "Int8" if name == "Fp8" and max(facts["head_dims"]) <= 64 else name
     left = ("hadamard", "smooth_k", "smooth_v", "seed") if name == "Fp8" else ("granularity", "smooth_k", "smooth_v")
-    knobs = {knob: x for knob, x in knobs.items() if knob in left and x != "per_token"}
-    return name, knobs | ({"smooth_q": False} if name == "Int4" else {})
+    kept = {knob: x for knob, x in knobs.items() if knob in left and x != "per_token"}
+    return kept | ({"smooth_q": False} if name == "Int4" else {})
 
 
 def draw(d: Draw) -> dict[str, Any]:
@@ -80,7 +78,7 @@ def draw(d: Draw) -> dict[str, Any]:
     if not facts["packed"] and "mask" not in facts["arrays"] and d.chance(0.2):
         attention.draw_block_mask(d, facts)
         if not d.cpu:
-            name, knobs = _with_blocks(facts, name, knobs)
+            knobs = _with_blocks(facts, name, knobs)
         is_plain = False
     facts["counted"] = name.lower()
     facts["options"]["precision"] = name.lower() if is_plain else (name, knobs)
