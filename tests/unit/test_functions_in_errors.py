@@ -78,6 +78,23 @@ def test_decode_over_lists_says_decode() -> None:
         oa.decode(q, pool(is_latent=True), indices=lists, stream=3)
 
 
+@pytest.mark.parametrize("name", ["attention", "decode", "top_k", "merge_states", "attention_sparse", "append"])
+def test_memory_that_cannot_be_written(name: str) -> None:
+    function, arguments, options = calls()[name]
+    if name == "append":
+        rows = numbers(4, 8, 1, 576)
+        rows.flags.writeable = False
+        arguments = (oa.PagedKVCache.from_arrays(rows, head_dim_v=512), *arguments[1:])
+    else:
+        found = function(*arguments, **options)
+        out = found[0] if isinstance(found, tuple) else found
+        out.flags.writeable = False
+        options = {**options, "out": out}
+    with pytest.raises(ArgumentError, match="expected a writable array") as caught:
+        function(*arguments, **options)
+    assert caught.value.function == name
+
+
 @pytest.mark.frameworks
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in ("copy_blocks", "attention_backward")])
 def test_tensors_that_no_kernel_reads(name: str) -> None:

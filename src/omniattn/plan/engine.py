@@ -429,7 +429,7 @@ def execute(plan: Plan, call: Call, tensors: dict[str, Tensor]) -> list[Any]:
     """Run a validated call."""
     operation, cache = call.operation, call.cache
     call.problem = plan.problem
-    operation.check_memory(call, tensors)
+    telling(operation.name, operation.check_memory, call, tensors)
     given = given_outputs(operation, tensors)
     written = [*given.values(), *(cache.planes.values() if operation.writes_cache and cache is not None else ())]
     if plan.launches is None:
@@ -493,7 +493,7 @@ def _describe_plan(call: Call) -> Described:
         call.objects = arrays.without_gradients(call.objects)
     tensors = describe(call, raw)
     plan = make_plan(call, tensors, load=False)
-    call.operation.check_memory(call, tensors)
+    telling(call.operation.name, call.operation.check_memory, call, tensors)
     if plan.launches is None:
         everything = [*tensors.values(), *([] if call.cache is None else call.cache.tensors)]
         telling(call.operation.name, arrays.prepare, everything, call.stream)
