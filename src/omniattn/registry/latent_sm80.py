@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from typing import Any
 
 from .decode import LATENT_DIMS
 from .spec import IO_TYPES, KernelSpec
@@ -37,7 +38,6 @@ def latent_few_row(dtype: str, fmt: str) -> KernelSpec:
     dtype, fmt : str
         As of `latent_sm80_row`.
     """
-    short, tag = IO_TYPES[dtype]
     rows, parts, teams = LATENT_TILES[0], 4, 2
     keys, stages = (32, 5) if fmt == "latent" else (64, 4)
     warps = teams * _WARPS + 4
@@ -52,31 +52,7 @@ def latent_few_row(dtype: str, fmt: str) -> KernelSpec:
         + 6 * 4  # cursor, scale
         + 2 * 8 * 4  # splits
     )
-    smem_bytes = _up(exact, 128)
-    return KernelSpec(
-        name=f"mla_decode_few_sm90_{short}_d{_WIDTH}v{_WIDTH_V}{fmt.removeprefix('latent')}",
-        family="mla_decode_few_sm90",
-        op="latent_decode",
-        source="entry/mla_decode_few_sm90.cu",
-        symbol="mla_decode_few_sm90",
-        defines=(
-            ("IO_TYPE", tag),
-            ("HEAD_DIM", str(_WIDTH)),
-            ("HEAD_DIM_V", str(_WIDTH_V)),
-            ("CACHE_FORMAT", str(list(_ROW_BYTES).index(fmt))),
-            ("SMEM_BYTES", str(smem_bytes)),
-        ),
-        dtype=dtype,
-        head_dim=_WIDTH,
-        own_head_dim_v=_WIDTH_V,
-        block_m=rows,
-        block_n=keys,
-        num_warps=warps,
-        smem_bytes=smem_bytes,
-        min_arch=(9, 0),
-        arch_specific=True,
-        cache=(fmt, fmt),
-    )
+    return _row("mla_decode_few_sm90", dtype, fmt, rows, keys, warps, exact, min_arch=(9, 0), arch_specific=True)
 
 
 def latent_sm80_row(dtype: str, fmt: str, rows: int) -> KernelSpec:
@@ -91,7 +67,6 @@ def latent_sm80_row(dtype: str, fmt: str, rows: int) -> KernelSpec:
     rows : int
         One of `LATENT_TILES`.
     """
-    short, tag = IO_TYPES[dtype]
     row_bytes, in_16_bits = _ROW_BYTES[fmt], fmt == "latent"
     # Rows in 8 bits stay so in shared memory, or become 16 bits there.
     in_codes = rows == 16 and not in_16_bits
@@ -115,21 +90,29 @@ def latent_sm80_row(dtype: str, fmt: str, rows: int) -> KernelSpec:
         + 6 * 4  # cursor, scale
         + 2 * 8 * 4  # splits
     )
+    of_rows = (("ROWS", str(rows)), ("HELD_PANELS", str(held)), ("MIN_CTAS", str(ctas)))
+    return _row("mla_decode_sm80", dtype, fmt, rows, keys, _WARPS, exact, f"_r{rows}", of_rows, ctas_per_sm=ctas)
+
+
+def _row(
+    family: str, dtype: str, fmt: str, rows: int, keys: int, warps: int, exact: int, suffix: str = "",
+    defines: tuple[tuple[str, str], ...] = (), **others: Any,
+) -> KernelSpec:  # fmt: skip
+    """What both families have in common. exact: bytes of shared memory; defines: besides those of both."""
+    short, tag = IO_TYPES[dtype]
     smem_bytes = _up(exact, 128)
     return KernelSpec(
-        name=f"mla_decode_sm80_{short}_d{_WIDTH}v{_WIDTH_V}{fmt.removeprefix('latent')}_r{rows}",
-        family="mla_decode_sm80",
+        name=f"{family}_{short}_d{_WIDTH}v{_WIDTH_V}{fmt.removeprefix('latent')}{suffix}",
+        family=family,
         op="latent_decode",
-        source="entry/mla_decode_sm80.cu",
-        symbol="mla_decode_sm80",
+        source=f"entry/{family}.cu",
+        symbol=family,
         defines=(
             ("IO_TYPE", tag),
             ("HEAD_DIM", str(_WIDTH)),
             ("HEAD_DIM_V", str(_WIDTH_V)),
             ("CACHE_FORMAT", str(list(_ROW_BYTES).index(fmt))),
-            ("ROWS", str(rows)),
-            ("HELD_PANELS", str(held)),
-            ("MIN_CTAS", str(ctas)),
+            *defines,
             ("SMEM_BYTES", str(smem_bytes)),
         ),
         dtype=dtype,
@@ -137,10 +120,10 @@ def latent_sm80_row(dtype: str, fmt: str, rows: int) -> KernelSpec:
         own_head_dim_v=_WIDTH_V,
         block_m=rows,
         block_n=keys,
-        num_warps=_WARPS,
+        num_warps=warps,
         smem_bytes=smem_bytes,
-        ctas_per_sm=ctas,
         cache=(fmt, fmt),
+        **others,
     )
 
 
