@@ -3,9 +3,10 @@
 //
 //   score[i, j] = scale * q_mean[i] . k_mean[j]      of blocks of keys that are similar to themselves, and visible
 //   weight[i, j] = exp(score[i, j] - max)
-//   kept: the `count` largest of a row; or the largest ones whose weights make up at most the share cdf of all; at
-//   least one. Of equal scores those with the lowest j. Besides: blocks of keys or queries that are not similar to
-//   themselves, scores that are no finite numbers, the first keep_first blocks. Never what causality hides.
+//   kept: of a row the largest ones, as many as its head's share says, or those whose weights make up at most this
+//   share of all; at least one. Of equal scores those with the lowest j. Besides: blocks of keys or queries that are
+//   not similar to themselves, scores that are no finite numbers, the first keep_first blocks. Never what causality
+//   hides.
 //
 // A CTA takes up to 4 rows of one head, so that K's means are read once for all of them; then a warp a row. A score is
 // an unsigned number with the same order; the smallest one that is not kept whole is found bit by bit, by sums over the
@@ -38,6 +39,7 @@ class Row {
     OA_DEVICE Row(const uint32* numbers, int32 size, int32 lane, bool by_count)
         : numbers_(numbers), size_(size), lane_(lane), by_count_(by_count), top_(0.0f) {
         uint32 top = kHidden;
+#pragma unroll 2
         for (int32 j = lane_; j < size_; j += 32)
             if (numbers_[j] != kAlways) top = max_of(top, numbers_[j]);
         top = __reduce_max_sync(0xffffffffu, top);
@@ -52,10 +54,12 @@ class Row {
     OA_DEVICE float sum_from(uint32 least) const {
         if (by_count_) {
             int32 count = 0;
+#pragma unroll 2
             for (int32 j = lane_; j < size_; j += 32) count += numbers_[j] >= least && numbers_[j] != kAlways;
             return float(__reduce_add_sync(0xffffffffu, count));
         }
         float sum = 0.0f;
+#pragma unroll 2
         for (int32 j = lane_; j < size_; j += 32) {
             const uint32 number = numbers_[j];
             if (number >= least && number != kAlways) sum += weight(number);
@@ -68,6 +72,7 @@ class Row {
     // none.
     OA_DEVICE uint32 find_last(float most) const {
         uint32 last = kHidden;
+#pragma unroll 1
         for (uint32 bit = kSign; bit != 0; bit >>= 1)
             if (sum_from(last | bit) > most) last |= bit;
         return last;
@@ -81,9 +86,9 @@ class Row {
     float top_;
 };
 
-OA_DEVICE void choose(const ChooseBlocksParams& p, const uint32* numbers, int64 row, int32 lane) {
-    const Row of(numbers, p.k_blocks, lane, p.count > 0);
-    const float most = p.count > 0 ? float(p.count) : p.cdf * of.sum_from(1);
+OA_DEVICE void choose(const ChooseBlocksParams& p, const uint32* numbers, float share, int64 row, int32 lane) {
+    const Row of(numbers, p.k_blocks, lane, p.by_count);
+    const float most = p.by_count ? share : share * of.sum_from(1);
     const uint32 last = of.find_last(most);
     // How many of those with just that number.
     float ties = 0.0f;
@@ -95,6 +100,7 @@ OA_DEVICE void choose(const ChooseBlocksParams& p, const uint32* numbers, int64 
     const bool all = !(p.q_similar[row] > p.similarity);
     uint8* out = p.blocks + row * p.k_blocks;
     float before = 0.0f;
+#pragma unroll 1
     for (int32 first = 0; first < p.k_blocks; first += 32) {
         const int32 j = first + lane;
         const uint32 number = of.number(j);
@@ -145,6 +151,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) choose_blocks_sm80(const
     }
     __syncthreads();
     const int32 warp = threadIdx.x / 32;
-    if (warp < rows)
-        choose(p, smem.keys + warp * p.k_blocks, int64(head) * p.q_blocks + first + warp, threadIdx.x % 32);
+    if (warp >= rows) return;
+    const float share = p.shares[head % p.num_shares];
+    choose(p, smem.keys + warp * p.k_blocks, share, int64(head) * p.q_blocks + first + warp, threadIdx.x % 32);
 }

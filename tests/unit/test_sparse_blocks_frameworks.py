@@ -17,6 +17,7 @@ pytestmark = pytest.mark.frameworks
 OPTIONS: tuple[dict[str, Any], ...] = (
     {"topk": 0.4, "causal": True},
     {"cdf": 0.5, "block_size": 64, "keep_first": 1, "layout": "HND"},
+    {"topk": (0.1, 0.3, 0.5, 1.0)},
 )
 
 
@@ -52,7 +53,7 @@ def test_opcheck() -> None:
     import omniattn.frameworks.torch.tracing  # noqa: F401
 
     q, k = arrays()
-    arguments = (q, k, 0.4, None, -0.1, [128, 64], True, 0, "NHD")
+    arguments = (q, k, [0.4], None, -0.1, [128, 64], True, 0, "NHD")
     torch.library.opcheck(torch.ops.omniattn.sparse_blocks.default, arguments)
 
 
