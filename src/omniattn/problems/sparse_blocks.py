@@ -81,6 +81,15 @@ class SparseBlocksProblem:
         return (Output("blocks", (self.batch, self.num_q_heads, *self.blocks), "bool"),)
 
 
+def visible_count(seqlen_q: int, seqlen_k: int, size: tuple[int, int], causal: bool) -> int:
+    """Blocks of a head in which some query sees some key, aligned at the bottom right."""
+    rows, keys = -(-seqlen_q // size[0]), -(-seqlen_k // size[1])
+    if not causal:
+        return rows * keys
+    last = (min((i + 1) * size[0], seqlen_q) - 1 + seqlen_k - seqlen_q for i in range(rows))
+    return sum(min(max(x // size[1] + 1, 0), keys) for x in last)
+
+
 def _range(*values: float) -> str:
     """The least and the largest number."""
     least, most = min(values), max(values)
