@@ -39,7 +39,6 @@ class Row {
     OA_DEVICE Row(const uint32* numbers, int32 size, int32 lane, bool by_count)
         : numbers_(numbers), size_(size), lane_(lane), by_count_(by_count), top_(0.0f) {
         uint32 top = kHidden;
-#pragma unroll 2
         for (int32 j = lane_; j < size_; j += 32)
             if (numbers_[j] != kAlways) top = max_of(top, numbers_[j]);
         top = __reduce_max_sync(0xffffffffu, top);
@@ -54,12 +53,10 @@ class Row {
     OA_DEVICE float sum_from(uint32 least) const {
         if (by_count_) {
             int32 count = 0;
-#pragma unroll 2
             for (int32 j = lane_; j < size_; j += 32) count += numbers_[j] >= least && numbers_[j] != kAlways;
             return float(__reduce_add_sync(0xffffffffu, count));
         }
         float sum = 0.0f;
-#pragma unroll 2
         for (int32 j = lane_; j < size_; j += 32) {
             const uint32 number = numbers_[j];
             if (number >= least && number != kAlways) sum += weight(number);
@@ -72,7 +69,6 @@ class Row {
     // none.
     OA_DEVICE uint32 find_last(float most) const {
         uint32 last = kHidden;
-#pragma unroll 1
         for (uint32 bit = kSign; bit != 0; bit >>= 1)
             if (sum_from(last | bit) > most) last |= bit;
         return last;
@@ -87,8 +83,8 @@ class Row {
 };
 
 OA_DEVICE void choose(const ChooseBlocksParams& p, const uint32* numbers, float share, int64 row, int32 lane) {
-    const Row of(numbers, p.k_blocks, lane, p.by_count);
-    const float most = p.by_count ? share : share * of.sum_from(1);
+    const Row of(numbers, p.k_blocks, lane, p.by_count != 0);
+    const float most = p.by_count != 0 ? share : share * of.sum_from(1);
     const uint32 last = of.find_last(most);
     // How many of those with just that number.
     float ties = 0.0f;
@@ -100,7 +96,6 @@ OA_DEVICE void choose(const ChooseBlocksParams& p, const uint32* numbers, float 
     const bool all = !(p.q_similar[row] > p.similarity);
     uint8* out = p.blocks + row * p.k_blocks;
     float before = 0.0f;
-#pragma unroll 1
     for (int32 first = 0; first < p.k_blocks; first += 32) {
         const int32 j = first + lane;
         const uint32 number = of.number(j);
@@ -127,7 +122,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) choose_blocks_sm80(const
     const float* k = p.k_means + int64(kv) * p.head_dim * p.k_blocks;
     for (int32 j = threadIdx.x; j < p.k_blocks; j += kThreads) {
         float s[kRows] = {};
-#pragma unroll 4
+#pragma unroll 2
         for (int32 c = 0; c < p.head_dim; c += 4) {
             float of_k[4];
 #pragma unroll
