@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 import omniattn as oa
+from build_tools import sparse_tables
 from omniattn import testing
 from omniattn.bench.document import reference_environment
 from omniattn.problems.sparse_blocks import visible_count
@@ -108,7 +109,8 @@ def measure() -> Iterator[Row]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure and show."""
-    run("sparse_accuracy", "python -m tests.numerics.sparse_accuracy", reference_environment, measure, arguments)
+    command = "python -m tests.numerics.sparse_accuracy"
+    run("sparse_accuracy", command, reference_environment, measure, arguments, sparse_tables.accuracy)
 
 
 if __name__ == "__main__":

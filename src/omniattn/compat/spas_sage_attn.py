@@ -6,7 +6,8 @@ imports the original. Tensors are torch's, on a GPU of compute capability 9.0 or
 Differences
 -----------
 - ``attn_mask`` raises where it is given; the original drops it. So does ``dropout_p`` above 0.
-- ``simthreshd1``, ``cdfthreshd`` and ``topk`` are numbers; a tensor with one for each head raises.
+- ``simthreshd1`` is a number; a tensor with one for each head raises. Those of ``cdfthreshd`` and ``topk`` are read by
+  the host, which waits for one on a GPU: give a tuple of numbers where calls are to be captured in a graph.
 - ``pvthreshd`` is checked and changes nothing: no product with V is left out where P is small. Results are closer to
   those of all products.
 - ``output_dtype`` is checked and changes nothing, as in the original: o has q's dtype, float16 for float32 on a GPU.
@@ -71,7 +72,7 @@ def spas_sage2_attn_meansim_topk_cuda(
         Quantize K minus its mean, which also decides how similar the rows of a block are.
     simthreshd1 : float
         ``similarity`` of `omniattn.sparse_blocks`.
-    cdfthreshd, topk : float
+    cdfthreshd, topk : float, or tensor or tuple with a number for each query head
         One of them, the other None: ``cdf`` and ``topk``.
     pvthreshd : float
         A number.
@@ -193,9 +194,8 @@ def _predicted(
         function, "blocks are what is left out", "omniattn.attention(mask=, precision='int8')",
         attn_mask=(attn_mask, None),
     )  # fmt: skip
-    for name, x in (("simthreshd1", simthreshd1), ("cdfthreshd", cdfthreshd), ("topk", topk)):
-        if isinstance(x, torch.Tensor) and x.ndim:
-            raise UnsupportedError(f"{function}(): {name} for each head", instead="a number for all heads")
+    if isinstance(simthreshd1, torch.Tensor) and simthreshd1.ndim:
+        raise UnsupportedError(f"{function}(): simthreshd1 for each head", instead="a number for all heads")
     q, k, v = _tensors(function, q, k, v, dropout_p, layout, output_dtype, pvthreshd)
     causal, smooth_k = common.flag(is_causal, "is_causal", function), common.flag(smooth_k, "smooth_k", function)
     axis = 1 if layout == "NHD" else 2

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from .. import arguments, arrays
+from .. import arguments
 from ..checks import values
 from ..checks.extras import check_block_size
 from ..errors import ArgumentError
@@ -214,7 +214,7 @@ class _Search:
                 expected = "(q, k, v) of four dimensions each"
                 received = f"{type(sample).__name__} among those of {name!r}"
                 raise ArgumentError("tensors", expected, received, function=_NAME)
-            q, k, v = arrays.without_gradients(tuple(sample))
+            q, k, v = (x.detach() if getattr(x, "requires_grad", False) else x for x in sample)
             yield q, k, v
 
     def _measured(
