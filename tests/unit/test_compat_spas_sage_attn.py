@@ -77,6 +77,8 @@ def test_blocks_of_the_caller() -> None:
         o, sparsity = spas.block_sparse_sage2_attn_cuda(q, k, v, mask, return_sparsity=True)
         assert torch.equal(o, want)
         assert sparsity == pytest.approx(1 - blocks.float().mean().item())
+    _, sparsity = spas.block_sparse_sage2_attn_cuda(q, k, v, blocks[:1, :1], return_sparsity=True)
+    assert sparsity == pytest.approx(1 - blocks[:1, :1].float().mean().item())
     first = blocks.clone()
     first[..., 0] = True
     want = oa.attention(q, k, v, block_mask=first, block_size=(128, 64), layout="HND", precision="int8")
