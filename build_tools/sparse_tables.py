@@ -62,13 +62,13 @@ def figure(report: Report) -> str:
     """Relative L1 and cosine over the share of blocks that is kept."""
     names = _series(report)
     panels = []
-    for title, value, labels in (
-        ("relative L1", lambda row: row["rel_l1"], ("0.001", "0.01", "0.1", "1")),
-        ("cosine similarity", lambda row: 1.0 - row["cosine"], ("0.999999", "0.99999", "0.9999", "0.999", "0.99", "0.9",
+    for title, most, value, labels in (
+        ("relative L1", 1, lambda row: row["rel_l1"], ("0.001", "0.01", "0.1", "1", "10")),
+        ("cosine similarity", 0, lambda row: 1.0 - row["cosine"], ("0.999999", "0.99999", "0.9999", "0.999", "0.99", "0.9",
                                                                 "0")),
     ):  # fmt: skip
         drawn = tuple(_curve(report, i, name, rule, value) for i, name in enumerate(names) for rule in ("topk", "cdf"))
-        panels.append(curves.Panel(title, drawn, 1 - len(labels), 0, labels))
+        panels.append(curves.Panel(title, drawn, most + 1 - len(labels), most, labels))
     return curves.curves(names, "visible blocks that are kept", ("topk", "cdf"), panels)
 
 

@@ -137,23 +137,23 @@ def _is_triple(x: Any) -> bool:
 
 def _entries(tensors: Any) -> Iterator[tuple[str, Iterable[Triple]]]:
     """Names with their samples; raises before anything is computed for what is none of the forms."""
-    form = "(q, k, v), a sequence of them, or a mapping of names to either"
+    expected = "(q, k, v), a sequence of them, or a mapping of names to either"
     named: Mapping[Any, Any] = tensors if isinstance(tensors, Mapping) else {"attention": tensors}
     if not named:
-        raise ArgumentError("tensors", form, "an empty mapping", function=_NAME)
+        raise ArgumentError("tensors", expected, "an empty mapping", function=_NAME)
     for name in named:
         if not isinstance(name, str):
-            raise ArgumentError("tensors", f"{form}, by str", f"the name {name!r}", function=_NAME)
+            raise ArgumentError("tensors", f"{expected}, by str", f"the name {name!r}", function=_NAME)
 
     def samples_of(name: str) -> Iterable[Triple]:
         given = named[name]
         if _is_triple(given):
             return [tuple(given)]
         if isinstance(given, str) or not isinstance(given, Iterable) or hasattr(given, "shape"):
-            raise ArgumentError("tensors", form, f"{type(given).__name__} of {name!r}", function=_NAME)
+            raise ArgumentError("tensors", expected, f"{type(given).__name__} of {name!r}", function=_NAME)
         if isinstance(given, Iterator):
-            expected = f"{form}, that can be run through more than once"
-            raise ArgumentError("tensors", expected, f"an iterator of {name!r}", function=_NAME)
+            again = f"{expected}, that can be run through more than once"
+            raise ArgumentError("tensors", again, f"an iterator of {name!r}", function=_NAME)
         return given
 
     return ((name, samples_of(name)) for name in named)

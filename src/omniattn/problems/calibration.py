@@ -72,7 +72,7 @@ class SparseCalibration:
         """The `Sparse` of one name; of the only one without it. The same as ``Sparse(file=, name=)`` of its file."""
         if name is None and len(self.entries) == 1:
             name = next(iter(self.entries))
-        if name not in self.entries:
+        if name is None or name not in self.entries:
             known = ", ".join(map(repr, self.entries))
             raise ArgumentError("name", f"one of {known}", repr(name), function="SparseCalibration.sparse")
         shares: dict[str, Any] = {self.by: self.entries[name].shares}

@@ -167,7 +167,8 @@ def read(file: str | os.PathLike[str], function: str) -> tuple[dict[str, Any], d
     rule, entries = data.get("rule"), data.get("entries")
     if not isinstance(rule, Mapping) or rule.get("by") not in ("topk", "cdf"):
         raise refuse(f"rule {rule!r}")
-    size, similarity, keep_first = rule.get("block_size"), rule.get("similarity"), rule.get("keep_first")
+    size, keep_first = rule.get("block_size"), rule.get("keep_first")
+    similarity: Any = rule.get("similarity")
     if not (isinstance(size, list) and len(size) == 2 and all(_is_count(n) and n > 0 and n % 64 == 0 for n in size)):
         raise refuse(f"block_size {size!r}")
     if not (_is_number(similarity) and abs(similarity) <= _MOST_FP32):
@@ -190,7 +191,7 @@ def read(file: str | os.PathLike[str], function: str) -> tuple[dict[str, Any], d
     return made, found
 
 
-def _is_number(x: object) -> bool:
+def _is_number(x: Any) -> bool:
     # Of NaN and infinity comparisons decide, which NaN fails.
     return isinstance(x, numbers.Real) and not isinstance(x, bool)
 
