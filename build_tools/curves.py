@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-WIDTH, PANEL_WIDTH, PANEL_HEIGHT, TOP, LEFT, GAP, BOTTOM = 900, 390, 300, 76, 56, 52, 44
+WIDTH, PANEL_WIDTH, PANEL_HEIGHT, TOP, LEFT, GAP, BOTTOM = 900, 384, 300, 76, 56, 52, 44
 #: Of each series on a light and on a dark page, distinguishable with the common forms of colour blindness.
 _COLOURS = (
     ("#0072b2", "#56b4e9"), ("#d55e00", "#ff8f3f"), ("#009e73", "#2fd3a2"), ("#a0508a", "#e29ac8"),
