@@ -136,16 +136,9 @@ def test_attention_with_what_is_predicted() -> None:
 @pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="Hopper has the kernels"
 )
-@pytest.mark.parametrize(
-    ("kind", "head_dim", "heads_kv"),
-    [
-        (kind, head_dim, heads_kv)
-        for kind in (oa.Int8, oa.Fp8)
-        for head_dim, heads_kv in ((64, 4), (128, 2), (80, 1), (256, 4))
-        if kind is oa.Int8 or head_dim > 64  # fp8 has block masks above 64 channels
-    ],
-)
-def test_in_one_call(kind: Any, head_dim: int, heads_kv: int) -> None:
+@pytest.mark.parametrize("kind", [oa.Int8, oa.Fp8], ids=str)
+@pytest.mark.parametrize(("head_dim", "heads_kv"), [(64, 4), (128, 2), (80, 1), (256, 4)])
+def test_in_one_call(head_dim: int, heads_kv: int, kind: Any) -> None:
     """The same bits as with the block mask that is predicted by itself, in a graph too."""
     q, k = (x.cuda() for x in arrays(2, 900, 1300, 4, heads_kv, head_dim, torch.bfloat16))
     v = torch.randn_like(k)

@@ -106,7 +106,8 @@ class SparseCalibration:
         made.replace(path)
 
     def __str__(self) -> str:
-        lines = [f"{self.by} of each head: at most {self.max_error:g} relative L1 ({self.precision})"]
+        name = self.precision.partition("(")[0]
+        lines = [f"{self.by} of each head: at most {self.max_error:g} relative L1 ({name})"]
         for name, one in self.entries.items():
             kept = sum(one.kept) / len(one.kept)
             lines.append(
