@@ -20,6 +20,9 @@ _COLUMNS = (
     ("topk", "0.3"), ("topk", "0.5"), ("topk, int8", "0.5"), ("topk", "0.7"), ("cdf", "0.9"), ("cdf", "0.97"),
 )  # fmt: skip
 _MODEL = "SmolLM2"
+#: Of the axes of the figure, from below: a power of ten each, of 1 - cosine too.
+_ERRORS = ("0.001", "0.01", "0.1", "1", "10")
+_COSINES = ("0.999999", "0.99999", "0.9999", "0.999", "0.99", "0.9", "0")
 
 
 def _cell(row: Row | None) -> str:
@@ -63,10 +66,9 @@ def figure(report: Report) -> str:
     names = _series(report)
     panels = []
     for title, most, value, labels in (
-        ("relative L1", 1, lambda row: row["rel_l1"], ("0.001", "0.01", "0.1", "1", "10")),
-        ("cosine similarity", 0, lambda row: 1.0 - row["cosine"], ("0.999999", "0.99999", "0.9999", "0.999", "0.99", "0.9",
-                                                                "0")),
-    ):  # fmt: skip
+        ("relative L1", 1, lambda row: row["rel_l1"], _ERRORS),
+        ("cosine similarity", 0, lambda row: 1.0 - row["cosine"], _COSINES),
+    ):
         drawn = tuple(_curve(report, i, name, rule, value) for i, name in enumerate(names) for rule in ("topk", "cdf"))
         panels.append(curves.Panel(title, drawn, most + 1 - len(labels), most, labels))
     return curves.curves(names, "visible blocks that are kept", ("topk", "cdf"), panels)

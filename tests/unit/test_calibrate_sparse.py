@@ -172,6 +172,7 @@ def test_visible_blocks_are_counted(causal: bool) -> None:
         ({"layout": "BHSD"}, "'layout'"),
         ({"causal": 1}, "'causal'"),
         ({"keep_first": -1}, "'keep_first'"),
+        ({"file": "no/such/folder/own.json"}, "'file'.*a folder that exists"),
     ],
     ids=str,
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -107,6 +108,8 @@ def calibrate_sparse(
     similarity = arguments.check_number(similarity, "similarity", _NAME)
     first = arguments.check_int(keep_first, "keep_first", _NAME, most=arguments.MAX_ROWS)
     causal = arguments.check_bool(causal, "causal", _NAME)
+    if file is not None and not Path(file).resolve().parent.is_dir():
+        raise ArgumentError("file", "a file in a folder that exists", repr(file), function=_NAME)
     options = {"causal": causal, "layout": layout}
     search = _Search(
         bound, by, _ladder(shares, by), {"similarity": similarity, "keep_first": first, **options}, size,

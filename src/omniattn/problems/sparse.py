@@ -75,7 +75,7 @@ class Sparse:
     similarity: float = -0.1
     block_size: int | tuple[int, int] = (128, 64)
     keep_first: int = 0
-    file: str | None = None
+    file: str | os.PathLike[str] | None = None
     name: str | None = None
 
     def __post_init__(self) -> None:
