@@ -96,7 +96,8 @@ def test_every_operation_and_every_argument_is_drawn(drawn: list[Problem]) -> No
         assert set(inspect.signature(operator.attrgetter(name)(omniattn)).parameters) - found - left == set(), name
     functions = {name for name in omniattn.__all__ if inspect.isfunction(getattr(omniattn, name))}
     # Copies follow an append; two launch nothing; predicted blocks have tests of their own.
-    assert functions - set(said) == {"choose_shared_runs", "copy_blocks", "copy_recent", "explain", "sparse_blocks"}
+    others = {"calibrate_sparse", "choose_shared_runs", "copy_blocks", "copy_recent", "explain", "sparse_blocks"}
+    assert functions - set(said) == others
 
 
 def test_every_knob_and_value_of_a_precision_is_drawn(drawn: list[Problem]) -> None:
