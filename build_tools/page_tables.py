@@ -18,6 +18,7 @@ from build_tools import (
     perplexity_tables,
     serve_tables,
     shape_tables,
+    sparse_tables,
 )
 from build_tools.page_parts import (
     Part,
@@ -92,6 +93,7 @@ SOURCES: dict[str, Source] = {
     **jax_tables.SOURCES,
     **model_tables.SOURCES,
     **accuracy_tables.SOURCES,
+    **sparse_tables.SOURCES,
     **perplexity_tables.SOURCES,
     **serve_tables.SOURCES,
     **engine_tables.SOURCES,
@@ -361,6 +363,7 @@ PARTS: dict[str, Part] = {
     **jax_tables.PARTS,
     **model_tables.PARTS,
     **accuracy_tables.PARTS,
+    **sparse_tables.PARTS,
     **perplexity_tables.PARTS,
     **serve_tables.PARTS,
     **engine_tables.PARTS,

@@ -3,9 +3,10 @@
 //
 //   score[i, j] = scale * q_mean[i] . k_mean[j]      of blocks of keys that are similar to themselves, and visible
 //   weight[i, j] = exp(score[i, j] - max)
-//   kept: the `count` largest of a row; or the largest ones whose weights make up at most the share cdf of all; at
-//   least one. Of equal scores those with the lowest j. Besides: blocks of keys or queries that are not similar to
-//   themselves, scores that are no finite numbers, the first keep_first blocks. Never what causality hides.
+//   kept: of a row the largest ones, as many as its head's share says, or those whose weights make up at most this
+//   share of all; at least one. Of equal scores those with the lowest j. Besides: blocks of keys or queries that are
+//   not similar to themselves, scores that are no finite numbers, the first keep_first blocks. Never what causality
+//   hides.
 //
 // A CTA takes up to 4 rows of one head, so that K's means are read once for all of them; then a warp a row. A score is
 // an unsigned number with the same order; the smallest one that is not kept whole is found bit by bit, by sums over the
@@ -81,9 +82,9 @@ class Row {
     float top_;
 };
 
-OA_DEVICE void choose(const ChooseBlocksParams& p, const uint32* numbers, int64 row, int32 lane) {
-    const Row of(numbers, p.k_blocks, lane, p.count > 0);
-    const float most = p.count > 0 ? float(p.count) : p.cdf * of.sum_from(1);
+OA_DEVICE void choose(const ChooseBlocksParams& p, const uint32* numbers, float share, int64 row, int32 lane) {
+    const Row of(numbers, p.k_blocks, lane, p.by_count != 0);
+    const float most = p.by_count != 0 ? share : share * of.sum_from(1);
     const uint32 last = of.find_last(most);
     // How many of those with just that number.
     float ties = 0.0f;
@@ -121,7 +122,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) choose_blocks_sm80(const
     const float* k = p.k_means + int64(kv) * p.head_dim * p.k_blocks;
     for (int32 j = threadIdx.x; j < p.k_blocks; j += kThreads) {
         float s[kRows] = {};
-#pragma unroll 4
+#pragma unroll 2
         for (int32 c = 0; c < p.head_dim; c += 4) {
             float of_k[4];
 #pragma unroll
@@ -145,6 +146,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) choose_blocks_sm80(const
     }
     __syncthreads();
     const int32 warp = threadIdx.x / 32;
-    if (warp < rows)
-        choose(p, smem.keys + warp * p.k_blocks, int64(head) * p.q_blocks + first + warp, threadIdx.x % 32);
+    if (warp >= rows) return;
+    const float share = p.shares[head % p.num_shares];
+    choose(p, smem.keys + warp * p.k_blocks, share, int64(head) * p.q_blocks + first + warp, threadIdx.x % 32);
 }

@@ -2,6 +2,8 @@
 #pragma once
 #include "ptx/types.cuh"
 
+constexpr int MAX_SHARES = 256;  // registry/sparse_blocks.py has it too
+
 struct BlockMeansParams {
     const void* q;
     const void* k;
@@ -29,9 +31,10 @@ struct ChooseBlocksParams {
     int32 block_q, block_k;
     int32 q_blocks, k_blocks;
     int32 rows;        // of blocks that a CTA takes, at most 4
-    int32 count;       // blocks that a row keeps; 0: by cdf
+    int32 by_count;    // shares are numbers of blocks
+    int32 num_shares;  // 1: all heads have one; or num_q_heads
     int32 causal, keep_first;
-    float cdf;         // share of a row's weights that the blocks it keeps make up at most
-    float similarity;  // blocks that are not more similar to themselves are kept
-    float scale;       // of the products of means
+    float similarity;          // blocks that are not more similar to themselves are kept
+    float scale;               // of the products of means
+    float shares[MAX_SHARES];  // what a row of each head keeps: so many blocks, or at most this share of its weights
 };

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from .ops.append import append, copy_blocks, copy_recent
     from .ops.attention import attention, attention_varlen
     from .ops.attention_backward import attention_backward, attention_varlen_backward
+    from .ops.calibrate_sparse import calibrate_sparse
     from .ops.choose_runs import choose_shared_runs
     from .ops.decode import decode
     from .ops.explain import Explanation, explain
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
         QuantizedV,
         Sparse,
     )
+    from .problems.calibration import SparseCalibration
 
 #: Room that each public name comes from.
 _ROOMS = {
@@ -63,6 +65,7 @@ _ROOMS = {
     "SharedPrefixes": "kv.runs",
     "SharedRuns": "kv.runs",
     "Sparse": "problems",
+    "SparseCalibration": "problems.calibration",
     "SwapSpace": "kv.swap",
     "append": "ops",
     "attention": "ops",
@@ -71,6 +74,7 @@ _ROOMS = {
     "attention_varlen": "ops",
     "attention_varlen_backward": "ops",
     "attention_with_kvcache": "ops",
+    "calibrate_sparse": "ops",
     "choose_shared_runs": "ops",
     "copy_blocks": "ops",
     "copy_recent": "ops",
@@ -104,6 +108,7 @@ __all__ = [
     "SharedPrefixes",
     "SharedRuns",
     "Sparse",
+    "SparseCalibration",
     "SwapSpace",
     "__version__",
     "append",
@@ -113,6 +118,7 @@ __all__ = [
     "attention_varlen",
     "attention_varlen_backward",
     "attention_with_kvcache",
+    "calibrate_sparse",
     "choose_shared_runs",
     "copy_blocks",
     "copy_recent",

@@ -48,6 +48,21 @@ def plain(value: Any, argument: str, function: str) -> Any:
         raise ArgumentError(argument, expected, repr(value), function=function) from error
 
 
+def listed(value: Any) -> Any:
+    """A list, or an array with dimensions, as a tuple of its numbers, which calls are found again by.
+
+    Anything else, and a tracer, comes as it is. Reading an array that lies on a GPU waits for that GPU.
+    """
+    if value is None or isinstance(value, (bool, int, float, str, tuple)):
+        return value
+    if isinstance(value, list):
+        return tuple(value)
+    if not getattr(value, "shape", ()) or not hasattr(value, "tolist") or arrays.has_tracer((value,)):
+        return value
+    found = value.tolist()
+    return tuple(found) if isinstance(found, list) else found
+
+
 def plain_options(options: Any, function: str) -> Any:
     """A named tuple of options with numbers in place of arrays that hold one; itself where there are none."""
     changed = {}

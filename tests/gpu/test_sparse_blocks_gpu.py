@@ -72,6 +72,23 @@ def test_numbers_of_blocks(keys: int) -> None:
     check(q, k, cdf=0.4)
 
 
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("name", ["topk", "cdf"])
+def test_a_share_of_each_head(name: str, causal: bool) -> None:
+    q, k = arrays(2, 1500, 2100, 6, 2, 128, torch.bfloat16)
+    shares = (0.05, 1.0, 0.5, 0.3, 0.9, 0.1)
+    check(q, k, **{name: shares}, causal=causal)
+    found = oa.sparse_blocks(q.cuda(), k.cuda(), **{name: shares}, causal=causal)
+    for h, share in enumerate(shares):
+        every = oa.sparse_blocks(q.cuda(), k.cuda(), **{name: share}, causal=causal)
+        assert torch.equal(found[:, h], every[:, h])
+    many = oa.sparse_blocks(*(x[:, :, :1].repeat(1, 1, 256, 1).cuda() for x in (q, k)), **{name: (0.2, 0.7) * 128})
+    assert torch.equal(many[:, ::2], many[:, :1].expand_as(many[:, ::2]))
+    assert not torch.equal(many[:, 0], many[:, 255])
+    with pytest.raises(oa.errors.UnsupportedError, match="256"):
+        oa.sparse_blocks(*(x[:, :, :1].repeat(1, 1, 257, 1).cuda() for x in (q, k)), **{name: (0.5,) * 257})
+
+
 def test_nan_infinity_and_zeros_are_kept() -> None:
     q, k = (x.cuda() for x in arrays(1, 640, 640, 1, 1, 64, torch.bfloat16))
     q[0, 130], k[0, 70], k[0, 200, 0, 3] = torch.nan, torch.nan, torch.inf
@@ -125,7 +142,10 @@ def test_in_one_call(head_dim: int, heads_kv: int, kind: Any) -> None:
     """The same bits as with the block mask that is predicted by itself, in a graph too."""
     q, k = (x.cuda() for x in arrays(2, 900, 1300, 4, heads_kv, head_dim, torch.bfloat16))
     v = torch.randn_like(k)
-    for own in ({"topk": 0.4}, {"cdf": 0.8, "block_size": 64, "keep_first": 1}):
+    given: tuple[dict[str, Any], ...] = (
+        {"topk": 0.4}, {"cdf": 0.8, "block_size": 64, "keep_first": 1}, {"topk": (0.1, 0.9, 0.5, 0.3)},
+    )  # fmt: skip
+    for own in given:
         for options in ({}, {"causal": True}):
             blocks = oa.sparse_blocks(q, k, **own, **options)
             want = oa.attention(

@@ -27,6 +27,7 @@ def run(
     environment: Callable[[], Mapping[str, str]],
     measure: Callable[[], Iterable[Row]],
     arguments: Sequence[str] | None = None,
+    show: Callable[[Mapping[str, Any]], str] = tables,
     **more: Any,
 ) -> None:
     """Measure and show.
@@ -41,6 +42,8 @@ def run(
         Give the head of the report and its rows.
     arguments : sequence of str, optional
         Of the command line; default: the process's own.
+    show : callable
+        Report to the text that is printed without ``--json``.
     **more
         Whatever else the report has to say.
     """
@@ -60,4 +63,4 @@ def run(
     )
     if options.out is not None:
         write(report, options.out)
-    print(to_json(report) if options.json else tables(report))
+    print(to_json(report) if options.json else show(report))

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from build_tools.accuracy_tables import SOURCES
+from build_tools import accuracy_tables, sparse_tables
 
+SOURCES = {**accuracy_tables.SOURCES, **sparse_tables.SOURCES}
 RESULTS = Path(__file__).parents[2] / "docs/performance/results"
 
 

@@ -59,6 +59,17 @@ def test_by_weights_with_the_mean_of_k_taken_away() -> None:
         assert torch.equal(got, want)
 
 
+def test_a_share_of_each_head() -> None:
+    q, k, v = qkv()
+    shares = (0.2, 0.4, 0.7, 1.0)
+    for name, call in (("topk", spas.spas_sage2_attn_meansim_topk_cuda), ("cdf", spas.spas_sage2_attn_meansim_cuda)):
+        blocks = oa.sparse_blocks(q, k, **{name: shares}, layout="HND")
+        want = oa.attention(q, k, v, block_mask=blocks, block_size=(128, 64), layout="HND", precision="int8")
+        given = {"topk": "topk", "cdf": "cdfthreshd"}[name]
+        for same in (shares, torch.tensor(shares)):
+            assert torch.equal(call(q, k, v, **{given: same}, simthreshd1=-0.1), want)
+
+
 def test_blocks_of_the_caller() -> None:
     q, k, v = qkv(300, 500)
     blocks = torch.rand(2, 4, 3, 8) < 0.5
@@ -67,6 +78,8 @@ def test_blocks_of_the_caller() -> None:
         o, sparsity = spas.block_sparse_sage2_attn_cuda(q, k, v, mask, return_sparsity=True)
         assert torch.equal(o, want)
         assert sparsity == pytest.approx(1 - blocks.float().mean().item())
+    _, sparsity = spas.block_sparse_sage2_attn_cuda(q, k, v, blocks[:1, :1], return_sparsity=True)
+    assert sparsity == pytest.approx(1 - blocks[:1, :1].float().mean().item())
     first = blocks.clone()
     first[..., 0] = True
     want = oa.attention(q, k, v, block_mask=first, block_size=(128, 64), layout="HND", precision="int8")
@@ -126,7 +139,8 @@ def test_what_is_refused() -> None:
         ({"cdfthreshd": 0.5}, ArgumentError, "both"),
         ({"topk": 1.5}, ArgumentError, "'topk'"),
         ({"topk": None, "cdfthreshd": 0.0}, ArgumentError, "'cdfthreshd'"),
-        ({"topk": torch.full((4,), 0.5)}, UnsupportedError, "topk for each head"),
+        ({"topk": torch.full((3,), 0.5)}, ArgumentError, "'topk'.*4 of them"),
+        ({"simthreshd1": torch.full((4,), 0.5)}, UnsupportedError, "simthreshd1 for each head"),
         ({"simthreshd1": float("nan")}, ArgumentError, "'simthreshd1'"),
         ({"pvthreshd": "x"}, ArgumentError, "'pvthreshd'"),
         ({"tensor_layout": "BSHD"}, ArgumentError, "'tensor_layout'"),

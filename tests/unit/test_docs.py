@@ -104,8 +104,9 @@ def lse_of(q: Any, k: Any, v: Any) -> Any:
 
 
 @pytest.mark.frameworks
-def test_code_of_the_pages_about_precision() -> None:
+def test_code_of_the_pages_about_precision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch = pytest.importorskip("torch")
+    monkeypatch.chdir(tmp_path)  # a file is written
     generator = torch.Generator().manual_seed(4)
 
     def array(*shape: int) -> Any:
@@ -115,6 +116,7 @@ def test_code_of_the_pages_about_precision() -> None:
     for block in code("precision.md"):
         names: dict[str, Any] = {"oa": omniattn, "torch": torch, "q": q, "k": k, "v": v}
         names |= {name: torch.tensor(0.25) for name in ("dq", "dk", "dv")}
+        names |= {f"{name}{i}": names[name] for name in "qkv" for i in (2, 3)}
         exec(block, names)
         assert (names["o"] - omniattn.attention(q, k, v, causal=True)).abs().max() <= 0.4
 

@@ -13,6 +13,7 @@ from omniattn.plan.others import plan_sparse_blocks
 from omniattn.problems import Target
 from omniattn.problems.sparse_blocks import SparseBlocksProblem, count_of_share
 from omniattn.reference.sparse_blocks import block_means, visible_blocks
+from omniattn.registry.sparse_blocks import MAX_SHARES
 from omniattn.select.blocks import select_blocks
 from tests.unit.launch_fakes import fields_of_record
 
@@ -71,6 +72,25 @@ def test_the_rule(topk: float | None, cdf: float | None, similarity: float, caus
         *(x.swapaxes(1, 2) for x in (q, k)), topk=topk, cdf=cdf, similarity=similarity, causal=causal, layout="HND"
     )
     np.testing.assert_array_equal(swapped, found)
+
+
+@pytest.mark.parametrize("name", ["topk", "cdf"])
+def test_a_share_of_each_head(name: str) -> None:
+    q, k = qk()
+    shares = (0.1, 0.9, 0.5, 1.0)
+    found = oa.sparse_blocks(q, k, **{name: shares}, causal=True, keep_first=1)
+    for h, share in enumerate(shares):
+        alone = oa.sparse_blocks(
+            q[:, :, h : h + 1], k[:, :, h // 2 : h // 2 + 1], **{name: share}, causal=True, keep_first=1
+        )
+        np.testing.assert_array_equal(found[:, h : h + 1], alone)
+    for same in (list(shares), np.array(shares)):
+        np.testing.assert_array_equal(oa.sparse_blocks(q, k, **{name: same}, causal=True, keep_first=1), found)
+    for wrong in (shares[:3], (), (0.5, 0.5, 0.5, float("nan")), [[0.5] * 4], (0.5, 0.5, 0.5, True), "0.5"):
+        with pytest.raises(oa.errors.ArgumentError, match=f"'{name}'"):
+            oa.sparse_blocks(q, k, **{name: wrong})
+    with pytest.raises(oa.errors.ArgumentError, match="4 of them, one for each query head, received 3 numbers"):
+        oa.sparse_blocks(q, k, **{name: shares[:3]})
 
 
 def test_means_and_similarities() -> None:
@@ -173,12 +193,20 @@ def test_launches() -> None:
         dict(fields_of_record(r, layout)) for r, layout in zip((means, choosing), (BLOCK_MEANS, CHOOSE_BLOCKS))
     )
     assert (first["q_ctas"], first["k_stride_h"], second["rows"]) == (128, 6, 4)
-    assert (second["count"], second["causal"], second["keep_first"]) == (16, 1, 1)
+    assert (second["by_count"], second["num_shares"], second["causal"], second["keep_first"]) == (1, 1, 1, 1)
+    assert second["shares"][:2] == (16.0, 0.0)
     assert all(first[n] == second[n] for n in ("q_means", "k_means", "q_similar", "k_similar"))
     assert launches.workspace_bytes >= 4 * 129 * 2 * (8 * 8 + 2 * 47)
     many = plan_sparse_blocks(problem(seqlen_k=64 * 6145, topk=None, cdf=0.5), target, None).records[1]
     told = dict(fields_of_record(many, CHOOSE_BLOCKS))
-    assert (told["rows"], told["count"], told["cdf"]) == (1, 0, 0.5)
+    assert (told["rows"], told["by_count"], told["shares"][0]) == (1, 0, 0.5)
+    shares = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 1.0)
+    for name, want in (("topk", (4, 9, 14, 18, 23, 28, 32, 47)), ("cdf", np.float32(shares))):
+        record = plan_sparse_blocks(problem(**{"topk": None, name: shares}), target, None).records[1]
+        told = dict(fields_of_record(record, CHOOSE_BLOCKS))
+        assert (told["by_count"], told["num_shares"]) == (name == "topk", 8)
+        np.testing.assert_array_equal(told["shares"][:9], (*want, 0))
+    assert len(told["shares"]) == MAX_SHARES
     assert plan_sparse_blocks(problem(seqlen_k=0), target, None).records == ()
     assert select_blocks(problem(head_dim=72, dtype="float16"), target)[0].spec.name == "block_means_sm80_fp16_d128"
     with pytest.raises(oa.errors.UnsupportedError, match="block_means"):

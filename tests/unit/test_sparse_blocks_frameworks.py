@@ -17,6 +17,7 @@ pytestmark = pytest.mark.frameworks
 OPTIONS: tuple[dict[str, Any], ...] = (
     {"topk": 0.4, "causal": True},
     {"cdf": 0.5, "block_size": 64, "keep_first": 1, "layout": "HND"},
+    {"topk": (0.1, 0.3, 0.5, 1.0)},
 )
 
 
@@ -52,7 +53,7 @@ def test_opcheck() -> None:
     import omniattn.frameworks.torch.tracing  # noqa: F401
 
     q, k = arrays()
-    arguments = (q, k, 0.4, None, -0.1, [128, 64], True, 0, "NHD")
+    arguments = (q, k, [0.4], None, -0.1, [128, 64], True, 0, "NHD")
     torch.library.opcheck(torch.ops.omniattn.sparse_blocks.default, arguments)
 
 
@@ -86,6 +87,10 @@ def test_jax() -> None:
 def test_in_one_call() -> None:
     q, k = arrays()
     v = torch.randn_like(k)
+    of_heads = oa.Int8(sparse=oa.Sparse(topk=(0.2, 0.4, 0.6, 1.0)))
+    want = oa.attention(*(x.numpy() for x in (q, k, v)), precision=of_heads)
+    compiled = torch.compile(lambda *x: oa.attention(*x, precision=of_heads), fullgraph=True, backend="aot_eager")
+    np.testing.assert_allclose(compiled(q, k, v).numpy(), want, rtol=0, atol=1e-6)
     low = oa.Int8(sparse=oa.Sparse(topk=0.5, keep_first=1))
 
     def call(q: Any, k: Any, v: Any) -> Any:
@@ -108,3 +113,25 @@ def test_in_one_call() -> None:
     np.testing.assert_array_equal(np.asarray(jax.jit(call)(*given)), want.numpy())
     with pytest.raises(UnsupportedError, match="sparse="):
         jax.grad(lambda x: call(x, *given[1:]).sum())(given[0])
+
+
+def test_wrong_numbers_of_shares_compiled() -> None:
+    q, k = arrays()
+    for topk in ((0.5,), (0.5, 0.5, 0.5)):
+        call = torch.compile(lambda *x, t=topk: oa.sparse_blocks(*x, topk=t), backend="aot_eager")
+        with pytest.raises(Exception, match="one for each query head"):
+            call(q, k)
+
+
+def test_calibrated_on_tensors_of_others() -> None:
+    jnp = pytest.importorskip("jax.numpy")
+    q, k = arrays()
+    given = [q, k, torch.randn_like(k)]
+    want = oa.calibrate_sparse([x.numpy() for x in given], max_error=0.5).entries["attention"]
+    for same in ([x.clone().requires_grad_() for x in given], [jnp.asarray(x.numpy()) for x in given]):
+        found = oa.calibrate_sparse(same, max_error=0.5).entries["attention"]
+        assert (found.shares, found.kept) == (want.shares, want.kept)
+        np.testing.assert_allclose(found.errors, want.errors, rtol=1e-5)
+    low = oa.calibrate_sparse([x.bfloat16() for x in given], max_error=0.5).entries["attention"]
+    assert low.shares == want.shares
+    np.testing.assert_allclose(low.errors, want.errors, atol=0.01)

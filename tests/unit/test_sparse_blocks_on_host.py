@@ -46,6 +46,14 @@ def test_blocks(kernels: HostKernels, head_dim: int, shape: tuple[int, int, int,
     np.testing.assert_array_equal(got, oa.sparse_blocks(q, k, **options))
 
 
+def test_a_share_of_each_head(kernels: HostKernels) -> None:
+    q, k = arrays(300, 700, 6, 2, 64, np.float16)
+    shares = (0.05, 0.2, 0.5, 0.7, 0.9, 1.0)
+    for options in ({"topk": shares}, {"cdf": shares, "causal": True}):
+        (got,) = kernels(oa.sparse_blocks, q, k, **options)
+        np.testing.assert_array_equal(got, oa.sparse_blocks(q, k, **options))
+
+
 def test_equal_scores_nan_and_zeros(kernels: HostKernels) -> None:
     q, k = (np.zeros((1, n, 1, 64), np.float16) for n in (256, 640))
     for options in ({"topk": 0.35}, {"cdf": 0.35}, {"topk": 0.05}, {"cdf": 0.05}, {"topk": 0.3, "similarity": 0.0}):

@@ -54,7 +54,8 @@ def test_launches() -> None:
     kinds = dict(fields_of_record(launches.records[2], TILE_KINDS))
     assert choosing["blocks"] == kinds["blocks"]
     assert choosing["blocks"] is not None
-    assert (choosing["count"], choosing["causal"], choosing["keep_first"]) == (4, 1, 2)
+    assert (choosing["by_count"], choosing["causal"], choosing["keep_first"]) == (1, 1, 2)
+    assert choosing["shares"][:2] == (4.0, 0.0)
     assert (kinds["block_rows"], kinds["block_keys"], kinds["heads"], kinds["batch"]) == (2, 1, 2, 2)
     assert any(
         "each block of 128 queries keeps 4 of 16 blocks of keys (topk=0.25)" in x for x in launches.selection.why

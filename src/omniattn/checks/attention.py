@@ -25,8 +25,9 @@ from ..problems import (
 from ..problems.memory import ITEMSIZE
 from ..problems.precision import CHOSEN_BY_AUTO, Auto, auto_of
 from ..problems.quantize import BLOCK_ROWS, Strides3
+from ..problems.sparse import check_heads
 from ..problems.sparse_blocks import SparseBlocksProblem
-from ..registry.sparse_blocks import CHOSEN_SCORES, MEAN_DIM
+from ..registry.sparse_blocks import CHOSEN_SCORES, MAX_SHARES, MEAN_DIM
 from . import values
 
 #: The caller's arrays, in the order of a call.
@@ -200,6 +201,8 @@ def _with_sparse(problem: AttentionProblem, sparse: Sparse, on_gpu: bool, functi
         # Blocks would be chosen among those outside of the window, too.
         what = f"{function}(): a window with {problem.precision.name}'s sparse="
         raise UnsupportedError(what, instead="causal=True, or no window")
+    for name, shares in (("topk", sparse.topk), ("cdf", sparse.cdf)):
+        check_heads(shares, problem.num_q_heads, f"precision.sparse.{name}", function, sparse.source)
     made = problem.with_sparse(sparse)
     assert made.sparse is not None
     if on_gpu:
@@ -394,3 +397,7 @@ def check_kernels(problem: SparseBlocksProblem, function: str) -> None:
         raise UnsupportedError(what, instead=f"up to {CHOSEN_SCORES}: larger blocks")
     if p.batch * (p.num_q_heads * blocks_q + p.num_kv_heads * blocks_k) > arguments.MAX_ROWS:
         raise UnsupportedError(f"{function}(): blocks that 31 bits cannot count", instead="larger blocks")
+    of_heads = p.topk if p.cdf is None else p.cdf
+    if isinstance(of_heads, tuple) and len(of_heads) > MAX_SHARES:
+        what = f"{function}(): topk or cdf of each of {len(of_heads)} heads on a GPU"
+        raise UnsupportedError(what, instead=f"up to {MAX_SHARES} heads, or a number for all of them")

@@ -8,6 +8,7 @@ from .. import arguments, arrays
 from ..arrays import Tensor
 from ..errors import ArgumentError
 from ..plan.engine import Call
+from ..problems.sparse import check_heads, shares_of
 from ..problems.sparse_blocks import SparseBlocksProblem
 from . import values
 from .attention import canonical_strides, check_kernels
@@ -37,7 +38,7 @@ def check_sparse_blocks(call: Call, tensors: dict[str, Tensor]) -> SparseBlocksP
     options, q, k = call.options, tensors["q"], tensors["k"]
     layout = options.layout
     values.check_layout(layout, _NAME)
-    topk, cdf = (_check_share(getattr(options, name), name) for name in ("topk", "cdf"))
+    topk, cdf = (shares_of(getattr(options, name), name, _NAME) for name in ("topk", "cdf"))
     if (topk is None) == (cdf is None):
         received = "neither" if topk is None else "both"
         raise ArgumentError("topk", "a share of the blocks, or cdf, a share of their weights", received, function=_NAME)
@@ -51,6 +52,8 @@ def check_sparse_blocks(call: Call, tensors: dict[str, Tensor]) -> SparseBlocksP
         values.check_strides(t, _NAME)
     seq, head = (1, 2) if layout == "NHD" else (2, 1)
     strides_q, strides_k = (canonical_strides(tuple(t.shape), tuple(t.strides), layout, False) for t in (q, k))
+    for name, shares in (("topk", topk), ("cdf", cdf)):
+        check_heads(shares, q.shape[head], name, _NAME)
     problem = SparseBlocksProblem(
         q.dtype, q.shape[0], q.shape[seq], k.shape[seq], q.shape[head], k.shape[head], q.shape[-1], size, topk, cdf,
         similarity, causal, keep_first, layout, strides_q, strides_k,
@@ -58,13 +61,3 @@ def check_sparse_blocks(call: Call, tensors: dict[str, Tensor]) -> SparseBlocksP
     if q.device == "cuda":
         check_kernels(problem, _NAME)
     return problem
-
-
-def _check_share(value: Any, name: str) -> float | None:
-    """A number above 0, at most 1."""
-    if value is None:
-        return None
-    share = arguments.check_number(value, name, _NAME)
-    if not 0.0 < share <= 1.0:
-        raise ArgumentError(name, "None, or a number above 0, at most 1", repr(value), function=_NAME)
-    return share

@@ -6,7 +6,8 @@ imports the original. Tensors are torch's, on a GPU of compute capability 9.0 or
 Differences
 -----------
 - ``attn_mask`` raises where it is given; the original drops it. So does ``dropout_p`` above 0.
-- ``simthreshd1``, ``cdfthreshd`` and ``topk`` are numbers; a tensor with one for each head raises.
+- ``simthreshd1`` is a number; a tensor with one for each head raises. Those of ``cdfthreshd`` and ``topk`` are read by
+  the host, which waits for one on a GPU: give a tuple of numbers where calls are to be captured in a graph.
 - ``pvthreshd`` is checked and changes nothing: no product with V is left out where P is small. Results are closer to
   those of all products.
 - ``output_dtype`` is checked and changes nothing, as in the original: o has q's dtype, float16 for float32 on a GPU.
@@ -15,7 +16,7 @@ Differences
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -23,6 +24,7 @@ from .. import arguments
 from ..errors import ArgumentError, DtypeError, UnsupportedError
 from ..ops import attention, sparse_blocks
 from ..problems import Int8
+from ..problems.sparse_blocks import visible_count
 from . import common
 
 __version__ = "0.1.0"
@@ -34,6 +36,30 @@ _BLOCK = (128, 64)
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 #: Of k and v, which are made like q.
 _INPUTS = (*_DTYPES, torch.float64)
+
+
+class _Options(NamedTuple):
+    """Arguments that all functions have, as the caller gave them, and the function's name."""
+
+    function: str
+    dropout_p: Any
+    scale: Any
+    smooth_k: Any
+    pvthreshd: Any
+    attention_sink: Any
+    layout: Any
+    output_dtype: Any
+    return_sparsity: Any
+    return_lse: Any
+
+    def flag(self, name: str) -> bool:
+        """One of them that has to be True or False."""
+        return common.flag(getattr(self, name), name, self.function)
+
+    @property
+    def axis(self) -> int:
+        """Of tokens; the layout has been checked."""
+        return 1 if self.layout == "NHD" else 2
 
 
 def spas_sage2_attn_meansim_topk_cuda(
@@ -74,7 +100,7 @@ def spas_sage2_attn_meansim_topk_cuda(
         Quantize K minus its mean, which also decides how similar the rows of a block are.
     simthreshd1 : float
         ``similarity`` of `omniattn.sparse_blocks`.
-    cdfthreshd, topk : float
+    cdfthreshd, topk : float, or tensor or tuple with a number for each query head
         One of them, the other None: ``cdf`` and ``topk``.
     pvthreshd : float
         A number.
@@ -109,10 +135,11 @@ def spas_sage2_attn_meansim_topk_cuda(
     if (topk is None) == (cdfthreshd is None):
         received = "neither" if topk is None else "both"
         raise ArgumentError("topk", "a number and cdfthreshd=None, or the reverse", received, function=function)
-    return _predicted(
-        function, q, k, v, attn_mask, dropout_p, is_causal, scale, smooth_k, simthreshd1,
-        cdfthreshd, topk, pvthreshd, attention_sink, tensor_layout, output_dtype, return_sparsity, return_lse,
+    options = _Options(
+        function, dropout_p, scale, smooth_k, pvthreshd, attention_sink, tensor_layout, output_dtype, return_sparsity,
+        return_lse,
     )  # fmt: skip
+    return _predicted(options, q, k, v, attn_mask, is_causal, simthreshd1, cdfthreshd, topk)
 
 
 def spas_sage2_attn_meansim_cuda(
@@ -137,10 +164,11 @@ def spas_sage2_attn_meansim_cuda(
     function = "spas_sage2_attn_meansim_cuda"
     if cdfthreshd is None:
         raise ArgumentError("cdfthreshd", "a number above 0, at most 1", "None", function=function)
-    return _predicted(
-        function, q, k, v, attn_mask, dropout_p, is_causal, scale, smooth_k, simthreshd1,
-        cdfthreshd, None, pvthreshd, attention_sink, tensor_layout, output_dtype, return_sparsity, return_lse,
+    options = _Options(
+        function, dropout_p, scale, smooth_k, pvthreshd, attention_sink, tensor_layout, output_dtype, return_sparsity,
+        return_lse,
     )  # fmt: skip
+    return _predicted(options, q, k, v, attn_mask, is_causal, simthreshd1, cdfthreshd, None)
 
 
 def block_sparse_sage2_attn_cuda(
@@ -168,52 +196,46 @@ def block_sparse_sage2_attn_cuda(
     The others, results and errors as those of `spas_sage2_attn_meansim_topk_cuda`; there is no causal form.
     """
     function = "block_sparse_sage2_attn_cuda"
+    options = _Options(
+        function, dropout_p, scale, smooth_k, pvthreshd, attention_sink, tensor_layout, output_dtype, return_sparsity,
+        return_lse,
+    )  # fmt: skip
     common.check_tensors(function, mask_id=mask_id)
     if mask_id.is_floating_point() or mask_id.is_complex():
         received = str(mask_id.dtype).removeprefix("torch.")
         raise DtypeError("mask_id", "bool, or an integer type", received, function=function)
-    q, k, v = _tensors(function, q, k, v, dropout_p, tensor_layout, output_dtype, pvthreshd)
+    q, k, v = _tensors(options, q, k, v)
     blocks = mask_id if mask_id.dtype == torch.bool else mask_id != 0
-    if common.flag(attention_sink, "attention_sink", function):
-        columns = -(-k.shape[1 if tensor_layout == "NHD" else 2] // _BLOCK[1])
+    if options.flag("attention_sink"):
+        columns = -(-k.shape[options.axis] // _BLOCK[1])
         if blocks.ndim == 0 or blocks.shape[-1] == 1:  # one element for all blocks of keys is not that of the first
             blocks = blocks.expand(*blocks.shape[:-1], columns)
         blocks = blocks.clone()
         blocks[..., :1] = True
     with common.told(function, block_mask="mask_id", softmax_scale="scale"):
-        return _attend(function, q, k, v, blocks, False, scale, smooth_k, tensor_layout, return_sparsity, return_lse)
+        return _attend(options, q, k, v, blocks, False)
 
 
 def _predicted(
-    function: str,
+    options: _Options,
     q: Any,
     k: Any,
     v: Any,
     attn_mask: Any,
-    dropout_p: Any,
     is_causal: Any,
-    scale: Any,
-    smooth_k: Any,
     simthreshd1: Any,
     cdfthreshd: Any,
     topk: Any,
-    pvthreshd: Any,
-    attention_sink: Any,
-    layout: Any,
-    output_dtype: Any,
-    return_sparsity: Any,
-    return_lse: Any,
 ) -> Any:
+    function, axis = options.function, options.axis
     common.refuse(
         function, "blocks are what is left out", "omniattn.attention(mask=, precision='int8')",
         attn_mask=(attn_mask, None),
     )  # fmt: skip
-    for name, x in (("simthreshd1", simthreshd1), ("cdfthreshd", cdfthreshd), ("topk", topk)):
-        if isinstance(x, torch.Tensor) and x.ndim:
-            raise UnsupportedError(f"{function}(): {name} for each head", instead="a number for all heads")
-    q, k, v = _tensors(function, q, k, v, dropout_p, layout, output_dtype, pvthreshd)
-    causal, smooth_k = common.flag(is_causal, "is_causal", function), common.flag(smooth_k, "smooth_k", function)
-    axis = 1 if layout == "NHD" else 2
+    if isinstance(simthreshd1, torch.Tensor) and simthreshd1.ndim:
+        raise UnsupportedError(f"{function}(): simthreshd1 for each head", instead="a number for all heads")
+    q, k, v = _tensors(options, q, k, v)
+    causal, smooth_k = common.flag(is_causal, "is_causal", function), options.flag("smooth_k")
     if causal and q.shape[axis] != k.shape[axis]:
         raise UnsupportedError(
             f"{function}(): is_causal=True with {q.shape[axis]} queries and {k.shape[axis]} keys",
@@ -226,16 +248,15 @@ def _predicted(
         centred = k - k.mean(axis, keepdim=True) if smooth_k and similarity >= 0 and k.shape[axis] else k
         blocks = sparse_blocks(
             q, centred, topk=topk, cdf=cdfthreshd, similarity=similarity, block_size=_BLOCK, causal=causal,
-            keep_first=int(common.flag(attention_sink, "attention_sink", function)), layout=layout,
+            keep_first=int(options.flag("attention_sink")), layout=options.layout,
         )  # fmt: skip
-        return _attend(function, q, k, v, blocks, causal, scale, smooth_k, layout, return_sparsity, return_lse)
+        return _attend(options, q, k, v, blocks, causal)
 
 
-def _tensors(
-    function: str, q: Any, k: Any, v: Any, dropout_p: Any, layout: Any, output_dtype: Any, pvthreshd: Any
-) -> tuple[Any, Any, Any]:
-    """q, k and v in one type that our functions take."""
-    common.refuse_dropout(dropout_p, function)
+def _tensors(options: _Options, q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
+    """q, k and v in one type that our functions take; what does not depend on their shapes is checked."""
+    function, layout, pvthreshd = options.function, options.layout, options.pvthreshd
+    common.refuse_dropout(options.dropout_p, function)
     common.check_tensors(function, q=q, k=k, v=v)
     for name, x in (("q", q), ("k", k), ("v", v)):
         common.check_rank(x, name, "(batch, heads, seqlen, head_dim)", function)
@@ -245,41 +266,28 @@ def _tensors(
         if x.dtype not in _INPUTS:
             received = str(x.dtype).removeprefix("torch.")
             raise DtypeError(name, "float16, bfloat16, float32 or float64", received, function=function)
-    if not isinstance(output_dtype, torch.dtype) or output_dtype not in _DTYPES:
-        raise ArgumentError("output_dtype", "float16, bfloat16 or float32", repr(output_dtype), function=function)
+    if not isinstance(options.output_dtype, torch.dtype) or options.output_dtype not in _DTYPES:
+        received = repr(options.output_dtype)
+        raise ArgumentError("output_dtype", "float16, bfloat16 or float32", received, function=function)
     if not (isinstance(pvthreshd, torch.Tensor) and pvthreshd.ndim):
         arguments.check_number(pvthreshd, "pvthreshd", function)
     wanted = torch.float16 if q.dtype == torch.float32 and q.is_cuda else q.dtype
     return q.to(wanted), k.to(wanted), v.to(wanted)
 
 
-def _attend(
-    function: str,
-    q: Any,
-    k: Any,
-    v: Any,
-    blocks: torch.Tensor,
-    causal: bool,
-    scale: Any,
-    smooth_k: Any,
-    layout: str,
-    return_sparsity: Any,
-    return_lse: Any,
-) -> Any:
-    with_sparsity = common.flag(return_sparsity, "return_sparsity", function)
-    with_lse = common.flag(return_lse, "return_lse", function)
+def _attend(options: _Options, q: Any, k: Any, v: Any, blocks: torch.Tensor, causal: bool) -> Any:
+    with_sparsity, with_lse = options.flag("return_sparsity"), options.flag("return_lse")
     if with_sparsity and with_lse:
-        raise ArgumentError("return_lse", "False with return_sparsity=True", "True", function=function)
+        raise ArgumentError("return_lse", "False with return_sparsity=True", "True", function=options.function)
     result = attention(
-        q, k, v, layout=layout, causal=causal, softmax_scale=scale, block_mask=blocks, block_size=_BLOCK,
-        precision=Int8(smooth_k=common.flag(smooth_k, "smooth_k", function)), return_lse=with_lse,
+        q, k, v, layout=options.layout, causal=causal, softmax_scale=options.scale, block_mask=blocks,
+        block_size=_BLOCK, precision=Int8(smooth_k=options.flag("smooth_k")), return_lse=with_lse,
     )  # fmt: skip
     if not with_sparsity:
         return result
-    axis = 1 if layout == "NHD" else 2
-    rows, keys = q.shape[axis], k.shape[axis]
-    first_key = torch.arange(0, max(keys, 1), _BLOCK[1], device=q.device)
-    last_query = torch.arange(_BLOCK[0], rows + _BLOCK[0], _BLOCK[0], device=q.device).clamp(max=rows) - 1
-    visible = (first_key <= last_query[:, None] + keys - rows) if causal else torch.ones((), dtype=torch.bool)
-    every = visible.to(q.device).expand(blocks.shape)
-    return result, 1.0 - ((blocks & every).sum() / every.sum().clamp(min=1)).item()
+    every = blocks.numel()  # of the caller's mask, which may have one for several
+    if causal:
+        every = (
+            visible_count(q.shape[options.axis], k.shape[options.axis], _BLOCK, causal) * q.shape[0] * blocks.shape[1]
+        )
+    return result, 1.0 - blocks.sum().item() / max(every, 1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..problems.quantize import carve
 from ..problems.sparse_blocks import SparseBlocksProblem, count_of_share
 from ..registry import KernelSpec
-from ..registry.sparse_blocks import CHOSEN_ROWS, CHOSEN_SCORES
+from ..registry.sparse_blocks import CHOSEN_ROWS, CHOSEN_SCORES, MAX_SHARES
 from ..runtime.record import LaunchRecord
 from .host_struct import At
 from .structs import BLOCK_MEANS, CHOOSE_BLOCKS
@@ -60,17 +60,23 @@ def build(
     }
     first = {**common, "q": At("q"), "k": At("k"), **strides, "q_ctas": heads_q * q_blocks}
     grid = (heads_q * q_blocks + heads_kv * k_blocks, 1, 1)
+    given = p.cdf if p.topk is None else p.topk
+    assert given is not None
+    shares = given if isinstance(given, tuple) else (given,)
+    if p.topk is not None:
+        shares = tuple(float(count_of_share(x, k_blocks)) for x in shares)
     rows = min(CHOSEN_ROWS, CHOSEN_SCORES // k_blocks)
     second = {
         **common,
         "blocks": made,
         "rows": rows,
-        "count": 0 if p.topk is None else count_of_share(p.topk, k_blocks),
+        "by_count": int(p.topk is not None),
+        "num_shares": len(shares),
         "causal": int(p.causal),
         "keep_first": p.keep_first,
-        "cdf": 0.0 if p.cdf is None else p.cdf,
         "similarity": p.similarity,
         "scale": p.head_dim**-0.5,
+        "shares": shares + (0.0,) * (MAX_SHARES - len(shares)),
     }
     return (
         (

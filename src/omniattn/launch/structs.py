@@ -10,6 +10,7 @@ MAX_CLEARED = 3
 MAX_PAIRS = 112
 MAX_MOD_ARRAYS = 8
 MAX_MOD_DIMS = 4
+MAX_SHARES = 256
 
 # params/attn_fwd.cuh
 
@@ -413,9 +414,9 @@ BLOCK_MEANS = HostStruct(
 
 CHOOSE_BLOCKS = HostStruct(
     "ChooseBlocksParams", ("P", "q_means k_means q_similar k_similar blocks"),
-    ("i", "num_q_heads num_kv_heads head_dim seqlen_q seqlen_k block_q block_k q_blocks k_blocks rows count"
-     " causal keep_first"),
-    ("f", "cdf similarity scale"),
+    ("i", "num_q_heads num_kv_heads head_dim seqlen_q seqlen_k block_q block_k q_blocks k_blocks rows by_count"
+     " num_shares causal keep_first"),
+    ("f", "similarity scale"), ("256f", "shares"),
 )
 
 # params/tile_kinds.cuh

@@ -3,6 +3,7 @@
 from .append import append, copy_blocks, copy_recent
 from .attention import attention, attention_varlen
 from .attention_backward import attention_backward, attention_varlen_backward
+from .calibrate_sparse import calibrate_sparse
 from .choose_runs import choose_shared_runs
 from .decode import decode
 from .explain import Explanation, explain
@@ -25,6 +26,7 @@ __all__ = [
     "attention_varlen",
     "attention_varlen_backward",
     "attention_with_kvcache",
+    "calibrate_sparse",
     "choose_shared_runs",
     "copy_blocks",
     "copy_recent",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .. import arrays
+from .. import arguments, arrays
 from ..arrays import Tensor
 from ..checks import sparse_blocks as checks
 from ..checks.memory import check_memory
@@ -34,8 +34,8 @@ def sparse_blocks(
     q: Any,
     k: Any,
     *,
-    topk: float | None = None,
-    cdf: float | None = None,
+    topk: Any = None,
+    cdf: Any = None,
     similarity: float = -0.1,
     block_size: int | tuple[int, int] = (128, 64),
     causal: bool = False,
@@ -61,11 +61,12 @@ def sparse_blocks(
         As that of `attention`, not in e4m3. On a GPU head_dim is at most 256.
     k : array
         As that of `attention`.
-    topk : float, optional
+    topk : float or sequence of float, optional
         A share of all blocks of keys, above 0, at most 1: of n blocks floor(topk * n), in float32, and at least one.
-        With ``causal`` n counts hidden blocks too, as SpargeAttn has it.
-    cdf : float, optional
-        In its place a share of the weights, above 0, at most 1.
+        With ``causal`` n counts hidden blocks too, as SpargeAttn has it. Or one for each query head, in a tuple, a list
+        or an array, whose numbers are read now; on a GPU of up to 256 heads.
+    cdf : float or sequence of float, optional
+        In its place a share of the weights, above 0, at most 1, or one for each query head.
     similarity : float
         With the default, below 0, all blocks resemble themselves.
     block_size : int or (int, int)
@@ -97,6 +98,7 @@ def sparse_blocks(
     compute capability 8.0 and newer; arrays on the CPU run the NumPy reference. Nothing is synchronized. No gradients.
     """
     objects = (q, k)
+    topk, cdf = (arguments.listed(x) for x in (topk, cdf))
     options = SparseBlocksOptions(topk, cdf, similarity, block_size, causal, keep_first, layout)
     if compiling():
         return run_traced(Call(_SPARSE_BLOCKS, objects, options, stream))[0]

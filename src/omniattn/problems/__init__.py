@@ -9,8 +9,9 @@ from .indexer import IndexLogitsProblem, TopKProblem
 from .merge import MergeProblem
 from .operands import OPERANDS, QuantizedK, QuantizedQ, QuantizedQK, QuantizedV
 from .outputs import Output
-from .precision import EXACT, FP8_ARRAYS, KNOBS, PRECISIONS, Auto, Fp8, Int4, Int8, Precision, Sparse
+from .precision import EXACT, FP8_ARRAYS, KNOBS, PRECISIONS, Auto, Fp8, Int4, Int8, Precision
 from .quantize import QuantizeCall, QuantizeProblem
+from .sparse import Sparse
 from .target import Target
 from .with_cache import WithCacheProblem
 

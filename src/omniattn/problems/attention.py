@@ -6,9 +6,10 @@ from dataclasses import dataclass, replace
 
 from .memory import ITEMSIZE
 from .outputs import Output
-from .precision import EXACT, Precision, Sparse, value_levels
+from .precision import EXACT, Precision, value_levels
 from .quantize import QK_DTYPES, QuantizeProblem, Strides3, row_bias_of
 from .score_mod import BlockMaskProblem, ScoreModProblem, words
+from .sparse import Sparse
 from .sparse_blocks import SparseBlocksProblem
 
 UNLIMITED = -1
@@ -326,7 +327,7 @@ class AttentionProblem:
         predicted = SparseBlocksProblem(
             self.dtype, self.batch, self.seqlen_q, self.seqlen_k, self.num_q_heads, self.num_kv_heads, self.head_dim,
             sparse.sizes, sparse.topk, sparse.cdf, sparse.similarity, self.window_right == 0, sparse.keep_first,
-            self.layout, self.strides.q, self.strides.k,
+            self.layout, self.strides.q, self.strides.k, sparse.source,
         )  # fmt: skip
         rows, keys = predicted.blocks
         steps = tuple(0 if n == 1 else s for n, s in (

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from ..errors import ArgumentError
+from .sparse import Sparse, make_plain
 
 #: What ``precision=`` may be called. Besides, ``"auto"`` is a choice among these (`Auto`).
 PRECISIONS: tuple[str, ...] = ("exact", "int8", "int4", "fp8")
@@ -29,80 +30,6 @@ def check_choice(value: object, argument: str, choices: tuple[str, ...], functio
     if not isinstance(value, str) or value not in choices:
         raise ArgumentError(argument, " or ".join(map(repr, choices)), repr(value), function=function)
     return value
-
-
-def _make_plain(knobs: Any) -> None:
-    """Python numbers and flags in place of scalars of other libraries, as the options of `attention` may be."""
-    for field in dataclasses.fields(knobs):
-        value = getattr(knobs, field.name)
-        plain = tuple(map(_plain, value)) if isinstance(value, tuple) else _plain(value)
-        if plain is not value:
-            object.__setattr__(knobs, field.name, plain)
-
-
-def _plain(value: Any) -> Any:
-    is_scalar = getattr(value, "shape", None) == () and hasattr(value, "item")
-    return value.item() if is_scalar and not getattr(value, "requires_grad", False) else value
-
-
-@dataclass(frozen=True)
-class Sparse:
-    """Blocks of attention that are left out, predicted in the call: the arguments of `sparse_blocks`.
-
-    Attributes
-    ----------
-    topk, cdf : float, optional
-        One of them: the share of all blocks of keys that a block of queries keeps, or of their weights.
-    similarity : float
-        Blocks that do not resemble themselves more than this are always kept.
-    block_size : int or (int, int)
-        Queries and keys of a block, multiples of 64.
-    keep_first : int
-        Blocks of keys that are always kept.
-    """
-
-    topk: float | None = None
-    cdf: float | None = None
-    similarity: float = -0.1
-    block_size: int | tuple[int, int] = (128, 64)
-    keep_first: int = 0
-
-    def __post_init__(self) -> None:
-        """Raise ArgumentError for a value that means nothing."""
-        _make_plain(self)
-        if (self.topk is None) == (self.cdf is None):
-            received = "neither" if self.topk is None else "both"
-            raise ArgumentError(
-                "topk", "a share of the blocks, or cdf, one of their weights", received, function="Sparse"
-            )
-        for name, share in (("topk", self.topk), ("cdf", self.cdf)):
-            if share is not None and not (_is_number(share) and 0.0 < share <= 1.0):
-                raise ArgumentError(name, "None, or a number above 0, at most 1", repr(share), function="Sparse")
-        if not (_is_number(self.similarity) and abs(self.similarity) <= _MOST_FP32):
-            raise ArgumentError("similarity", "a finite number", repr(self.similarity), function="Sparse")
-        sizes = self.block_size if isinstance(self.block_size, tuple) else (self.block_size, self.block_size)
-        if len(sizes) != 2 or not all(_is_count(n) and n > 0 and n % 64 == 0 for n in sizes):
-            expected = "a multiple of 64, or two of them (queries, keys)"
-            raise ArgumentError("block_size", expected, repr(self.block_size), function="Sparse")
-        if not _is_count(self.keep_first):
-            expected = f"an integer from 0 to {2**31 - 1}"
-            raise ArgumentError("keep_first", expected, repr(self.keep_first), function="Sparse")
-
-    @property
-    def sizes(self) -> tuple[int, int]:
-        """Queries and keys of a block."""
-        return self.block_size if isinstance(self.block_size, tuple) else (self.block_size, self.block_size)
-
-
-_MOST_FP32 = 3.4028234663852886e38
-
-
-def _is_number(x: object) -> bool:
-    return isinstance(x, (int, float)) and not isinstance(x, bool)
-
-
-def _is_count(x: object) -> bool:
-    return isinstance(x, int) and not isinstance(x, bool) and 0 <= x < 2**31
 
 
 @dataclass(frozen=True)
@@ -199,7 +126,7 @@ class _Knobs:
 
     def __post_init__(self) -> None:
         """Raise ArgumentError for a value that no kernel knows."""
-        _make_plain(self)
+        make_plain(self)
         name = type(self).__name__
         check_choice(self.granularity, "granularity", GRANULARITIES, name)
         check_choice(self.pv, "pv", PV_TYPES, name)
@@ -298,7 +225,7 @@ class Fp8:
 
     def __post_init__(self) -> None:
         """Raise ArgumentError for a value that no kernel knows."""
-        _make_plain(self)
+        make_plain(self)
         check_choice(self.granularity, "granularity", FP8_GRANULARITIES, "Fp8")
         if self.smooth_v is not None and not isinstance(self.smooth_v, bool):
             raise ArgumentError("smooth_v", "True, False or None", repr(self.smooth_v), function="Fp8")
@@ -362,7 +289,7 @@ class Auto:
 
     def __post_init__(self) -> None:
         """Raise ArgumentError for what is no number above 0; NaN is none."""
-        _make_plain(self)
+        make_plain(self)
         value: Any = self.max_error
         known = isinstance(value, numbers.Real) and not isinstance(value, bool)
         if not known or not 0.0 < value <= sys.float_info.max:

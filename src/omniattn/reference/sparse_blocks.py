@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from omniattn.problems.sparse import Shares
 from omniattn.problems.sparse_blocks import SparseBlocksProblem, count_of_share
 
 Array = npt.NDArray[Any]
@@ -52,8 +53,8 @@ def sparse_blocks(
     q: Array,
     k: Array,
     *,
-    topk: float | None = None,
-    cdf: float | None = None,
+    topk: Shares | None = None,
+    cdf: Shares | None = None,
     similarity: float = -0.1,
     block_size: tuple[int, int] = (128, 64),
     causal: bool = False,
@@ -85,12 +86,14 @@ def sparse_blocks(
     # Of equal scores those with the lowest numbers come first.
     order = np.argsort(-scores, axis=-1, kind="stable")
     if topk is not None:
-        chosen = np.broadcast_to(np.arange(visible.shape[1]) < count_of_share(topk, visible.shape[1]), scores.shape)
+        n = visible.shape[1]
+        counts = np.array([count_of_share(x, n) for x in (topk if isinstance(topk, tuple) else (topk,))])
+        chosen = np.broadcast_to(np.arange(n) < counts[:, None, None], scores.shape)
     else:
         assert cdf is not None
         ordered = np.take_along_axis(weights, order, -1)
         sums = np.cumsum(ordered, -1)
-        chosen = sums <= cdf * sums[..., -1:]
+        chosen = sums <= np.reshape(cdf, (-1, 1, 1)) * sums[..., -1:]
         chosen[..., 0] = True
     of_block = np.zeros_like(kept)
     np.put_along_axis(of_block, order, chosen, -1)

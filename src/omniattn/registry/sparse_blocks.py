@@ -8,6 +8,8 @@ from .spec import IO_TYPES, KernelSpec
 
 #: Rows of blocks that a CTA of ``choose_blocks_sm80`` takes at most, and scores that it has room for.
 CHOSEN_ROWS, CHOSEN_SCORES = 4, 12288
+#: Shares of what is kept that its arguments have room for: one of each query head.
+MAX_SHARES = 256
 #: Channels of a mean at most.
 MEAN_DIM = 256
 

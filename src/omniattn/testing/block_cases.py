@@ -23,6 +23,8 @@ _CALLS: tuple[tuple[int, int, int, int, dict[str, Any]], ...] = (
     (129, 3000, 2, 1, {"cdf": 0.6, "keep_first": 1}),
     (700, 640, 2, 2, {"topk": 0.3, "causal": True, "block_size": 64}),
     (300, 1, 2, 2, {"cdf": 0.01, "layout": "HND"}),
+    (260, 900, 4, 2, {"topk": (0.1, 0.4, 0.7, 1.0)}),
+    (260, 900, 4, 2, {"cdf": (0.2, 0.5, 0.9, 1.0), "causal": True}),
 )
 #: Blocks that may differ, of all: float32 sums beside those in double precision.
 _ALLOWED = 0.01
