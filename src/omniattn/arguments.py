@@ -59,6 +59,8 @@ def listed(value: Any) -> Any:
         return tuple(value)
     if not getattr(value, "shape", ()) or not hasattr(value, "tolist") or arrays.has_tracer((value,)):
         return value
+    if getattr(value, "requires_grad", False):  # what checks the argument says so
+        return value
     found = value.tolist()
     return tuple(found) if isinstance(found, list) else found
 

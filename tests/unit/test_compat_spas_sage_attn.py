@@ -114,6 +114,7 @@ def test_what_is_no_argument() -> None:
         (of_share, (q, k.int(), v), {}, "k"),
         (of_share, (q, k, v.to(torch.complex64)), {}, "v"),
         (of_share, (q, k, v), {"output_dtype": numpy.array([1, 2])}, "output_dtype"),
+        (of_share, (q, k, v), {"tensor_layout": numpy.array([1, 2])}, "tensor_layout"),
         (of_blocks, (q, k, v, mask.float()), {}, "mask_id"),
         (of_blocks, (q, k, v, mask.numpy()), {}, "mask_id"),
     ):

@@ -10,7 +10,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import omniattn as oa  # noqa: E402
-from omniattn.errors import UnsupportedError  # noqa: E402
+from omniattn.errors import ArgumentError, UnsupportedError  # noqa: E402
 
 pytestmark = pytest.mark.frameworks
 
@@ -135,3 +135,14 @@ def test_calibrated_on_tensors_of_others() -> None:
     low = oa.calibrate_sparse([x.bfloat16() for x in given], max_error=0.5).entries["attention"]
     assert low.shares == want.shares
     np.testing.assert_allclose(low.errors, want.errors, atol=0.01)
+
+
+def test_shares_that_require_a_gradient() -> None:
+    q, k = arrays()
+    shares = torch.full((4,), 0.5)
+    assert oa.Sparse(topk=shares).topk == (0.5,) * 4
+    assert torch.equal(oa.sparse_blocks(q, k, topk=shares), oa.sparse_blocks(q, k, topk=0.5))
+    shares.requires_grad_()
+    for call in (lambda: oa.Sparse(topk=shares), lambda: oa.sparse_blocks(q, k, topk=shares)):
+        with pytest.raises(ArgumentError, match=r"'topk'.*requires_grad"):
+            call()

@@ -227,7 +227,7 @@ def _predicted(
     cdfthreshd: Any,
     topk: Any,
 ) -> Any:
-    function, axis = options.function, options.axis
+    function = options.function
     common.refuse(
         function, "blocks are what is left out", "omniattn.attention(mask=, precision='int8')",
         attn_mask=(attn_mask, None),
@@ -235,6 +235,7 @@ def _predicted(
     if isinstance(simthreshd1, torch.Tensor) and simthreshd1.ndim:
         raise UnsupportedError(f"{function}(): simthreshd1 for each head", instead="a number for all heads")
     q, k, v = _tensors(options, q, k, v)
+    axis = options.axis  # of a layout that has been checked
     causal, smooth_k = common.flag(is_causal, "is_causal", function), options.flag("smooth_k")
     if causal and q.shape[axis] != k.shape[axis]:
         raise UnsupportedError(

@@ -48,7 +48,9 @@ def shares_of(value: Any, argument: str, function: str) -> Shares | None:
     """
     if value is None:
         return None
-    found = value.tolist() if hasattr(value, "tolist") else value
+    # A share that is learned would lose its gradient.
+    has_numbers = hasattr(value, "tolist") and not getattr(value, "requires_grad", False)
+    found = value.tolist() if has_numbers else value
     each = tuple(found) if isinstance(found, (tuple, list)) else (found,)
     # Written so that NaN fails.
     if not each or not all(_is_number(x) and 0.0 < x <= 1.0 for x in each):
