@@ -13,6 +13,7 @@ __all__ = [
     "AlignmentError",
     "ArgumentError",
     "CacheError",
+    "CommunicationError",
     "CompileError",
     "DeviceError",
     "DriverError",
@@ -300,3 +301,20 @@ class CacheError(OmniattnError, OSError):
         self.problem = problem
         self.advice = advice
         super().__init__(f"kernel cache {path}: {problem}. What to do: {advice}")
+
+
+class CommunicationError(OmniattnError):
+    """An exchange between the ranks of a group failed, or another rank refused the call.
+
+    Parameters
+    ----------
+    what : str
+        What failed, where, and what the transport said.
+    advice : str
+        What to do.
+    """
+
+    def __init__(self, what: str, advice: str) -> None:
+        self.what = what
+        self.advice = advice
+        super().__init__(f"{what}. What to do: {advice}")

@@ -15,6 +15,7 @@ from omniattn.errors import (
     AlignmentError,
     ArgumentError,
     CacheError,
+    CommunicationError,
     CompileError,
     DeviceError,
     DriverError,
@@ -44,6 +45,10 @@ SAMPLES: dict[type[OmniattnError], tuple[OmniattnError, str]] = {
     UnsupportedError: (
         UnsupportedError("precision 'int8' is not in this version", instead="precision='exact'"),
         "precision 'int8' is not in this version. What works: precision='exact'",
+    ),
+    CommunicationError: (
+        CommunicationError("ring_attention(): step 1 of 3 failed (timed out)", "see whether another rank raised"),
+        "ring_attention(): step 1 of 3 failed (timed out). What to do: see whether another rank raised",
     ),
     OutOfBlocksError: (
         OutOfBlocksError(3, 1, 8, 16),

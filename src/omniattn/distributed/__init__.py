@@ -1,0 +1,32 @@
+"""Attention over several GPUs, on torch.distributed. Names are loaded when they are first used.
+
+docs/distributed.md says what travels when.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .parts import shard, unshard
+    from .ring import ring_attention, ring_attention_varlen
+
+#: Module that each public name comes from.
+_MODULES = {
+    "ring_attention": "ring",
+    "ring_attention_varlen": "ring",
+    "shard": "parts",
+    "unshard": "parts",
+}
+
+__all__ = ["ring_attention", "ring_attention_varlen", "shard", "unshard"]
+
+
+def __getattr__(name: str) -> object:
+    module = _MODULES.get(name)
+    if module is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f"{__name__}.{module}"), name)
+    globals()[name] = value
+    return value

@@ -1,0 +1,375 @@
+"""``ring_attention`` and ``ring_attention_varlen``: attention over a sequence whose tokens are divided among ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .. import arrays
+from ..arguments import check_bool, check_number
+from ..checks import values
+from ..errors import ArgumentError, OmniattnError, UnsupportedError
+from ..frameworks.torch.head_dims import one_head_dim
+from ..problems import Fp8, Int8, Precision
+from .exchange import Group, agree, group_of, meet
+from .parts import check_seqlen
+from .schedule import Ring, check_schedule, ring_of
+from .steps import Common, Plain, Saved, Wire, backward, forward
+
+#: Arguments that are the same on all ranks.
+_SAME = (
+    "q", "k", "seqlen_q", "seqlen_k", "cu_seqlens", "window", "softmax_scale", "softcap", "precision", "schedule",
+    "requires_grad",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A call whose arguments are right, for all ranks alike.
+
+    Attributes
+    ----------
+    ring : Ring
+    common : Common
+    layout : str
+    packed : bool
+    precision : Precision
+    """
+
+    ring: Ring
+    common: Common
+    layout: str
+    packed: bool
+    precision: Precision
+
+    def inside(self, x: Any) -> Any:
+        """A view (batch, seq, heads, head_dim) of a tensor in the caller's layout."""
+        if self.layout == "HND":
+            x = x.transpose(-2, -3)
+        return x[None] if self.packed else x
+
+    def outside(self, x: Any) -> Any:
+        """The caller's layout of what is (batch, seq, heads, head_dim)."""
+        if self.packed:
+            x = x[0]
+        return x.transpose(-2, -3) if self.layout == "HND" else x
+
+
+@torch.compiler.disable
+def ring_attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    group: Any = None,
+    layout: str = "NHD",
+    causal: bool = False,
+    window: tuple[int, int] | None = None,
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    sinks: Any = None,
+    precision: str | Int8 | Fp8 = "exact",
+    schedule: str = "zigzag",
+    seqlen_q: int | None = None,
+    seqlen_k: int | None = None,
+    return_lse: bool = False,
+    deterministic: bool = False,
+    agree_first: bool | None = None,
+) -> Any:
+    """Attention over sequences whose tokens are divided among the ranks of a group, as `shard` divides them.
+
+    ::
+
+        unshard(ring_attention(shard(q), shard(k), shard(v))) = attention(q, k, v)         (up to rounding)
+
+    Parameters
+    ----------
+    q : torch.Tensor, (batch, seqlen_q of this rank, num_q_heads, head_dim) for "NHD", heads before seqlen for "HND"
+        As `omniattn.attention` takes it. All ranks call, those without a token too.
+    k, v : torch.Tensor
+        The same with seqlen_k of this rank and num_kv_heads, which divides num_q_heads; v may have a head_dim of its
+        own.
+    group : ProcessGroup or DeviceMesh of one dimension, optional
+        The default group unless given.
+    layout, causal, window, softmax_scale, softcap
+        As in `omniattn.attention`, of the whole sequence: causal and window align at its end.
+    sinks : torch.Tensor, (num_q_heads,), float32 or q's dtype, optional
+        The same on all ranks. Their gradient is that of this rank's queries: its sum over ranks is the whole one.
+    precision : str, Int8 or Fp8
+        "exact"; or "int8" or "fp8": each rank quantizes its K and V once, and they travel so, with their scales, in
+        half the bytes. K's mean over all ranks is taken away first, by an all-reduce of a row a head. Without window,
+        and without smooth_q. Gradients are straight-through, as `omniattn.attention` has them: K and V then travel in
+        their own dtype.
+    schedule : "zigzag" or "contiguous"
+        That of `shard`. "zigzag" gives causal attention the same work on all ranks.
+    seqlen_q, seqlen_k : int, optional
+        Tokens of the whole sequence. Unless given all ranks have as many as this one. What `shard` gives a rank is
+        checked.
+    return_lse : bool
+    deterministic : bool
+        Same bits at every run, of gradients too. The forward has them in any case.
+    agree_first : bool, optional
+        Compare the arguments of all ranks before anything else: a wrong argument raises on all of them, in place of a
+        wait for the group's time-out. One small all-gather, which the host waits for. Unless given: on the CPU yes, on
+        a GPU no.
+
+    Returns
+    -------
+    o : torch.Tensor
+        Of this rank's queries: q's dtype and layout. A row that attends to nothing is 0. With "HND" a view whose
+        memory is that of "NHD".
+    lse : torch.Tensor, (batch, num_q_heads, seqlen_q of this rank), float32, natural logarithm
+        Only with ``return_lse``. A row that attends to nothing has -inf (with sinks: the sink).
+
+    Raises
+    ------
+    ArgumentError
+        Or its subclasses: names the argument, what was expected and what came.
+    CommunicationError
+        A rank is gone, refused its arguments (``agree_first``), or does not answer within the group's time-out.
+    UnsupportedError
+        A precision that does not travel; a window with a low precision.
+
+    Notes
+    -----
+    Ring Attention (Liu et al. 2023), with direct messages: a rank sends its K and V to those that read them, only the
+    rows that they read, and in as many steps; `plan` says how much that is. Results are merged by `merge_states`. On
+    GPUs the host does not wait. Autograd: backward has to run on all ranks, because they exchange K, V and their
+    gradients in it; dK and dV travel in K's dtype. Under torch.compile the call is a break of the graph.
+    """
+    said = {
+        "layout": layout, "causal": causal, "window": window, "softmax_scale": softmax_scale, "softcap": softcap,
+        "precision": precision, "schedule": schedule, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k,
+        "deterministic": deterministic,
+    }  # fmt: skip
+    return _call("ring_attention", q, k, v, sinks, group, said, None, return_lse, agree_first)
+
+
+@torch.compiler.disable
+def ring_attention_varlen(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    cu_seqlens: Any,
+    group: Any = None,
+    layout: str = "NHD",
+    causal: bool = False,
+    window: tuple[int, int] | None = None,
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    sinks: Any = None,
+    schedule: str = "zigzag",
+    return_lse: bool = False,
+    deterministic: bool = False,
+    agree_first: bool | None = None,
+) -> Any:
+    """The same for documents packed one behind the other, which are cut wherever a rank's tokens end.
+
+    Parameters
+    ----------
+    q : torch.Tensor, (rows of this rank, num_q_heads, head_dim) for "NHD", heads first for "HND"
+        This rank's part of the packed tokens, as `shard` gives it.
+    k, v : torch.Tensor
+        The same with num_kv_heads; v may have a head_dim of its own.
+    cu_seqlens : sequence of int, NumPy array or CPU tensor, (documents + 1,)
+        Token of the whole pack at which each document begins, and the end of the last one: 0 first, never decreasing,
+        the number of all tokens last. On the host, because it says who sends what to whom; a tensor on a GPU raises.
+    group, layout, causal, window, softmax_scale, softcap, sinks, schedule, deterministic, agree_first
+        As in `ring_attention`.
+    return_lse : bool
+
+    Returns
+    -------
+    o : torch.Tensor
+        Of this rank's rows.
+    lse : torch.Tensor, (num_q_heads, rows of this rank), float32
+        Only with ``return_lse``.
+
+    Raises
+    ------
+    ArgumentError, CommunicationError
+        As in `ring_attention`.
+    """
+    said = {
+        "layout": layout, "causal": causal, "window": window, "softmax_scale": softmax_scale, "softcap": softcap,
+        "precision": "exact", "schedule": schedule, "seqlen_q": None, "seqlen_k": None,
+        "deterministic": deterministic,
+    }  # fmt: skip
+    return _call("ring_attention_varlen", q, k, v, sinks, group, said, (cu_seqlens,), return_lse, agree_first)
+
+
+def _call(
+    function: str, q: Any, k: Any, v: Any, sinks: Any, group: Any, said: dict[str, Any], starts: tuple[Any] | None,
+    return_lse: Any, agree_first: Any,
+) -> Any:  # fmt: skip
+    """One call of either function. starts: cu_seqlens of packed documents, in a tuple."""
+    at = group_of(group, function)
+    for name, x in (("q", q), ("k", k), ("v", v), ("sinks", sinks)):
+        if x is not None or name != "sinks":
+            _check_tensor(x, name, function)
+    device = q.device
+    if agree_first is not None:
+        check_bool(agree_first, "agree_first", function)
+    asked: Asked | None = None
+    failure: OmniattnError | None = None
+    try:
+        check_bool(return_lse, "return_lse", function)
+        asked = check(function, q, k, v, sinks, at, said, starts)
+    except OmniattnError as error:
+        failure = error
+    if agree_first if agree_first is not None else device.type == "cpu":
+        agree(at, device, function, _facts(q, k, v, sinks, said, asked), failure)
+    if asked is None:
+        raise failure  # type: ignore[misc]
+    meet(at, device, function)
+    padded = one_head_dim(q, k, v, asked.common.softmax_scale) if torch.is_grad_enabled() else None
+    head_dim_v = v.shape[-1]
+    if padded is not None:
+        q, k, v = padded[:3]
+    o, lse = _Ring.apply(q, k, v, sinks, at, asked)
+    o = o[..., :head_dim_v] if padded is not None else o
+    return (o, lse) if return_lse else o
+
+
+def _check_tensor(x: Any, name: str, function: str) -> None:
+    if not isinstance(x, torch.Tensor):
+        raise ArgumentError(name, "a torch tensor", type(x).__name__, function=function)
+    if type(x) not in (torch.Tensor, torch.nn.Parameter):
+        hint = "A DTensor's part of this rank is to_local()"
+        raise ArgumentError(name, "a plain torch tensor", type(x).__name__, function=function, hint=hint)
+
+
+def _facts(q: Any, k: Any, v: Any, sinks: Any, said: dict[str, Any], asked: Asked | None) -> dict[str, Any]:
+    """What has to be the same on all ranks, by argument."""
+    if asked is None:
+        return dict.fromkeys(_SAME)
+    ring, common = asked.ring, asked.common
+    outer = [tuple(n for i, n in enumerate(asked.inside(x).shape) if i != 1) for x in (q, k, v)]
+    grads = tuple(x is not None and x.requires_grad for x in (q, k, v, sinks)) if torch.is_grad_enabled() else ()
+    found = (
+        (outer[0], str(q.dtype), sinks is not None), (outer[1:], str(k.dtype)), ring.seqlen_q, ring.seqlen_k,
+        ring.starts, ring.window, common.softmax_scale, common.softcap, asked.precision, ring.schedule, grads,
+    )  # fmt: skip
+    return dict(zip(_SAME, found, strict=True))
+
+
+def check(
+    function: str, q: Any, k: Any, v: Any, sinks: Any, group: Group, said: dict[str, Any], starts: tuple[Any] | None
+) -> Asked:
+    """The call, or an error that names the argument, before anything is sent."""
+    layout, packed = said["layout"], starts is not None
+    values.check_layout(layout, function)
+    tensors = [arrays.describe_of(function, x.detach(), name) for name, x in zip("qkv", (q, k, v), strict=True)]
+    arrays.require_same_device(tensors)
+    values.check_qkv(tensors[0], tensors[1], tensors[2], 3 if packed else 4, layout, function)
+    for t in tensors:
+        values.check_strides(t, function)
+    seq = -3 if layout == "NHD" else -2
+    head_dim, heads = q.shape[-1], q.shape[-2 if layout == "NHD" else -3]
+    if sinks is not None:
+        described = arrays.describe_of(function, sinks.detach(), "sinks")
+        arrays.require_same_device([tensors[0], described])
+        values.check_sinks(described, heads, tensors[0].dtype, function)
+    check_bool(said["causal"], "causal", function)
+    window = values.check_window(said["window"], said["causal"], function)
+    scale = said["softmax_scale"]
+    scale = head_dim**-0.5 if scale is None else check_number(scale, "softmax_scale", function)
+    softcap = check_number(said["softcap"], "softcap", function, least=0.0)
+    check_bool(said["deterministic"], "deterministic", function)
+    schedule = check_schedule(said["schedule"], function)
+    precision = check_precision(said["precision"], window, function)
+    documents = () if starts is None else check_starts(starts[0], function)
+    if packed:
+        whole_q = whole_k = check_seqlen(documents[-1], q.shape[seq], group, schedule, function, "cu_seqlens", "q")
+        check_seqlen(documents[-1], k.shape[seq], group, schedule, function, "cu_seqlens", "k")
+    else:
+        whole_q = check_seqlen(said["seqlen_q"], q.shape[seq], group, schedule, function, "seqlen_q", "q")
+        whole_k = check_seqlen(said["seqlen_k"], k.shape[seq], group, schedule, function, "seqlen_k", "k")
+    if precision.quantized and whole_k < precision.min_seqlen:
+        precision = values.check_precision("exact", function)
+    if precision.quantized:
+        values.check_quantized_head_dim(max(head_dim, v.shape[-1]), f"precision={said['precision']!r}", function)
+    ring = ring_of(whole_q, whole_k, group.size, schedule, window, documents, not precision.quantized)
+    return Asked(ring, Common(function, scale, softcap, said["deterministic"]), layout, packed, precision)
+
+
+def check_precision(precision: Any, window: tuple[int, int], function: str) -> Precision:
+    """The precision, if K and V can travel in it."""
+    if not isinstance(precision, (str, Int8, Fp8)) or precision in ("auto", "int4"):
+        expected = "'exact', 'int8', 'fp8', an Int8 or an Fp8"
+        raise ArgumentError("precision", expected, repr(precision), function=function)
+    found = values.check_precision(precision, function)
+    for asked, what, instead in (
+        (found.smooth_q, "smooth_q, which ties Q to one rank's K", "smooth_q=False"),
+        (found.sparse is not None, "sparse", "sparse=None"),
+        (found.pv == "exact", "pv='exact'", "pv='auto'"),
+        (found.quantized and (window[0] >= 0 or window[1] > 0),
+         "a window with a low precision", "precision='exact'"),
+    ):  # fmt: skip
+        if asked:
+            raise UnsupportedError(f"{function}(): {what}", instead=instead)
+    return found
+
+
+def check_starts(starts: Any, function: str) -> tuple[int, ...]:
+    """Where documents begin, as numbers of the host."""
+    expected = "integers on the host: 0 first, never decreasing, the number of all tokens last"
+    if getattr(getattr(starts, "device", None), "type", "cpu") != "cpu":
+        raise ArgumentError("cu_seqlens", expected, f"a tensor on {starts.device}", function=function)
+    try:
+        found = starts.tolist() if hasattr(starts, "tolist") else list(starts)
+    except TypeError:
+        raise ArgumentError("cu_seqlens", expected, repr(starts), function=function) from None
+    numbers = isinstance(found, Sequence) and all(isinstance(x, int) and not isinstance(x, bool) for x in found)
+    if not numbers or not found or found[0] != 0 or found != sorted(found):
+        raise ArgumentError("cu_seqlens", expected, repr(found), function=function)
+    return tuple(found)
+
+
+def _wire(q: Any, k: Any, v: Any, asked: Asked, group: Group) -> Wire:
+    return Plain(q, k, v, asked.common)
+
+
+class _Ring(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Any, k: Any, v: Any, sinks: Any, group: Group, asked: Asked) -> tuple[Any, Any]:
+        q_inside, k_inside, v_inside = (asked.inside(x) for x in (q, k, v))
+        wire = _wire(q_inside, k_inside, v_inside, asked, group)
+        o, lse = forward(group, asked.ring, wire, q_inside, v.shape[-1], asked.common, sinks)
+        o, lse = asked.outside(o), lse[0] if asked.packed else lse
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(q, k, v, sinks, o, lse)
+        ctx.asked = asked, group
+        return o, lse
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, do: Any, dlse: Any) -> tuple[Any, ...]:
+        q, k, v, sinks, o, lse = ctx.saved_tensors
+        asked, group = ctx.asked
+        do = torch.zeros_like(o) if do is None else do
+        lse, dlse = (x[None] if asked.packed and x is not None else x for x in (lse, dlse))
+        inside = [asked.inside(x) for x in (q, k, v, o, do)]
+        saved = Saved(inside[0], inside[1], inside[2], inside[3], lse, inside[4], dlse)
+        needs = dict(zip(("dq", "dk", "dv", "dsinks"), ctx.needs_input_grad, strict=False))
+        wanted = tuple(name for name in ("dq", "dk", "dv") if needs[name])
+        found = backward(group, asked.ring, saved, asked.common, wanted) if wanted else {}
+        found = {name: asked.outside(x) for name, x in found.items()}
+        if needs["dsinks"]:
+            found["dsinks"] = _of_sinks(saved, sinks)
+        return (*(found.get(name) for name in ("dq", "dk", "dv", "dsinks")), None, None)
+
+
+def _of_sinks(saved: Saved, sinks: Any) -> Any:
+    """Gradient of sinks by this rank's queries: it depends on no key but through the LSE."""
+    wide = torch.promote_types(saved.o.dtype, torch.float32)
+    of_row = (saved.do.to(wide) * saved.o.to(wide)).sum(-1).transpose(1, 2)
+    if saved.dlse is not None:
+        of_row = of_row - saved.dlse
+    share = torch.exp(sinks.to(wide)[:, None] - saved.lse)
+    share = torch.where(saved.lse == -torch.inf, 0.0, share)
+    return -(share * of_row).sum((0, 2)).to(sinks.dtype)

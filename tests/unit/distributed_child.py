@@ -1,0 +1,227 @@
+"""Ring and head-parallel attention in several processes: ``python distributed_child.py STORE SIZE SUITE``, STORE a new
+file.
+
+Every process has the whole tensors, from one seed, and compares its part with attention on one process.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import multiprocessing
+import re
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import omniattn as oa
+from omniattn.distributed import ring_attention, shard, steps, unshard
+from omniattn.errors import ArgumentError, CommunicationError, ShapeError, UnsupportedError
+
+#: Time-out of the group that loses a rank, in seconds.
+LOST_S = 2
+SEQ = {"NHD": 1, "HND": 2}
+
+
+def say(text: str) -> None:
+    """A line of this process, by one write."""
+    sys.stdout.write(f"rank {dist.get_rank()}: {text}\n")
+    sys.stdout.flush()
+
+
+def inputs(
+    rows_q: int, rows_k: int, heads: tuple[int, int] = (4, 2), dims: tuple[int, int] = (16, 16), batch: int = 2,
+    dtype: Any = torch.float32, layout: str = "NHD",
+) -> list[Any]:  # fmt: skip
+    """q, k, v and the gradient of o; the same on all ranks."""
+    made = torch.Generator().manual_seed(rows_q * 31 + rows_k)
+    shapes = [(rows_q, heads[0], dims[0]), (rows_k, heads[1], dims[0]), (rows_k, heads[1], dims[1])]
+    shapes.append((rows_q, heads[0], dims[1]))
+    found = [torch.randn(batch, *shape, generator=made).to(dtype) for shape in shapes]
+    return [x.transpose(1, 2).contiguous() if layout == "HND" else x for x in found]
+
+
+def near(name: str, found: Any, expected: Any, bound: float) -> None:
+    """Equal within rounding, infinities where they belong. NaN fails."""
+    assert found.shape == expected.shape, (name, found.shape, expected.shape)
+    assert found.dtype == expected.dtype, (name, found.dtype, expected.dtype)
+    if not found.numel():
+        return
+    assert torch.equal(torch.isinf(found), torch.isinf(expected)), name
+    error = (found.double() - expected.double()).nan_to_num(nan=torch.inf if torch.isnan(found).any() else 0.0)
+    assert float(error.abs().max()) <= bound, f"{name}: {float(error.abs().max()):.3e} > {bound:.3e}"
+
+
+def alone(tensors: list[Any], sinks: Any, **options: Any) -> dict[str, Any]:
+    """o, LSE and gradients of one process; the LSE has a gradient too."""
+    q, k, v = (x.clone().requires_grad_() for x in tensors[:3])
+    sinks = None if sinks is None else sinks.clone().requires_grad_()
+    o, lse = oa.attention(q, k, v, sinks=sinks, return_lse=True, **options)
+    return results(o, lse, tensors[3], q, k, v, sinks)
+
+
+def results(o: Any, lse: Any, do: Any, q: Any, k: Any, v: Any, sinks: Any) -> dict[str, Any]:
+    """By name, after a backward through o and the finite part of LSE."""
+    ((o * do).sum() + 0.1 * torch.where(torch.isinf(lse), 0.0, lse).sum()).backward()
+    found = {"o": o.detach(), "lse": lse.detach(), "dq": q.grad, "dk": k.grad, "dv": v.grad}
+    return found if sinks is None else {**found, "dsinks": sinks.grad}
+
+
+def compare(found: dict[str, Any], expected: dict[str, Any], schedule: str, seq: int, bound: float) -> None:
+    """Parts of this rank with those of the whole."""
+    for name, x in found.items():
+        if name == "dsinks":
+            total = x.clone()
+            dist.all_reduce(total)
+            near(name, total, expected[name], bound * 8)
+            continue
+        dim = 2 if name == "lse" else seq
+        near(name, x, shard(expected[name], dim, schedule=schedule), bound)
+
+
+def case(name: str, rows: tuple[int, int], *, sinks: bool = False, bound: float = 2e-5, **said: Any) -> None:
+    """Forward and backward of one call."""
+    shape = {key: said.pop(key) for key in ("heads", "dims", "batch", "dtype") if key in said}
+    layout, schedule = said.get("layout", "NHD"), said.pop("schedule", "zigzag")
+    tensors = inputs(*rows, layout=layout, **shape)
+    sink = torch.linspace(-1.0, 2.0, 4) if sinks else None
+    expected = alone(tensors, sink, **said)
+    seq = SEQ[layout]
+    q, k, v, do = (shard(x, seq, schedule=schedule) for x in tensors)
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    sink = None if sink is None else sink.requires_grad_()
+    o, lse = ring_attention(
+        q, k, v, sinks=sink, schedule=schedule, seqlen_q=rows[0], seqlen_k=rows[1], return_lse=True, **said
+    )
+    compare(results(o, lse, do, q, k, v, sink), expected, schedule, seq, bound)
+    say(name)
+
+
+def ring() -> None:
+    """Schedules, masks, heads, lengths that do not divide, ranks without a token."""
+    for schedule in ("zigzag", "contiguous"):
+        for causal in (True, False):
+            case(f"{schedule} {causal} equal", (48, 48), causal=causal, schedule=schedule)
+            case(f"{schedule} {causal} uneven", (45, 45), causal=causal, schedule=schedule, layout="HND")
+            case(f"{schedule} {causal} few", (3, 3), causal=causal, schedule=schedule, sinks=True)
+        case(f"{schedule} more keys", (21, 50), causal=True, schedule=schedule, sinks=True)
+        case(f"{schedule} fewer keys", (50, 21), causal=True, schedule=schedule)
+        case(f"{schedule} no queries", (0, 9), schedule=schedule)
+        case(f"{schedule} no keys", (9, 0), schedule=schedule, sinks=True)
+        case(f"{schedule} window", (64, 64), causal=True, window=(9, -1), schedule=schedule, sinks=True)
+        case(f"{schedule} both sides", (61, 61), window=(5, 7), schedule=schedule, softcap=5.0)
+        case(f"{schedule} dims", (32, 32), causal=True, schedule=schedule, heads=(4, 1), dims=(16, 24))
+        case(f"{schedule} bf16", (48, 48), causal=True, schedule=schedule, dtype=torch.bfloat16, bound=0.06)
+    case("float64", (33, 33), causal=True, dtype=torch.float64, bound=5e-6, softmax_scale=0.3)
+
+
+def skipped() -> None:
+    """Lengths by default, the same bits again, a gradient of K alone, the whole tensor and its gradient."""
+    tensors = inputs(32, 32)
+    q, k, v = (shard(x, 1) for x in tensors[:3])
+    o = ring_attention(q, k, v, causal=True)
+    assert not o.requires_grad
+    whole = unshard(o, 1)
+    near("whole", whole, oa.attention(*tensors[:3], causal=True), 2e-5)
+    again = ring_attention(q, k, v, causal=True)
+    assert torch.equal(o, again)
+    k = k.requires_grad_()
+    o = ring_attention(q, k, v, causal=True, deterministic=True)
+    total = unshard(o, 1)
+    (total * tensors[3]).sum().backward()
+    leaf = tensors[1].clone().requires_grad_()
+    (oa.attention(tensors[0], leaf, tensors[2], causal=True) * tensors[3]).sum().backward()
+    near("dk", k.grad / dist.get_world_size(), shard(leaf.grad, 1), 2e-5)
+    say("defaults and unshard")
+    x = torch.arange(7.0).requires_grad_()
+    back = unshard(shard(x, 0, schedule="contiguous"), -1, schedule="contiguous", seqlen=7)
+    assert torch.equal(back, x)
+    say("uneven unshard")
+
+
+def errors() -> None:
+    """Wrong arguments raise on every rank, and nobody waits."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    q, k, v, _ = (shard(x, 1) for x in inputs(32, 32))
+
+    def raised(kind: type[Exception], text: str, *args: Any, **options: Any) -> None:
+        with pytest.raises(kind, match=re.escape(text)):
+            ring_attention(*args, **options)
+
+    raised(ShapeError, "argument 'q': expected", q, k, v, seqlen_q=200 + size)
+    raised(ArgumentError, "argument 'schedule'", q, k, v, schedule="striped")
+    raised(ArgumentError, "argument 'precision'", q, k, v, precision="int4")
+    raised(UnsupportedError, "a window with a low precision", q, k, v, precision="int8", window=(4, 0))
+    raised(ArgumentError, "argument 'agree_first'", q, k, v, agree_first=1)
+    # One rank alone is wrong.
+    if rank == 0:
+        raised(ArgumentError, "argument 'window'", q, k, v, window=(-5, 0))
+    else:
+        raised(CommunicationError, "rank 0 refused", q, k, v)
+    raised(ArgumentError, "argument 'softcap': expected the same on all ranks", q, k, v, softcap=float(rank == 1))
+    odd = [x[:, :-1] if rank == 0 else x for x in (q, k, v)]
+    raised(ArgumentError, "argument 'seqlen_q': expected the same on all ranks", *odd, schedule="contiguous")
+    near("after errors", ring_attention(q, k, v), shard(oa.attention(*inputs(32, 32)[:3]), 1), 2e-5)
+    say("errors")
+
+
+def lost() -> None:
+    """A rank that raises within a call: the others end with an error that says where, by the group's time-out."""
+    q, k, v = (shard(x, 1) for x in inputs(32, 32)[:3])
+    if dist.get_rank() == 0:
+        steps.attention = broken
+    kind, text = (
+        (ZeroDivisionError, "lost") if dist.get_rank() == 0 else (CommunicationError, "): step 1 of 1, K and V")
+    )
+    with pytest.raises(kind, match=re.escape(text)):
+        thrice(q, k, v)
+    say("lost")
+    # The process stays until the others have seen that it does not answer.
+    time.sleep(2 * LOST_S if dist.get_rank() == 0 else 0)
+
+
+def thrice(q: Any, k: Any, v: Any) -> None:
+    """A rank that raises has begun to send before: its own error comes in the first call, that of others later."""
+    for _ in range(3):
+        ring_attention(q, k, v, agree_first=False)
+
+
+def broken(*args: Any, **options: Any) -> Any:
+    """In place of `attention`."""
+    raise ZeroDivisionError("lost")
+
+
+SUITES: dict[str, tuple[Callable[[], None], ...]] = {"ring": (ring, skipped, errors), "lost": (lost,)}
+
+
+def work(rank: int, size: int, store: str, suite: str) -> None:
+    """One process: all cases of a suite."""
+    limit = timedelta(seconds=LOST_S if suite == "lost" else 120)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=limit)
+    torch.set_num_threads(1)
+    for part in SUITES[suite]:
+        part()
+    if suite != "lost":
+        dist.barrier()
+    dist.destroy_process_group()
+
+
+def main(store: str, size: int, suite: str) -> int:
+    """The exit status: 0 if all processes found the results of one, a signal's number if one ended by that."""
+    faulthandler.enable()
+    start = multiprocessing.get_context("fork" if "fork" in multiprocessing.get_all_start_methods() else "spawn")
+    processes = [start.Process(target=work, args=(rank, size, store, suite)) for rank in range(size)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    return max(abs(process.exitcode or 0) for process in processes)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1], int(sys.argv[2]), sys.argv[3]))

@@ -1,0 +1,28 @@
+"""`omniattn.distributed` in several processes on the CPU: the results of one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.unit.two_processes import in_two_processes
+
+pytest.importorskip("torch")
+pytestmark = pytest.mark.frameworks
+
+CHILD = Path(__file__).with_name("distributed_child.py")
+#: Lines of each process.
+SAID = {"ring": 32, "lost": 1}
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("suite", [name for name in SAID if name != "lost"])
+def test_processes_give_the_results_of_one(tmp_path: Path, size: int, suite: str) -> None:
+    said = in_two_processes(CHILD, tmp_path, str(size), suite).splitlines()
+    assert len(set(said)) == len(said) == size * SAID[suite]
+
+
+def test_a_rank_that_raises_does_not_leave_the_other_hanging(tmp_path: Path) -> None:
+    said = in_two_processes(CHILD, tmp_path, "2", "lost").splitlines()
+    assert sorted(said) == ["rank 0: lost", "rank 1: lost"]
