@@ -7,6 +7,7 @@ Every process has the whole tensors, from one seed, and compares its part with a
 from __future__ import annotations
 
 import faulthandler
+import itertools
 import multiprocessing
 import re
 import sys
@@ -18,9 +19,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 import omniattn as oa
-from omniattn.distributed import ring_attention, shard, steps, unshard
+from omniattn.distributed import ring_attention, ring_attention_varlen, shard, steps, ulysses_attention, unshard
 from omniattn.errors import ArgumentError, CommunicationError, ShapeError, UnsupportedError
 
 #: Time-out of the group that loses a rank, in seconds.
@@ -120,6 +122,56 @@ def ring() -> None:
     case("float64", (33, 33), causal=True, dtype=torch.float64, bound=5e-6, softmax_scale=0.3)
 
 
+def documents(name: str, starts: list[int], schedule: str, sinks: bool = False, **said: Any) -> None:
+    """Forward and backward of packed documents."""
+    layout, bound = said.get("layout", "NHD"), said.pop("bound", 2e-5)
+    tensors = [x[0] for x in inputs(starts[-1], starts[-1], batch=1, layout=layout)]
+    seq = SEQ[layout] - 1
+    q, k, v = (x.clone().requires_grad_() for x in tensors[:3])
+    sink = torch.linspace(-1.0, 2.0, 4).requires_grad_() if sinks else None
+    at = torch.tensor(starts, dtype=torch.int32)
+    longest = max(b - a for a, b in itertools.pairwise(starts))
+    o, lse = oa.attention_varlen(
+        q, k, v, cu_seqlens_q=at, cu_seqlens_k=at, max_seqlen_q=longest, max_seqlen_k=longest, sinks=sink,
+        return_lse=True, **said,
+    )  # fmt: skip
+    expected = results(o, lse, tensors[3], q, k, v, sink)
+    q, k, v, do = (shard(x, seq, schedule=schedule) for x in tensors)
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    sink = None if sink is None else sink.detach().requires_grad_()
+    cu = (starts, at, at.numpy())[len(starts) % 3]
+    o, lse = ring_attention_varlen(q, k, v, cu_seqlens=cu, sinks=sink, schedule=schedule, return_lse=True, **said)
+    found = results(o, lse, do, q, k, v, sink)
+    for key, x in found.items():
+        if key == "dsinks":
+            dist.all_reduce(x)
+            near(key, x, expected[key], bound * 8)
+        else:
+            near(f"{name} {key}", x, shard(expected[key], 1 if key == "lse" else seq, schedule=schedule), bound)
+    say(name)
+
+
+def varlen() -> None:
+    """Documents of all lengths, cut by ranks and not."""
+    for schedule in ("zigzag", "contiguous"):
+        for layout in SEQ:
+            name = f"{schedule} {layout}"
+            documents(f"{name} causal", [0, 5, 5, 29, 30, 64], schedule, causal=True, layout=layout)
+            documents(f"{name} full", [0, 17, 41], schedule, sinks=True, layout=layout)
+        documents(f"{schedule} window", [0, 3, 40, 64], schedule, causal=True, window=(7, -1), sinks=True)
+        documents(f"{schedule} one", [0, 33], schedule, causal=True, softcap=4.0)
+        documents(f"{schedule} short", [0, 1, 2, 3], schedule, causal=True)
+    q, k, v = (shard(x[0], 0) for x in inputs(32, 32, batch=1)[:3])
+    for starts, text in (
+        ([0, 64], "rows: rank"),
+        ([0, 9, 4, 32], "argument 'cu_seqlens'"),
+        ([0, 1.5, 32], "cu_seqlens"),
+    ):
+        with pytest.raises(ArgumentError, match=text):
+            ring_attention_varlen(q, k, v, cu_seqlens=starts)
+    say("refused")
+
+
 def skipped() -> None:
     """Lengths by default, the same bits again, a gradient of K alone, the whole tensor and its gradient."""
     tensors = inputs(32, 32)
@@ -196,7 +248,83 @@ def broken(*args: Any, **options: Any) -> Any:
     raise ZeroDivisionError("lost")
 
 
-SUITES: dict[str, tuple[Callable[[], None], ...]] = {"ring": (ring, skipped, errors), "lost": (lost,)}
+def heads(name: str, rows: tuple[int, int], mesh: Any = None, *, sinks: bool = False, **said: Any) -> None:
+    """Forward and backward of one call of `ulysses_attention`; mesh: a ring beside it."""
+    shape = {key: said.pop(key) for key in ("heads", "dims", "batch", "dtype") if key in said}
+    layout, schedule, bound = said.get("layout", "NHD"), said.pop("schedule", "zigzag"), said.pop("bound", 2e-5)
+    tensors = inputs(*rows, layout=layout, **shape)
+    seq = SEQ[layout]
+    sink = torch.linspace(-1.0, 2.0, 4) if sinks else None
+    expected = alone(tensors, sink, **said)
+
+    def part(x: Any, dim: int) -> Any:
+        if mesh is None:
+            return shard(x, dim, schedule="contiguous")
+        return shard(
+            shard(x, dim, group=mesh["ring"], schedule=schedule), dim, group=mesh["heads"], schedule="contiguous"
+        )
+
+    q, k, v, do = (part(x, seq) for x in tensors)
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    sink = None if sink is None else sink.requires_grad_()
+    groups = (
+        {} if mesh is None else {"group": mesh["heads"], "ring_group": mesh["ring"].get_group(), "schedule": schedule}
+    )
+    o, lse = ulysses_attention(
+        q, k, v, sinks=sink, seqlen_q=rows[0], seqlen_k=rows[1], return_lse=True, **said, **groups
+    )
+    for key, x in results(o, lse, do, q, k, v, sink).items():
+        if key == "dsinks":
+            dist.all_reduce(x)
+            near(key, x, expected[key], bound * 8)
+        else:
+            near(f"{name} {key}", x, part(expected[key], 2 if key == "lse" else seq), bound)
+    say(name)
+
+
+def ulysses() -> None:
+    """Heads over ranks; with four of them also two by two, heads and ring."""
+    size = dist.get_world_size()
+    heads("equal", (32, 32), causal=True)
+    heads("uneven", (33, 33), causal=True, layout="HND", sinks=True)
+    heads("few", (3, 3), causal=True)
+    heads("cross", (21, 40), causal=True, window=(9, -1), softcap=6.0)
+    heads("one kv head", (32, 32), heads=(4, 1), dims=(16, 24), causal=True)
+    heads("all kv heads", (32, 32), heads=(4, 4), batch=1, causal=True)
+    heads("bf16", (48, 48), causal=True, dtype=torch.bfloat16, bound=0.06)
+    q, k, v = (shard(x, 1, schedule="contiguous") for x in inputs(128, 128, dims=(64, 64))[:3])
+    o = ulysses_attention(q, k, v, precision="int8", causal=True)
+    whole = oa.attention(*inputs(128, 128, dims=(64, 64))[:3], precision="int8", causal=True)
+    assert torch.equal(o, shard(whole, 1, schedule="contiguous"))
+    say("int8")
+    for bad, text in (
+        (q[:, :, :3], "argument 'q': expected a multiple"),
+        (q[..., :12], "argument 'q': expected head_dim"),
+    ):
+        with pytest.raises(ShapeError, match=text):
+            ulysses_attention(bad, k[:, :, :1], v[:, :, :1])
+    if size == 4:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ring", "heads"))
+        for schedule in ("zigzag", "contiguous"):
+            heads(f"mesh {schedule}", (48, 48), mesh, causal=True, schedule=schedule, sinks=True)
+            heads(f"mesh {schedule} uneven", (45, 45), mesh, causal=True, schedule=schedule, window=(9, -1))
+        with pytest.raises(
+            ArgumentError if dist.get_rank() == 3 else CommunicationError, match=r"refused|argument 'window'"
+        ):
+            ulysses_attention(
+                q, k, v, group=mesh["heads"], ring_group=mesh["ring"], window=(-3, 0) if dist.get_rank() == 3 else None
+            )
+        with pytest.raises(ArgumentError, match="a mesh of 2 dimensions"):
+            ring_attention(q, k, v, group=mesh)
+    say("refused")
+
+
+SUITES: dict[str, tuple[Callable[[], None], ...]] = {
+    "ring": (ring, skipped, errors),
+    "varlen": (varlen,),
+    "ulysses": (ulysses,),
+    "lost": (lost,),
+}
 
 
 def work(rank: int, size: int, store: str, suite: str) -> None:

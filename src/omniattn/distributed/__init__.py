@@ -11,16 +11,18 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from .parts import shard, unshard
     from .ring import ring_attention, ring_attention_varlen
+    from .ulysses import ulysses_attention
 
 #: Module that each public name comes from.
 _MODULES = {
     "ring_attention": "ring",
     "ring_attention_varlen": "ring",
     "shard": "parts",
+    "ulysses_attention": "ulysses",
     "unshard": "parts",
 }
 
-__all__ = ["ring_attention", "ring_attention_varlen", "shard", "unshard"]
+__all__ = ["ring_attention", "ring_attention_varlen", "shard", "ulysses_attention", "unshard"]
 
 
 def __getattr__(name: str) -> object:

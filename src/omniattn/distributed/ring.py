@@ -210,7 +210,7 @@ def _call(
     at = group_of(group, function)
     for name, x in (("q", q), ("k", k), ("v", v), ("sinks", sinks)):
         if x is not None or name != "sinks":
-            _check_tensor(x, name, function)
+            check_tensor(x, name, function)
     device = q.device
     if agree_first is not None:
         check_bool(agree_first, "agree_first", function)
@@ -222,7 +222,7 @@ def _call(
     except OmniattnError as error:
         failure = error
     if agree_first if agree_first is not None else device.type == "cpu":
-        agree(at, device, function, _facts(q, k, v, sinks, said, asked), failure)
+        agree(at, device, function, facts_of(q, k, v, sinks, said, asked), failure)
     if asked is None:
         raise failure  # type: ignore[misc]
     meet(at, device, function)
@@ -235,7 +235,7 @@ def _call(
     return (o, lse) if return_lse else o
 
 
-def _check_tensor(x: Any, name: str, function: str) -> None:
+def check_tensor(x: Any, name: str, function: str) -> None:
     if not isinstance(x, torch.Tensor):
         raise ArgumentError(name, "a torch tensor", type(x).__name__, function=function)
     if type(x) not in (torch.Tensor, torch.nn.Parameter):
@@ -243,7 +243,7 @@ def _check_tensor(x: Any, name: str, function: str) -> None:
         raise ArgumentError(name, "a plain torch tensor", type(x).__name__, function=function, hint=hint)
 
 
-def _facts(q: Any, k: Any, v: Any, sinks: Any, said: dict[str, Any], asked: Asked | None) -> dict[str, Any]:
+def facts_of(q: Any, k: Any, v: Any, sinks: Any, said: dict[str, Any], asked: Asked | None) -> dict[str, Any]:
     """What has to be the same on all ranks, by argument."""
     if asked is None:
         return dict.fromkeys(_SAME)
@@ -258,9 +258,17 @@ def _facts(q: Any, k: Any, v: Any, sinks: Any, said: dict[str, Any], asked: Aske
 
 
 def check(
-    function: str, q: Any, k: Any, v: Any, sinks: Any, group: Group, said: dict[str, Any], starts: tuple[Any] | None
+    function: str,
+    q: Any,
+    k: Any,
+    v: Any,
+    sinks: Any,
+    group: Group,
+    said: dict[str, Any],
+    starts: tuple[Any] | None,
+    travels: bool = True,
 ) -> Asked:
-    """The call, or an error that names the argument, before anything is sent."""
+    """The call, or an error that names the argument, before anything is sent. travels: K and V, in the precision."""
     layout, packed = said["layout"], starts is not None
     values.check_layout(layout, function)
     tensors = [arrays.describe_of(function, x.detach(), name) for name, x in zip("qkv", (q, k, v), strict=True)]
@@ -281,7 +289,7 @@ def check(
     softcap = check_number(said["softcap"], "softcap", function, least=0.0)
     check_bool(said["deterministic"], "deterministic", function)
     schedule = check_schedule(said["schedule"], function)
-    precision = check_precision(said["precision"], window, function)
+    precision = (check_precision if travels else _any_precision)(said["precision"], window, function)
     documents = () if starts is None else check_starts(starts[0], function)
     if packed:
         whole_q = whole_k = check_seqlen(documents[-1], q.shape[seq], group, schedule, function, "cu_seqlens", "q")
@@ -313,6 +321,11 @@ def check_precision(precision: Any, window: tuple[int, int], function: str) -> P
         if asked:
             raise UnsupportedError(f"{function}(): {what}", instead=instead)
     return found
+
+
+def _any_precision(precision: Any, window: tuple[int, int], function: str) -> Precision:
+    """One that `omniattn.attention` takes."""
+    return values.check_precision(precision, function)
 
 
 def check_starts(starts: Any, function: str) -> tuple[int, ...]:
