@@ -319,10 +319,85 @@ def ulysses() -> None:
     say("refused")
 
 
+def low(name: str, rows: int, precision: Any, *, sinks: bool = False, **said: Any) -> None:
+    """Forward and backward with 8 bits on the wire: as near to exact attention as one process with the same knobs."""
+    layout, schedule = said.get("layout", "NHD"), said.pop("schedule", "zigzag")
+    tensors = inputs(rows, rows, dims=(64, 64), layout=layout)
+    tensors[1] = tensors[1] + torch.linspace(-3.0, 3.0, 64)
+    sink = torch.linspace(-1.0, 2.0, 4) if sinks else None
+    exact, single = alone(tensors, sink, **said), alone(tensors, sink, precision=precision, **said)
+    seq = SEQ[layout]
+    q, k, v, do = (shard(x, seq, schedule=schedule) for x in tensors)
+    watched = Watched()
+    said |= {"precision": precision, "schedule": schedule, "seqlen_q": rows, "seqlen_k": rows}
+    plain = ring_attention(q, k, v, sinks=sink, **said)
+    kinds = watched.end()
+    values = {torch.float16} if getattr(precision, "pv", "") == "fp16" else set()
+    assert kinds <= {torch.int8, torch.uint8, torch.float32} | values, kinds
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    sink = None if sink is None else sink.requires_grad_()
+    o, lse = ring_attention(q, k, v, sinks=sink, return_lse=True, **said)
+    assert torch.equal(plain, o)
+    for key, x in results(o, lse, do, q, k, v, sink).items():
+        if key == "dsinks":
+            dist.all_reduce(x)
+        whole = exact[key], single[key]
+        here = whole if key == "dsinks" else [shard(y, 2 if key == "lse" else seq, schedule=schedule) for y in whole]
+        error, bound = (float((y - here[0]).norm() / exact[key].norm()) for y in (x, here[1]))
+        assert error <= 1.5 * bound + 2e-3, f"{name} {key}: {error:.3e}, of one process {bound:.3e}"
+    say(name)
+
+
+class Watched:
+    """Element types of what travels, until `end`."""
+
+    def __init__(self) -> None:
+        self.kinds: set[Any] = set()
+        self.before = steps.exchange
+        steps.exchange = self
+
+    def __call__(self, group: Any, sends: Any, receives: Any, *others: Any) -> Any:
+        """In place of `exchange`."""
+        self.kinds |= {x.dtype for x, _ in (*sends, *receives)}
+        return self.before(group, sends, receives, *others)
+
+    def end(self) -> set[Any]:
+        """The types seen."""
+        steps.exchange = self.before
+        return self.kinds
+
+
+def eight_bits() -> None:
+    """int8 and fp8, knobs, lengths that no tile divides."""
+    low("int8 causal", 256, "int8", causal=True)
+    low("int8 full", 300, "int8", schedule="contiguous")
+    low("int8 sinks", 131, "int8", causal=True, sinks=True, layout="HND")
+    low("int8 few", 3, "int8", causal=True)
+    low("Int8 knobs", 200, oa.Int8(smooth_k=False, granularity="per_block", pv="fp16", hadamard=True), softcap=3.0)
+    low("fp8 causal", 256, "fp8", causal=True)
+    low("Fp8 knobs", 150, oa.Fp8(smooth_k=True, hadamard=False), schedule="contiguous", causal=True)
+    q, k, v = (shard(x, 1) for x in inputs(64, 64)[:3])
+    exact = ring_attention(q, k, v, causal=True)
+    assert torch.equal(ring_attention(q, k, v, causal=True, precision=oa.Int8(min_seqlen=100)), exact)
+    for said, text in (
+        ({"precision": "int8", "softcap": 2.0}, "softcap with smooth_k"),
+        ({"precision": oa.Int8(smooth_q=True)}, "smooth_q"),
+        ({"precision": oa.Int8(pv="exact")}, "pv='exact'"),
+    ):
+        with pytest.raises(UnsupportedError, match=text):
+            ring_attention(q, k, v, **said)
+    with pytest.raises(UnsupportedError, match="causal with 64 queries"):
+        ring_attention(q, k[:, :1], v[:, :1], causal=True, precision="int8")
+    with pytest.raises(ShapeError, match="argument 'v': expected head_dim 16"):
+        ring_attention(q, k, v[..., :8], precision="int8")
+    say("refused")
+
+
 SUITES: dict[str, tuple[Callable[[], None], ...]] = {
     "ring": (ring, skipped, errors),
     "varlen": (varlen,),
     "ulysses": (ulysses,),
+    "eight_bits": (eight_bits,),
     "lost": (lost,),
 }
 

@@ -11,11 +11,12 @@ import torch
 from .. import arrays
 from ..arguments import check_bool, check_number
 from ..checks import values
-from ..errors import ArgumentError, OmniattnError, UnsupportedError
+from ..errors import ArgumentError, OmniattnError, ShapeError, UnsupportedError
 from ..frameworks.torch.head_dims import one_head_dim
 from ..problems import Fp8, Int8, Precision
 from .exchange import Group, agree, group_of, meet
 from .parts import check_seqlen
+from .quantized import Quantized, bias_of, format_of
 from .schedule import Ring, check_schedule, ring_of
 from .steps import Common, Plain, Saved, Wire, backward, forward
 
@@ -37,6 +38,7 @@ class Asked:
     layout : str
     packed : bool
     precision : Precision
+    return_lse : bool
     """
 
     ring: Ring
@@ -44,6 +46,7 @@ class Asked:
     layout: str
     packed: bool
     precision: Precision
+    return_lse: bool
 
     def inside(self, x: Any) -> Any:
         """A view (batch, seq, heads, head_dim) of a tensor in the caller's layout."""
@@ -217,7 +220,7 @@ def _call(
     asked: Asked | None = None
     failure: OmniattnError | None = None
     try:
-        check_bool(return_lse, "return_lse", function)
+        said["return_lse"] = check_bool(return_lse, "return_lse", function)
         asked = check(function, q, k, v, sinks, at, said, starts)
     except OmniattnError as error:
         failure = error
@@ -250,9 +253,11 @@ def facts_of(q: Any, k: Any, v: Any, sinks: Any, said: dict[str, Any], asked: As
     ring, common = asked.ring, asked.common
     outer = [tuple(n for i, n in enumerate(asked.inside(x).shape) if i != 1) for x in (q, k, v)]
     grads = tuple(x is not None and x.requires_grad for x in (q, k, v, sinks)) if torch.is_grad_enabled() else ()
+    # GPUs of different kinds read different operands.
+    form = format_of(asked.precision, q.device) if asked.precision.quantized else None
     found = (
         (outer[0], str(q.dtype), sinks is not None), (outer[1:], str(k.dtype)), ring.seqlen_q, ring.seqlen_k,
-        ring.starts, ring.window, common.softmax_scale, common.softcap, asked.precision, ring.schedule, grads,
+        ring.starts, ring.window, common.softmax_scale, common.softcap, (asked.precision, form), ring.schedule, grads,
     )  # fmt: skip
     return dict(zip(_SAME, found, strict=True))
 
@@ -299,10 +304,14 @@ def check(
         whole_k = check_seqlen(said["seqlen_k"], k.shape[seq], group, schedule, function, "seqlen_k", "k")
     if precision.quantized and whole_k < precision.min_seqlen:
         precision = values.check_precision("exact", function)
+    if precision.quantized and travels:
+        _check_operands(q, v, precision, window, softcap, (whole_q, whole_k), function)
     if precision.quantized:
         values.check_quantized_head_dim(max(head_dim, v.shape[-1]), f"precision={said['precision']!r}", function)
     ring = ring_of(whole_q, whole_k, group.size, schedule, window, documents, not precision.quantized)
-    return Asked(ring, Common(function, scale, softcap, said["deterministic"]), layout, packed, precision)
+    return Asked(
+        ring, Common(function, scale, softcap, said["deterministic"]), layout, packed, precision, said["return_lse"]
+    )
 
 
 def check_precision(precision: Any, window: tuple[int, int], function: str) -> Precision:
@@ -328,6 +337,26 @@ def _any_precision(precision: Any, window: tuple[int, int], function: str) -> Pr
     return values.check_precision(precision, function)
 
 
+def _check_operands(
+    q: Any, v: Any, precision: Precision, window: tuple[int, int], softcap: float, rows: tuple[int, int], function: str
+) -> None:
+    """What operands of chunks cannot serve."""
+    if v.shape[-1] != q.shape[-1]:
+        raise ShapeError(
+            "v", f"head_dim {q.shape[-1]} with a low precision, like q", f"{v.shape[-1]}", function=function
+        )
+    if window[1] >= 0 and rows[0] != rows[1]:
+        raise UnsupportedError(
+            f"{function}(): causal with {rows[0]} queries, {rows[1]} keys and a low precision",
+            instead="as many queries as keys, or precision='exact'",
+        )
+    if softcap and precision.smooth_k:
+        raise UnsupportedError(
+            f"{function}(): softcap with smooth_k: the mean that is taken from K changes what softcap makes of a score",
+            instead="Int8(smooth_k=False), precision='fp8' or precision='exact'",
+        )
+
+
 def check_starts(starts: Any, function: str) -> tuple[int, ...]:
     """Where documents begin, as numbers of the host."""
     expected = "integers on the host: 0 first, never decreasing, the number of all tokens last"
@@ -343,16 +372,19 @@ def check_starts(starts: Any, function: str) -> tuple[int, ...]:
     return tuple(found)
 
 
-def _wire(q: Any, k: Any, v: Any, asked: Asked, group: Group) -> Wire:
-    return Plain(q, k, v, asked.common)
-
-
 class _Ring(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Any, k: Any, v: Any, sinks: Any, group: Group, asked: Asked) -> tuple[Any, Any]:
         q_inside, k_inside, v_inside = (asked.inside(x) for x in (q, k, v))
-        wire = _wire(q_inside, k_inside, v_inside, asked, group)
-        o, lse = forward(group, asked.ring, wire, q_inside, v.shape[-1], asked.common, sinks)
+        low = asked.precision.quantized
+        wire: Wire = Plain(q_inside, k_inside, v_inside, asked.common)
+        if low:
+            wire = Quantized(group, asked.ring, q_inside, k_inside, v_inside, asked.precision, asked.common)
+        bias = None
+        if isinstance(wire, Quantized) and wire.mean is not None:
+            needed = asked.return_lse or sinks is not None or any(ctx.needs_input_grad)
+            bias = bias_of(q_inside, wire.mean, asked.common.softmax_scale) if needed else None
+        o, lse = forward(group, asked.ring, wire, q_inside, v.shape[-1], asked.common, sinks, bias, not low)
         o, lse = asked.outside(o), lse[0] if asked.packed else lse
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(q, k, v, sinks, o, lse)

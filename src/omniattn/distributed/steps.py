@@ -148,10 +148,12 @@ class Merged:
         self.o = self.like.new_zeros(self.shape, dtype=self.dtype)
         self.lse = self.like.new_full((batch, heads, rows), -torch.inf, dtype=torch.float32)
 
-    def result(self, sinks: Any) -> tuple[Any, Any]:
-        """o in the queries' dtype and LSE. sinks: those that no call has counted yet, or None."""
+    def result(self, sinks: Any, bias: Any = None) -> tuple[Any, Any]:
+        """o in the queries' dtype and LSE. sinks: those that no call has counted yet; bias: of the LSE; or None."""
         if self.o is None:
             self._begin()
+        if bias is not None:
+            self.lse = self.lse + bias
         if sinks is not None:
             self._count(sinks)
         return self.o.to(self.like.dtype), self.lse
@@ -164,13 +166,26 @@ class Merged:
         self.lse = lse
 
 
-def forward(group: Group, ring: Ring, wire: Wire, q: Any, head_dim_v: int, common: Common, sinks: Any) -> Any:
-    """o (batch, rows, heads, head_dim_v) and LSE (batch, heads, rows) of this rank's queries over the keys of all."""
+def forward(
+    group: Group,
+    ring: Ring,
+    wire: Wire,
+    q: Any,
+    head_dim_v: int,
+    common: Common,
+    sinks: Any,
+    bias: Any = None,
+    early: bool = True,
+) -> tuple[Any, Any]:
+    """o (batch, rows, heads, head_dim_v) and LSE (batch, heads, rows) of this rank's queries over the keys of all.
+
+    bias: what the LSE of each row lacks, or None. early: whether a task may count sinks, which it does without bias.
+    """
     steps = ring.steps(group.rank)
     tasks = [task for step in steps for task in step.tasks]
     merged = Merged((*q.shape[:3], head_dim_v), q, len(tasks))
     # A sink is counted once: by the first call if it has all queries, else behind the last one.
-    early = sinks is not None and bool(tasks) and tasks[0].q == (0, q.shape[1])
+    early = early and sinks is not None and bool(tasks) and tasks[0].q == (0, q.shape[1])
     arriving: Transfer | None = None
     for number, step in enumerate(steps):
         part = wire.own(step) if arriving is None else arriving.wait()
@@ -178,7 +193,7 @@ def forward(group: Group, ring: Ring, wire: Wire, q: Any, head_dim_v: int, commo
         for task in step.tasks:
             with_sinks = sinks if early and task is tasks[0] else None
             merged.add(task.q, *wire.attend(part, step, task, with_sinks))
-    return merged.result(None if early else sinks)
+    return merged.result(None if early else sinks, bias)
 
 
 def send_keys(group: Group, ring: Ring, wire: Wire, number: int, function: str) -> Transfer | None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ..arguments import check_bool
 from ..errors import OmniattnError, ShapeError
 from ..ops.attention import attention
 from ..problems import Auto, Fp8, Int4, Int8
@@ -119,6 +120,7 @@ def ulysses_attention(
     asked: Asked | None = None
     failure: OmniattnError | None = None
     try:
+        said["return_lse"] = check_bool(return_lse, "return_lse", function)
         asked = check(function, q, k, v, sinks, at, said, None, across is not None)
         splits = _splits(q, k, asked, at)
     except OmniattnError as error:
