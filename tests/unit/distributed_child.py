@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import omniattn as oa
-from omniattn.distributed import ring_attention, ring_attention_varlen, shard, steps, ulysses_attention, unshard
+from omniattn.distributed import plan, ring_attention, ring_attention_varlen, shard, steps, ulysses_attention, unshard
 from omniattn.errors import ArgumentError, CommunicationError, ShapeError, UnsupportedError
 
 #: Time-out of the group that loses a rank, in seconds.
@@ -173,10 +173,20 @@ def varlen() -> None:
 
 
 def skipped() -> None:
-    """Lengths by default, the same bits again, a gradient of K alone, the whole tensor and its gradient."""
+    """Lengths by default, the same bits again, bytes as planned, a gradient of K alone, the whole tensor again."""
     tensors = inputs(32, 32)
     q, k, v = (shard(x, 1) for x in tensors[:3])
+    facts = {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 16, "batch": 2, "dtype": "float32"}
+    told = plan(32, dist.get_world_size(), causal=True, **facts).ranks[dist.get_rank()]
+    watched = Watched()
     o = ring_attention(q, k, v, causal=True)
+    assert (watched.received, watched.end()) == (sum(step.bytes_forward for step in told), {torch.float32})
+    q, k, v = (x.clone().requires_grad_() for x in (q, k, v))
+    total = ring_attention(q, k, v, causal=True).sum()
+    watched = Watched()
+    total.backward()
+    assert (watched.received, watched.end()) == (sum(step.bytes_backward for step in told), {torch.float32})
+    q, k, v = (x.detach() for x in (q, k, v))
     assert not o.requires_grad
     whole = unshard(o, 1)
     near("whole", whole, oa.attention(*tensors[:3], causal=True), 2e-5)
@@ -331,7 +341,11 @@ def low(name: str, rows: int, precision: Any, *, sinks: bool = False, **said: An
     watched = Watched()
     said |= {"precision": precision, "schedule": schedule, "seqlen_q": rows, "seqlen_k": rows}
     plain = ring_attention(q, k, v, sinks=sink, **said)
-    kinds = watched.end()
+    kinds, received = watched.end(), watched.received
+    size, rank = dist.get_world_size(), dist.get_rank()
+    facts = {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 64, "batch": 2, "dtype": "float32"}
+    told = plan(rows, size, causal=said.get("causal", False), precision=precision, schedule=schedule, **facts)
+    assert received == sum(step.bytes_forward for step in told.ranks[rank])
     values = {torch.float16} if getattr(precision, "pv", "") == "fp16" else set()
     assert kinds <= {torch.int8, torch.uint8, torch.float32} | values, kinds
     q, k, v = (x.requires_grad_() for x in (q, k, v))
@@ -349,16 +363,18 @@ def low(name: str, rows: int, precision: Any, *, sinks: bool = False, **said: An
 
 
 class Watched:
-    """Element types of what travels, until `end`."""
+    """Element types of what travels, and bytes that come, until `end`."""
 
     def __init__(self) -> None:
         self.kinds: set[Any] = set()
+        self.received = 0
         self.before = steps.exchange
         steps.exchange = self
 
     def __call__(self, group: Any, sends: Any, receives: Any, *others: Any) -> Any:
         """In place of `exchange`."""
         self.kinds |= {x.dtype for x, _ in (*sends, *receives)}
+        self.received += sum(x.nbytes for x, _ in receives)
         return self.before(group, sends, receives, *others)
 
     def end(self) -> set[Any]:

@@ -11,10 +11,14 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from .parts import shard, unshard
     from .ring import ring_attention, ring_attention_varlen
+    from .ring_plan import RankStep, RingPlan, plan
     from .ulysses import ulysses_attention
 
 #: Module that each public name comes from.
 _MODULES = {
+    "RankStep": "ring_plan",
+    "RingPlan": "ring_plan",
+    "plan": "ring_plan",
     "ring_attention": "ring",
     "ring_attention_varlen": "ring",
     "shard": "parts",
@@ -22,7 +26,16 @@ _MODULES = {
     "unshard": "parts",
 }
 
-__all__ = ["ring_attention", "ring_attention_varlen", "shard", "ulysses_attention", "unshard"]
+__all__ = [
+    "RankStep",
+    "RingPlan",
+    "plan",
+    "ring_attention",
+    "ring_attention_varlen",
+    "shard",
+    "ulysses_attention",
+    "unshard",
+]
 
 
 def __getattr__(name: str) -> object:

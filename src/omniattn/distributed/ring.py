@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +18,7 @@ from .parts import check_seqlen
 from .quantized import Quantized, bias_of, format_of
 from .schedule import Ring, check_schedule, ring_of
 from .steps import Common, Plain, Saved, Wire, backward, forward
+from .wires import check_precision, check_starts
 
 #: Arguments that are the same on all ranks.
 _SAME = (
@@ -314,24 +314,6 @@ def check(
     )
 
 
-def check_precision(precision: Any, window: tuple[int, int], function: str) -> Precision:
-    """The precision, if K and V can travel in it."""
-    if not isinstance(precision, (str, Int8, Fp8)) or precision in ("auto", "int4"):
-        expected = "'exact', 'int8', 'fp8', an Int8 or an Fp8"
-        raise ArgumentError("precision", expected, repr(precision), function=function)
-    found = values.check_precision(precision, function)
-    for asked, what, instead in (
-        (found.smooth_q, "smooth_q, which ties Q to one rank's K", "smooth_q=False"),
-        (found.sparse is not None, "sparse", "sparse=None"),
-        (found.pv == "exact", "pv='exact'", "pv='auto'"),
-        (found.quantized and (window[0] >= 0 or window[1] > 0),
-         "a window with a low precision", "precision='exact'"),
-    ):  # fmt: skip
-        if asked:
-            raise UnsupportedError(f"{function}(): {what}", instead=instead)
-    return found
-
-
 def _any_precision(precision: Any, window: tuple[int, int], function: str) -> Precision:
     """One that `omniattn.attention` takes."""
     return values.check_precision(precision, function)
@@ -355,21 +337,6 @@ def _check_operands(
             f"{function}(): softcap with smooth_k: the mean that is taken from K changes what softcap makes of a score",
             instead="Int8(smooth_k=False), precision='fp8' or precision='exact'",
         )
-
-
-def check_starts(starts: Any, function: str) -> tuple[int, ...]:
-    """Where documents begin, as numbers of the host."""
-    expected = "integers on the host: 0 first, never decreasing, the number of all tokens last"
-    if getattr(getattr(starts, "device", None), "type", "cpu") != "cpu":
-        raise ArgumentError("cu_seqlens", expected, f"a tensor on {starts.device}", function=function)
-    try:
-        found = starts.tolist() if hasattr(starts, "tolist") else list(starts)
-    except TypeError:
-        raise ArgumentError("cu_seqlens", expected, repr(starts), function=function) from None
-    numbers = isinstance(found, Sequence) and all(isinstance(x, int) and not isinstance(x, bool) for x in found)
-    if not numbers or not found or found[0] != 0 or found != sorted(found):
-        raise ArgumentError("cu_seqlens", expected, repr(found), function=function)
-    return tuple(found)
 
 
 class _Ring(torch.autograd.Function):

@@ -74,16 +74,22 @@ class Task:
 
 
 def _pairs(rows_q: int, rows_k: int, window: tuple[int, int]) -> int:
-    if window == (UNLIMITED, UNLIMITED):
-        return rows_q * rows_k
-    return sum(_seen(i + rows_k - rows_q, rows_k, window) for i in range(rows_q))
+    """Pairs that a window shows, which is counted from the bottom right."""
+    (left, right), diagonal = window, rows_k - rows_q
+    within = rows_q * rows_k if right < 0 else _below(rows_q, rows_k, diagonal + right)
+    return within - (0 if left < 0 else _below(rows_q, rows_k, diagonal - left - 1))
 
 
-def _seen(position: int, rows_k: int, window: tuple[int, int]) -> int:
-    left, right = window
-    first = 0 if left < 0 else max(0, position - left)
-    last = rows_k - 1 if right < 0 else min(rows_k - 1, position + right)
-    return max(0, last - first + 1)
+def _below(rows_q: int, rows_k: int, offset: int) -> int:
+    """Pairs with key <= query + offset."""
+
+    def up_to(x: int) -> int:
+        """Sum of all numbers up to x, each at least 0 and at most rows_k."""
+        x = max(x, 0)
+        inside = min(x, rows_k)
+        return inside * (inside + 1) // 2 + (x - inside) * rows_k
+
+    return up_to(offset + rows_q) - up_to(offset)
 
 
 def clip(rows_q: int, rows_k: int, offset: int, window: tuple[int, int]) -> Task | None:

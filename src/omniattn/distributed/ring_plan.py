@@ -1,0 +1,238 @@
+"""``plan``: what `ring_attention` computes and sends, step by step, without a GPU and without a group."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ..arguments import check_bool, check_int, check_number
+from ..checks import values
+from ..errors import ArgumentError
+from ..problems import Fp8, Int8, QuantizeProblem
+from ..problems.memory import ITEMSIZE
+from ..problems.quantize import QK_DTYPES
+from .schedule import Range, Step, check_schedule, length_of, ring_of
+from .wires import check_precision, check_starts
+
+
+@dataclass(frozen=True)
+class RankStep:
+    """One step of one rank.
+
+    Attributes
+    ----------
+    source : int
+        Whose K and V it reads.
+    calls : int
+        Calls of attention.
+    rows : int
+        Keys that travel for it: 0 in the first step, and where no query sees a key of that rank.
+    pairs : int
+        Pairs of a query and a key, of one head and one sequence of the batch.
+    bytes_forward, bytes_backward : int
+        That this rank receives: K and V; in the backward K and V again and the gradients of its own from the rank that
+        read them in this step.
+    flops : int
+        Of the forward: 2 (head_dim + head_dim_v) for each pair, query head and sequence.
+    """
+
+    source: int
+    calls: int
+    rows: int
+    pairs: int
+    bytes_forward: int
+    bytes_backward: int
+    flops: int
+
+
+@dataclass(frozen=True)
+class RingPlan:
+    """What a call of `ring_attention` does on all ranks; ``str()`` is a table.
+
+    Attributes
+    ----------
+    ranks : tuple of tuple of RankStep
+        Steps by rank.
+    rows_q, rows_k : tuple of int
+        Tokens of each rank.
+    """
+
+    ranks: tuple[tuple[RankStep, ...], ...]
+    rows_q: tuple[int, ...]
+    rows_k: tuple[int, ...]
+
+    @property
+    def bytes_forward(self) -> int:
+        """The most that a rank receives in a forward."""
+        return max(sum(step.bytes_forward for step in steps) for steps in self.ranks)
+
+    @property
+    def bytes_backward(self) -> int:
+        """The most that a rank receives in a backward."""
+        return max(sum(step.bytes_backward for step in steps) for steps in self.ranks)
+
+    @property
+    def bytes_in_flight(self) -> int:
+        """The most memory for K and V of other ranks: one part that is read, one that arrives."""
+        return max(
+            sum(step.bytes_forward for step in steps[at : at + 2]) for steps in self.ranks for at in range(len(steps))
+        )
+
+    @property
+    def balance(self) -> float:
+        """Mean of the ranks' work by the most: 1 where all have the same. 1 without any work."""
+        work = [sum(step.flops for step in steps) for steps in self.ranks]
+        return sum(work) / (len(work) * max(work)) if max(work) else 1.0
+
+    def seconds(self, *, tflops: float, link_gb_s: float) -> float:
+        """Time of a forward where kernels run at one rate and each rank receives at one rate, by the slowest rank.
+
+        A step begins when its keys are there and the step before has ended; its transfer begins with the step before.
+        Launches, merges and the share of SMs that transfers take are not in it.
+
+        Parameters
+        ----------
+        tflops : float
+            Rate of attention, 10^12 operations a second.
+        link_gb_s : float
+            Rate at which a rank receives, 10^9 bytes a second.
+        """
+        rate = check_number(tflops, "tflops", "seconds", least=0.0) * 1e12
+        link = check_number(link_gb_s, "link_gb_s", "seconds", least=0.0) * 1e9
+        for value, name in ((rate, "tflops"), (link, "link_gb_s")):
+            if not value > 0:
+                raise ArgumentError(name, "a number > 0", repr(value), function="seconds")
+        longest = 0.0
+        for steps in self.ranks:
+            begin = end = arrived = 0.0
+            for step in steps:
+                arrived = max(arrived, begin) + step.bytes_forward / link
+                begin = max(end, arrived)
+                end = begin + step.flops / rate
+            longest = max(longest, end)
+        return longest
+
+    def __str__(self) -> str:
+        lines = ["rank  step  keys of  calls      rows       pairs  MB received  MB in backward"]
+        for rank, steps in enumerate(self.ranks):
+            for number, step in enumerate(steps):
+                lines.append(
+                    f"{rank:4}  {number:4}  {step.source:7}  {step.calls:5}  {step.rows:8}  {step.pairs:10}  "
+                    f"{step.bytes_forward / 1e6:11.3f}  {step.bytes_backward / 1e6:14.3f}"
+                )
+        lines.append(
+            f"work of the mean rank by the most: {self.balance:.3f}; MB that a rank receives, at most: "
+            f"{self.bytes_forward / 1e6:.3f} forward, {self.bytes_backward / 1e6:.3f} backward; K and V of others "
+            f"in memory at a time: {self.bytes_in_flight / 1e6:.3f} MB"
+        )
+        return "\n".join(lines)
+
+
+def plan(
+    seqlen: int,
+    world_size: int,
+    *,
+    num_q_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    head_dim_v: int | None = None,
+    batch: int = 1,
+    dtype: str = "bfloat16",
+    seqlen_k: int | None = None,
+    cu_seqlens: Any = None,
+    causal: bool = False,
+    window: tuple[int, int] | None = None,
+    precision: str | Int8 | Fp8 = "exact",
+    schedule: str = "zigzag",
+) -> RingPlan:
+    """What `ring_attention`, or with cu_seqlens `ring_attention_varlen`, computes and sends.
+
+    Parameters
+    ----------
+    seqlen : int
+        Queries of the whole sequence, or of all packed documents.
+    world_size : int
+        Ranks of the group.
+    num_q_heads, num_kv_heads, head_dim, head_dim_v, batch, dtype
+        Of q, k and v; head_dim_v is head_dim unless given. dtype by name.
+    seqlen_k : int, optional
+        Keys of the whole sequence; as many as queries unless given.
+    cu_seqlens : sequence of int, optional
+        As in `ring_attention_varlen`.
+    causal, window, precision, schedule
+        As in `ring_attention`; a low precision in the format of Hopper.
+
+    Returns
+    -------
+    RingPlan
+
+    Raises
+    ------
+    ArgumentError, UnsupportedError
+        As in `ring_attention`.
+    """
+    name = "plan"
+    seqlen = check_int(seqlen, "seqlen", name)
+    world_size = check_int(world_size, "world_size", name, least=1)
+    heads_q = check_int(num_q_heads, "num_q_heads", name, least=1)
+    heads_kv = check_int(num_kv_heads, "num_kv_heads", name, least=1)
+    if heads_q % heads_kv:
+        raise ArgumentError("num_kv_heads", f"a divisor of num_q_heads {heads_q}", repr(heads_kv), function=name)
+    head_dim = check_int(head_dim, "head_dim", name, least=8)
+    dim_v = head_dim if head_dim_v is None else check_int(head_dim_v, "head_dim_v", name, least=8)
+    batch = check_int(batch, "batch", name)
+    if dtype not in values.CPU_DTYPES:
+        raise ArgumentError("dtype", " or ".join(map(repr, values.CPU_DTYPES)), repr(dtype), function=name)
+    keys = seqlen if seqlen_k is None else check_int(seqlen_k, "seqlen_k", name)
+    starts = () if cu_seqlens is None else check_starts(cu_seqlens, name)
+    if starts and (starts[-1], keys) != (seqlen, seqlen):
+        expected = f"{seqlen} tokens at the end, as seqlen and seqlen_k"
+        raise ArgumentError("cu_seqlens", expected, repr(starts[-1]), function=name)
+    seen = values.check_window(window, check_bool(causal, "causal", name), name)
+    low = check_precision(precision, seen, name)
+    check_schedule(schedule, name)
+    ring = ring_of(seqlen, keys, world_size, schedule, seen, starts, not low.quantized)
+    row = heads_kv * (head_dim + dim_v) * ITEMSIZE[dtype] * batch
+    problem = QuantizeProblem(
+        dtype, batch, 0, 0, heads_q, heads_kv, head_dim, False, QK_DTYPES.get(low.qk, "int8"), low.granularity,
+        v_dtype="float16" if low.pv == "fp16" else "float8_e4m3",
+    )  # fmt: skip
+
+    def wire_bytes(step: Step, to_self: bool) -> int:
+        if to_self or not step.tasks:
+            return 0
+        if not low.quantized:
+            return (step.rows[1] - step.rows[0]) * row
+        return sum(_operand_bytes(replace(problem, rows_k=b - a)) for a, b in {task.k for task in step.tasks})
+
+    def steps_of(rank: int) -> tuple[RankStep, ...]:
+        found = []
+        for number, step in enumerate(ring.steps(rank)):
+            reader = ring.step((rank + number) % world_size, number)
+            pairs, travel = sum(task.pairs for task in step.tasks), _count(step.rows) if number else 0
+            back = travel * row + (_count(reader.rows) * row if number else 0)
+            flops = 2 * pairs * heads_q * (head_dim + dim_v) * batch
+            sent = wire_bytes(step, number == 0)
+            found.append(RankStep(step.source, len(step.tasks), travel, pairs, sent, back, flops))
+        return tuple(found)
+
+    rows_q, rows_k = (
+        tuple(length_of(n, world_size, rank, schedule) for rank in range(world_size)) for n in (seqlen, keys)
+    )
+    return RingPlan(tuple(steps_of(rank) for rank in range(world_size)), rows_q, rows_k)
+
+
+def _count(rows: Range) -> int:
+    return rows[1] - rows[0]
+
+
+def _operand_bytes(problem: QuantizeProblem) -> int:
+    """K and V of one chunk with their scales."""
+    total = 0
+    for name, (shape, dtype) in problem.shapes().items():
+        if name in ("k_int", "k_scale", "v", "v_scale", "v_mean"):
+            count = 1
+            for n in shape:
+                count *= n
+            total += count * ITEMSIZE[dtype]
+    return total

@@ -1,0 +1,43 @@
+"""Checks of what says how K and V travel: the precision, and where documents begin. Without torch, for `plan`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ..checks import values
+from ..errors import ArgumentError, UnsupportedError
+from ..problems import Fp8, Int8, Precision
+
+
+def check_precision(precision: Any, window: tuple[int, int], function: str) -> Precision:
+    """The precision, if K and V can travel in it."""
+    if not isinstance(precision, (str, Int8, Fp8)) or precision in ("auto", "int4"):
+        expected = "'exact', 'int8', 'fp8', an Int8 or an Fp8"
+        raise ArgumentError("precision", expected, repr(precision), function=function)
+    found = values.check_precision(precision, function)
+    for asked, what, instead in (
+        (found.smooth_q, "smooth_q, which ties Q to one rank's K", "smooth_q=False"),
+        (found.sparse is not None, "sparse", "sparse=None"),
+        (found.pv == "exact", "pv='exact'", "pv='auto'"),
+        (found.quantized and (window[0] >= 0 or window[1] > 0),
+         "a window with a low precision", "precision='exact'"),
+    ):  # fmt: skip
+        if asked:
+            raise UnsupportedError(f"{function}(): {what}", instead=instead)
+    return found
+
+
+def check_starts(starts: Any, function: str) -> tuple[int, ...]:
+    """Where documents begin, as numbers of the host."""
+    expected = "integers on the host: 0 first, never decreasing, the number of all tokens last"
+    if getattr(getattr(starts, "device", None), "type", "cpu") != "cpu":
+        raise ArgumentError("cu_seqlens", expected, f"a tensor on {starts.device}", function=function)
+    try:
+        found = starts.tolist() if hasattr(starts, "tolist") else list(starts)
+    except TypeError:
+        raise ArgumentError("cu_seqlens", expected, repr(starts), function=function) from None
+    numbers = isinstance(found, Sequence) and all(isinstance(x, int) and not isinstance(x, bool) for x in found)
+    if not numbers or not found or found[0] != 0 or found != sorted(found):
+        raise ArgumentError("cu_seqlens", expected, repr(found), function=function)
+    return tuple(found)
