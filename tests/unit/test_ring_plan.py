@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -72,6 +74,18 @@ def test_the_table_has_a_line_for_each_step() -> None:
     lines = str(plan(100, 3, **FACTS)).splitlines()
     assert len(lines) == 1 + 9 + 1
     assert "work of the mean rank by the most: " in lines[-1]
+
+
+def test_the_page(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its code of `plan` runs, and its picture of causal zigzag is the plan's."""
+    page = (Path(__file__).resolve().parents[2] / "docs" / "distributed.md").read_text(encoding="utf-8")
+    code = next(c for c in re.findall(r"^```python\n(.*?)^```", page, re.M | re.DOTALL) if "plan(" in c)
+    exec(code, {})
+    assert "1.000" in capsys.readouterr().out
+    told = plan(4096, 4, causal=True, **FACTS)
+    for rank, steps in enumerate(told.ranks):
+        cells = re.split(r" {2,}", next(x for x in page.splitlines() if x.startswith(f"rank {rank}  ")))
+        assert cells[2:] == [f"{s.source}: {'all' if s.rows == 1024 else 'first half'}" for s in steps[1:]]
 
 
 @pytest.mark.parametrize(

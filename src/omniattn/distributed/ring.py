@@ -211,9 +211,7 @@ def _call(
 ) -> Any:  # fmt: skip
     """One call of either function. starts: cu_seqlens of packed documents, in a tuple."""
     at = group_of(group, function)
-    for name, x in (("q", q), ("k", k), ("v", v), ("sinks", sinks)):
-        if x is not None or name != "sinks":
-            check_tensor(x, name, function)
+    check_tensor(q, "q", function)
     device = q.device
     if agree_first is not None:
         check_bool(agree_first, "agree_first", function)
@@ -221,6 +219,7 @@ def _call(
     failure: OmniattnError | None = None
     try:
         said["return_lse"] = check_bool(return_lse, "return_lse", function)
+        q, k, v = as_tensors(q, k, v, sinks, function)
         asked = check(function, q, k, v, sinks, at, said, starts)
     except OmniattnError as error:
         failure = error
@@ -229,7 +228,8 @@ def _call(
     if asked is None:
         raise failure  # type: ignore[misc]
     meet(at, device, function)
-    padded = one_head_dim(q, k, v, asked.common.softmax_scale) if torch.is_grad_enabled() else None
+    grads = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, sinks))
+    padded = one_head_dim(q, k, v, asked.common.softmax_scale) if grads else None
     head_dim_v = v.shape[-1]
     if padded is not None:
         q, k, v = padded[:3]
@@ -244,6 +244,18 @@ def check_tensor(x: Any, name: str, function: str) -> None:
     if type(x) not in (torch.Tensor, torch.nn.Parameter):
         hint = "A DTensor's part of this rank is to_local()"
         raise ArgumentError(name, "a plain torch tensor", type(x).__name__, function=function, hint=hint)
+
+
+def as_tensors(q: Any, k: Any, v: Any, sinks: Any, function: str) -> tuple[Any, Any, Any]:
+    """q, k and v, where they are tensors: of float32 under autocast in its type, as `attention` takes them."""
+    for name, x in (("q", q), ("k", k), ("v", v), ("sinks", sinks)):
+        if x is not None or name != "sinks":
+            check_tensor(x, name, function)
+    if not arrays.is_autocast((q, k, v)):
+        return q, k, v
+    dtype = torch.get_autocast_dtype(q.device.type)
+    q, k, v = (x.to(dtype) if x.dtype is torch.float32 else x for x in (q, k, v))
+    return q, k, v
 
 
 def facts_of(q: Any, k: Any, v: Any, sinks: Any, said: dict[str, Any], asked: Asked | None) -> dict[str, Any]:
@@ -339,19 +351,25 @@ def _check_operands(
         )
 
 
+def _forward(q: Any, k: Any, v: Any, sinks: Any, group: Group, asked: Asked, has_gradient: bool) -> tuple[Any, Any]:
+    """o and LSE of tensors (batch, seq, heads, head_dim)."""
+    low = asked.precision.quantized
+    wire: Wire = Plain(q, k, v, asked.common)
+    if low:
+        wire = Quantized(group, asked.ring, q, k, v, asked.precision, asked.common)
+    bias = None
+    if isinstance(wire, Quantized) and wire.mean is not None:
+        needed = asked.return_lse or sinks is not None or has_gradient
+        bias = bias_of(q, wire.mean, asked.common.softmax_scale) if needed else None
+    return forward(group, asked.ring, wire, q, v.shape[-1], asked.common, sinks, bias, not low)
+
+
 class _Ring(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Any, k: Any, v: Any, sinks: Any, group: Group, asked: Asked) -> tuple[Any, Any]:
         q_inside, k_inside, v_inside = (asked.inside(x) for x in (q, k, v))
-        low = asked.precision.quantized
-        wire: Wire = Plain(q_inside, k_inside, v_inside, asked.common)
-        if low:
-            wire = Quantized(group, asked.ring, q_inside, k_inside, v_inside, asked.precision, asked.common)
-        bias = None
-        if isinstance(wire, Quantized) and wire.mean is not None:
-            needed = asked.return_lse or sinks is not None or any(ctx.needs_input_grad)
-            bias = bias_of(q_inside, wire.mean, asked.common.softmax_scale) if needed else None
-        o, lse = forward(group, asked.ring, wire, q_inside, v.shape[-1], asked.common, sinks, bias, not low)
+        with torch.autocast(q.device.type, enabled=False):
+            o, lse = _forward(q_inside, k_inside, v_inside, sinks, group, asked, any(ctx.needs_input_grad))
         o, lse = asked.outside(o), lse[0] if asked.packed else lse
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(q, k, v, sinks, o, lse)

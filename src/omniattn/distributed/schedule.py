@@ -8,6 +8,7 @@ differ by one token at most, and a sequence may have fewer tokens than there are
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
@@ -251,7 +252,7 @@ class Ring:
             return [] if task is None else [task]
         documents = [
             (max(a, chunk_q[0]), min(b, chunk_q[1]), max(a, chunk_k[0]), min(b, chunk_k[1]))
-            for a, b in zip(self.starts, self.starts[1:], strict=False)
+            for a, b in self._documents(chunk_q, chunk_k)
         ]
         documents = [(a, b, c, d) for a, b, c, d in documents if a < b and c < d]
         if chunk_q == chunk_k and len(documents) > 1:
@@ -267,8 +268,16 @@ class Ring:
                 found.append(_moved(task, a - chunk_q[0], c - chunk_k[0]))
         return found
 
+    def _documents(self, *chunks: Range) -> list[Range]:
+        """Tokens of the documents that may have some in every chunk: few of many, between chunks that differ."""
+        if any(a >= b for a, b in chunks):
+            return []
+        first = max(bisect_right(self.starts, a) - 1 for a, _ in chunks)
+        end = min(bisect_left(self.starts, b) for _, b in chunks)
+        return [(self.starts[n], self.starts[n + 1]) for n in range(first, min(end, len(self.starts) - 1))]
 
-@lru_cache(maxsize=256)
+
+@lru_cache(maxsize=32)
 def ring_of(
     seqlen_q: int,
     seqlen_k: int,

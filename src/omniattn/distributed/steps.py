@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
+from ..errors import UnsupportedError
 from ..ops.attention import attention, attention_varlen
 from ..ops.attention_backward import attention_backward, attention_varlen_backward
 from ..ops.merge import merge_states
@@ -107,6 +108,12 @@ def packed(task: Task, device: Any) -> dict[str, Any]:
     """Arguments that say where documents begin. On a GPU the copy is from pinned memory: the host does not wait."""
     starts = torch.tensor(task.starts, dtype=torch.int32)
     if device.type == "cuda":
+        if torch.cuda.is_current_stream_capturing():
+            raise UnsupportedError(
+                "ring_attention_varlen() within a CUDA graph: each replay would copy the same documents from memory of "
+                "the host that is free by then",
+                instead="ring_attention(), or a call outside of the graph",
+            )
         starts = starts.pin_memory().to(device, non_blocking=True)
     longest = max(b - a for a, b in zip(task.starts, task.starts[1:], strict=False))
     return {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "max_seqlen_q": longest, "max_seqlen_k": longest}

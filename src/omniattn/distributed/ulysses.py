@@ -12,7 +12,7 @@ from ..errors import OmniattnError, ShapeError
 from ..ops.attention import attention
 from ..problems import Auto, Fp8, Int4, Int8
 from .exchange import Group, agree, exchange, group_of, meet
-from .ring import Asked, check, check_tensor, facts_of, ring_attention
+from .ring import Asked, as_tensors, check, check_tensor, facts_of, ring_attention
 from .schedule import Range, chunks_of, length_of
 
 #: Behind those of a ring's steps.
@@ -109,9 +109,7 @@ def ulysses_attention(
     function = "ulysses_attention"
     at = group_of(group, function)
     across = None if ring_group is None else group_of(ring_group, function, "ring_group")
-    for name, x in (("q", q), ("k", k), ("v", v), ("sinks", sinks)):
-        if x is not None or name != "sinks":
-            check_tensor(x, name, function)
+    check_tensor(q, "q", function)
     said = {
         "layout": layout, "causal": causal, "window": window, "softmax_scale": softmax_scale, "softcap": softcap,
         "precision": precision, "schedule": "contiguous", "deterministic": deterministic,
@@ -121,6 +119,7 @@ def ulysses_attention(
     failure: OmniattnError | None = None
     try:
         said["return_lse"] = check_bool(return_lse, "return_lse", function)
+        q, k, v = as_tensors(q, k, v, sinks, function)
         asked = check(function, q, k, v, sinks, at, said, None, across is not None)
         splits = _splits(q, k, asked, at)
     except OmniattnError as error:
