@@ -27,7 +27,7 @@ from omniattn.distributed import plan, ring_attention, ring_attention_varlen, sh
 from omniattn.errors import ArgumentError, CommunicationError, ShapeError, UnsupportedError
 
 #: Time-out of the group that loses a rank, in seconds.
-LOST_S = 2
+LOST_S = 5
 SEQ = {"NHD": 1, "HND": 2}
 
 
