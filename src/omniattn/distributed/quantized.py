@@ -100,17 +100,20 @@ class Quantized:
         if precision.smooth_k:
             self.mean = mean_of_keys(group, k, ring.seqlen_k, common.function)
             k = (k - self.mean[:, None]).to(k.dtype)
-        form = format_of(precision, q.device)
+        target = format_of(precision, q.device)
         self.queries: dict[Range, QuantizedQK] = {}
         self.keys: dict[Range, tuple[QuantizedQK, QuantizedV]] = {}
         rows_q, rows_k = (_local(chunks) for chunks in (ring.chunks_q(group.rank), ring.chunks_k(group.rank)))
         for of_q, of_k in zip(rows_q, rows_k, strict=True):
             pair = quantize_qk(
                 rows_of(q, of_q), rows_of(k, of_k), dtype=QK_DTYPES[precision.qk], granularity=precision.granularity,
-                grouping=form.grouping, smooth_k=False, hadamard=precision.hadamard, seed=precision.seed,
+                grouping=target.grouping, smooth_k=False, hadamard=precision.hadamard, seed=precision.seed,
             )  # fmt: skip
             values = quantize_v(
-                rows_of(v, of_k), dtype=form.v_dtype, smooth_v=precision.smooth_v, pv_accumulator=form.pv_accumulator
+                rows_of(v, of_k),
+                dtype=target.v_dtype,
+                smooth_v=precision.smooth_v,
+                pv_accumulator=target.pv_accumulator,
             )
             self.queries[of_q], self.keys[of_k] = pair, (pair, values)
             self.problems = pair.problem, values.problem

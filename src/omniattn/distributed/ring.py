@@ -266,10 +266,10 @@ def facts_of(q: Any, k: Any, v: Any, sinks: Any, said: dict[str, Any], asked: As
     outer = [tuple(n for i, n in enumerate(asked.inside(x).shape) if i != 1) for x in (q, k, v)]
     grads = tuple(x is not None and x.requires_grad for x in (q, k, v, sinks)) if torch.is_grad_enabled() else ()
     # GPUs of different kinds read different operands.
-    form = format_of(asked.precision, q.device) if asked.precision.quantized else None
+    target = format_of(asked.precision, q.device) if asked.precision.quantized else None
     found = (
         (outer[0], str(q.dtype), sinks is not None), (outer[1:], str(k.dtype)), ring.seqlen_q, ring.seqlen_k,
-        ring.starts, ring.window, common.softmax_scale, common.softcap, (asked.precision, form), ring.schedule, grads,
+        ring.starts, ring.window, common.softmax_scale, common.softcap, (asked.precision, target), ring.schedule, grads,
     )  # fmt: skip
     return dict(zip(_SAME, found, strict=True))
 
