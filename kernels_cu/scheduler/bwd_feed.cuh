@@ -73,6 +73,7 @@ class BwdFeed<kBlockN, kVarlen, kWarp, true> {
             t.k_begin = uniform(t.k_begin);
             t.seqlen_q = uniform(t.seqlen_q);
             t.seqlen_k = uniform(t.seqlen_k);
+            t.steps = uniform(t.steps);
         }
         Storage::ring().release(at_, kWarp ? int(threadIdx.x & 31) : 0);
         at_.advance();
