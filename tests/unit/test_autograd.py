@@ -238,7 +238,7 @@ def test_what_has_no_gradient() -> None:
     cases: list[tuple[dict[str, Any], type[Exception], str]] = [
         ({"out": torch.empty(2, 3, 4, 8, dtype=torch.float64)}, ArgumentError, "'out'"),
         ({"stream": 7}, ArgumentError, "'stream'"),
-        ({"block_mask": blocks, "precision": oa.Int8(sparse=oa.Sparse())}, UnsupportedError, "sparse= of a precision"),
+        ({"block_mask": blocks, "precision": oa.Int8(sparse=oa.Sparse(topk=0.5))}, UnsupportedError, "sparse= of a precision"),
         ({"score_mod": oa.ScoreMod("score + slopes[h]", **alibi, **one)}, UnsupportedError, "'score_mod.slopes'"),
         ({"score_mod": oa.ScoreMod("score", reference=lambda score, *_: score)}, UnsupportedError, "grad="),
     ]

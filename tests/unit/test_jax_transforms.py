@@ -275,7 +275,7 @@ def test_backwards_under_jit() -> None:
 
 def test_what_has_no_gradient() -> None:
     q, k, v = _qkv()
-    predicts = oa.Int8(sparse=oa.Sparse())
+    predicts = oa.Int8(sparse=oa.Sparse(topk=0.5))
     lse = jnp.zeros((2, 4, 6))
     places = {"cu_seqlens_q": jnp.array([0, 6]), "seqused_k": jnp.array([9]), "block_table": jnp.array([[1]])}
     cases: dict[str, Callable[[Any], Any]] = {
