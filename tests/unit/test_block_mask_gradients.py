@@ -119,7 +119,7 @@ def test_what_is_refused() -> None:
     refused(DtypeError, "block_mask.*bool", block_mask=x["blocks"].astype(np.uint8), block_size=64)
     refused(UnsupportedError, "boolean mask", block_mask=x["blocks"], block_size=64, mask=spread(x["blocks"]))
     with pytest.raises(TypeError, match="block_mask"):
-        oa.attention_varlen_backward(x["do"][0], x["q"][0], x["k"][0], x["v"][0], o[0], lse[0], block_mask=x["blocks"])  # type: ignore[call-arg]
+        oa.attention_varlen_backward(*(x[n][0] for n in ("do", "q", "k", "v")), o[0], lse[0], block_mask=x["blocks"])
 
 
 @pytest.mark.parametrize("block", [32, 64, 128])
@@ -138,13 +138,15 @@ def test_lists_hold_what_blocks_and_windows_leave(block: int, keys: bool, window
     count = -(-told.seqlen_q // block)
     records, found = tile_kinds.build(rows, listing, told, block, 0, count, At("workspace", 0))
     of_kinds, of_lists = (fields_of_record(r, s) for r, s in zip(records, (TILE_KINDS, MASK_LIST), strict=True))
-    assert (found.lists_stride_b, found.lists_stride_h) == (4 * count * (1 + found.num_tiles), count * (1 + found.num_tiles))
+    of_head = count * (1 + found.num_tiles)
+    assert (found.lists_stride_b, found.lists_stride_h) == (4 * of_head, of_head)
     # What tile_kinds_sm80 makes of the blocks.
     kinds = np.zeros((2, 4, of_kinds["m_tiles"], of_kinds["n_tiles"]), np.uint8)
     flat = shown.reshape(-1)
     for b, h, m, n in np.ndindex(kinds.shape):
         at = (
-            b * of_kinds["block_stride_b"] + h * of_kinds["block_stride_h"]
+            b * of_kinds["block_stride_b"]
+            + h * of_kinds["block_stride_h"]
             + m // of_kinds["block_rows"] * of_kinds["block_stride_q"]
             + n // of_kinds["block_keys"] * of_kinds["block_stride_k"]
         )

@@ -74,7 +74,7 @@ def call_of(
             score_mod.expression, score_mod.mask, env.get("OMNIATTN_CHECK_SCORE_MOD"), score_mod.reference is None,
             score_mod.grad, score_mod.reference_grad is None,
         )  # fmt: skip
-    if size is texts is None:
+    if size is None and texts is None:
         return Call(_operation(function), objects, options, stream)
     return Call(_operation(function, names), objects, options, stream, None, (texts, size), score_mod)
 

@@ -200,7 +200,10 @@ def _attn_bwd_sm90(
     # And where a warp walks over tiles a tile of 36 bytes, 32 sequences of 20 bytes, barriers, entries of a list.
     smem_bytes = _up(smem_bytes) + (1024 if varlen or ordered or lists else 0)
     return KernelSpec(
-        name=f"attn_bwd_sm90_{short}_d{head_dim}" + "_varlen" * varlen + "_ordered" * ordered + f"_{mod}" * bool(mod)
+        name=f"attn_bwd_sm90_{short}_d{head_dim}"
+        + "_varlen" * varlen
+        + "_ordered" * ordered
+        + f"_{mod}" * bool(mod)
         + "_blocks" * lists,
         family="attn_bwd_sm90",
         op="attention_backward",

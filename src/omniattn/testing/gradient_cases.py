@@ -125,7 +125,9 @@ class GradientCase:
     ) -> tuple[float, str]:
         """Call the public function and compare."""
         numbers, options, expected = prepared
-        own = dict.fromkeys(("lse", "mask", "sinks"), "float32") | dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), "int32")
+        own = dict.fromkeys(("lse", "mask", "sinks"), "float32") | dict.fromkeys(
+            ("cu_seqlens_q", "cu_seqlens_k"), "int32"
+        )
         own["block_mask"] = "bool"
         arrays = {name: framework.array(x, own.get(name, self.dtype)) for name, x in numbers.items()}
         if self.dq:
