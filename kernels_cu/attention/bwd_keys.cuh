@@ -52,17 +52,19 @@ struct QuerySteps<true, kBlockM, kBlockN> : QuerySteps<false, kBlockM, kBlockN> 
 #pragma unroll 4
         for (int32 h = 0; h < group; ++h) left += list[h * stride];
         left *= kParts;
-        // The last part of an entry, before the first one.
-        of_head = 0, at = Place{head - 1, kParts - 1};
+        of_head = 0, at = Place{head - 1, 0};
         list -= stride;
-        if (left > 0) at = next();
+        if (left > 0) at = first_of_entry();
     }
-    // Once a step; the steps go on from it.
+    // Once a step, whose place the step after it takes; behind the last one anything.
     OA_DEVICE Place next() {
         if (list == nullptr) return Plain::next();
-        if (left <= 0) return at;
+        if (left <= 1) return at;
         if ((at.m + 1) % kParts != 0) return Place{at.head, at.m + 1, at.entry};
-        if (left == 1) return at;
+        return first_of_entry();
+    }
+    // Of the next entry, which there is.
+    OA_DEVICE Place first_of_entry() {
         Place to = at;
         while (of_head == 0) {
             list += stride;
@@ -79,9 +81,10 @@ struct QuerySteps<true, kBlockM, kBlockN> : QuerySteps<false, kBlockM, kBlockN> 
     int32 of_head, number;  // entries of the head that are left; the last one
 };
 
-// Config: Io, kHeadDim, kBlockM, kBlockN, kWarps, kThreads, kStages, kLists (QuerySteps); kKeyGroups of kKeyRows keys, which kKTiles tiles
-// of 16 and kDTiles tiles of 8 columns hold; kQTiles of 8 queries, of which a warp makes scores at a time; kDsTiles;
-// kDqWarpsM warps side by side along the queries of dQ, kDqMTiles tiles of 16 queries and kDqSteps of 16 columns each.
+// Config: Io, kHeadDim, kBlockM, kBlockN, kWarps, kThreads, kStages, kLists (QuerySteps); kKeyGroups of kKeyRows keys,
+// which kKTiles tiles of 16 and kDTiles tiles of 8 columns hold; kQTiles of 8 queries, of which a warp makes scores at a
+// time; kDsTiles; kDqWarpsM warps side by side along the queries of dQ, kDqMTiles tiles of 16 queries and kDqSteps of 16
+// columns each.
 template <typename Config>
 struct BwdKeys {
     using QTile = PanelTile<Config::kBlockM, Config::kHeadDim>;

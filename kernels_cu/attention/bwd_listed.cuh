@@ -11,7 +11,7 @@
 template <typename Config>
 OA_DEVICE uint32 entry_of_step([[maybe_unused]] int32 stage) {
     if constexpr (Config::kLists)
-        return load_shared(smem_addr_at(&BwdStorage<Config>::entries) + stage * 4);
+        return load_shared(BwdFeedStorage<Config::kWalker>::entry_at(stage));
     else
         return 0;
 }

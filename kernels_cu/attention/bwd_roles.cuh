@@ -87,16 +87,8 @@ OA_DEVICE int32 next_queries(const Rows& rows, int32 m) {
     return ++m == rows.end ? rows.first : m;
 }
 
-// Entries of lists, of the stages of Q.
-template <int kStages>
-struct BwdEntries {
-    int32 entries[kStages];
-};
-template <>
-struct BwdEntries<0> {};
-
 template <typename Config>
-struct BwdStorage : BwdFeedStorage<Config::kWalker>, BwdEntries<Config::kLists ? Config::kQStages : 0> {
+struct BwdStorage : BwdFeedStorage<Config::kWalker> {
     using Layout = BwdLayout<Config>;
     alignas(1024) uint8 k[Layout::kKvBytes];
     alignas(1024) uint8 v[Layout::kKvBytes];
@@ -227,7 +219,7 @@ class BwdProducer {
                              [[maybe_unused]] int32 entry = 0) {
         bars_.q.wait_empty(q_at_);
         if constexpr (Config::kLists)
-            store_shared(smem_addr_at(&SharedStorage::entries) + q_at_.stage * 4, uint32(entry));
+            store_shared(BwdFeedStorage<Config::kWalker>::entry_at(q_at_.stage), uint32(entry));
         uint32 bar = bars_.q.announce(q_at_, Layout::kQBytes + Layout::kRowBytes);
         copy<Config::kBlockM>(smem_addr_at(&SharedStorage::q) + q_at_.stage * Layout::kQBytes,
                               &params_.map_q, bar, first_row, head, t.batch_idx, t.q_begin, t.seqlen_q);
