@@ -120,8 +120,7 @@ class DkdvProducer {
             for (int32 head = t.kv_head_idx * group; head < (t.kv_head_idx + 1) * group; ++head) {
                 const int64 first_row = head * params_.bwd.rows_stride_h + padded_begin(params_.bwd, t);
                 const int32* list = nullptr;
-                if constexpr (Config::kLists)
-                    list = bwd_list(params_.bwd, t.batch_idx, head, t.n0 / Config::kBlockN);
+                if constexpr (Config::kLists) list = bwd_list(params_.bwd, t.batch_idx, head, t.n0 / Config::kBlockN);
                 int32 m = rows.first;
 #pragma unroll 1
                 for (int32 left = Config::kLists ? *list : rows.end - rows.first; left > 0; --left, ++m) {

@@ -51,8 +51,7 @@ class BwdListedWriter {
                     phase ^= 1;
                     if (bwd.dq_accum != nullptr) {
                         bulk_reduce_add(of_head + listed_tile(entry) * int64(Config::kBlockM * Config::kHeadDim),
-                                        smem_addr_at(&SharedStorage::dq) + group_ * Layout::kDqBytes,
-                                        Layout::kDqBytes);
+                                        smem_addr_at(&SharedStorage::dq) + group_ * Layout::kDqBytes, Layout::kDqBytes);
                         bulk_commit();
                         bulk_wait_read<0>();
                     }

@@ -211,7 +211,6 @@ class BwdProducer {
         }
     }
 
-
     // A step's Q, dO and numbers of their rows, and V ahead of the first dO. row: the head's first one of the sequence in
     // the workspaces; entry: of a list, for the consumers.
     template <bool kMayStray>
@@ -221,15 +220,15 @@ class BwdProducer {
         if constexpr (Config::kLists)
             store_shared(BwdFeedStorage<Config::kWalker>::entry_at(q_at_.stage), uint32(entry));
         uint32 bar = bars_.q.announce(q_at_, Layout::kQBytes + Layout::kRowBytes);
-        copy<Config::kBlockM>(smem_addr_at(&SharedStorage::q) + q_at_.stage * Layout::kQBytes,
-                              &params_.map_q, bar, first_row, head, t.batch_idx, t.q_begin, t.seqlen_q);
+        copy<Config::kBlockM>(smem_addr_at(&SharedStorage::q) + q_at_.stage * Layout::kQBytes, &params_.map_q, bar,
+                              first_row, head, t.batch_idx, t.q_begin, t.seqlen_q);
         bulk_load(smem_addr_at(&SharedStorage::lse2) + q_at_.stage * Layout::kRowBytes,
                   params_.bwd.lse2 + row + first_row, Layout::kRowBytes, bar);
         q_at_.advance();
         if (is_first) {
             mbarrier_arrive_expect_tx(bars_.v_full, Layout::kKvBytes);
-            copy<Config::kBlockN>(smem_addr_at(&SharedStorage::v), &params_.map_v, bars_.v_full, t.n0,
-                                  t.kv_head_idx, t.batch_idx, t.k_begin, t.seqlen_k);
+            copy<Config::kBlockN>(smem_addr_at(&SharedStorage::v), &params_.map_v, bars_.v_full, t.n0, t.kv_head_idx,
+                                  t.batch_idx, t.k_begin, t.seqlen_k);
             is_first = false;
         }
         const uint32 is_stray = kMayStray ? stray_do<Config::kBlockM>(params_.bwd, row + first_row) : 0;
@@ -237,15 +236,14 @@ class BwdProducer {
         const uint32 to = smem_addr_at(&SharedStorage::d_o) + do_at_.stage * Layout::kQBytes;
         if (is_stray) {
             mbarrier_expect_and_wait(bars_.do_landed, Layout::kQBytes, [&] {
-                copy<Config::kBlockM>(to, &params_.map_do, bars_.do_landed, first_row, head, t.batch_idx,
-                                      t.q_begin, t.seqlen_q);
+                copy<Config::kBlockM>(to, &params_.map_do, bars_.do_landed, first_row, head, t.batch_idx, t.q_begin,
+                                      t.seqlen_q);
             });
             clear_stray_rows<Config::kBlockM, Config::kPanels>(to, params_.bwd.lse2 + row + first_row);
             bar = bars_.d_o.announce(do_at_, Layout::kRowBytes);
         } else {
             bar = bars_.d_o.announce(do_at_, Layout::kQBytes + Layout::kRowBytes);
-            copy<Config::kBlockM>(to, &params_.map_do, bar, first_row, head, t.batch_idx, t.q_begin,
-                                  t.seqlen_q);
+            copy<Config::kBlockM>(to, &params_.map_do, bar, first_row, head, t.batch_idx, t.q_begin, t.seqlen_q);
         }
         bulk_load(smem_addr_at(&SharedStorage::delta) + do_at_.stage * Layout::kRowBytes,
                   params_.bwd.delta + row + first_row, Layout::kRowBytes, bar);

@@ -92,8 +92,8 @@ OA_DEVICE void make_p(const Work& w, Scores& s, Packed& packed, const Place& at,
             int32 k = w.t.n0 + key + 16 * i + 8 * r;
             if (kHides)
                 visible[i][r] = k < seqlen_k ? visible_queries(k, w.t.seqlen_q, w.t.seqlen_k, w.p.fwd.window_left,
-                                                                   w.p.fwd.window_right)
-                                                 : QueryRange{0, 0};
+                                                               w.p.fwd.window_right)
+                                             : QueryRange{0, 0};
         }
 #pragma unroll
     for (int n = 0; n < Config::kQTiles; ++n) {

@@ -195,8 +195,7 @@ class Consumer : BwdProducts<Config> {
     }
 
     OA_DEVICE void attend(const BwdTile& t, const Rows& rows, Work& w) {
-        const int32 total =
-            Config::kLists ? t.steps : (p_.num_q_heads / p_.num_kv_heads) * (rows.end - rows.first);
+        const int32 total = Config::kLists ? t.steps : (p_.num_q_heads / p_.num_kv_heads) * (rows.end - rows.first);
         if constexpr (!Config::kLists) w.m = first_queries<Config::kOrdered>(rows);
         if constexpr (Config::kKeyMask) {
             w.head = t.kv_head_idx * (p_.num_q_heads / p_.num_kv_heads);
