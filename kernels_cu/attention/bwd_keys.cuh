@@ -33,8 +33,8 @@ struct QuerySteps {
         : first(tiles.first), end(tiles.end), left(max_of(tiles.end - tiles.first, 0) * group), at{head, first} {}
     OA_DEVICE Place next() const { return at.m + 1 == end ? Place{at.head + 1, first} : Place{at.head, at.m + 1}; }
 };
-// The same of kernels that pass over tiles of queries by lists, where a call has some. An entry names kParts tiles, some
-// of which may lie behind the last query or outside of the window.
+// The same of kernels that pass over tiles of queries by lists, where a call has some. An entry names kParts tiles, of
+// which some may lie behind the last query or outside of the window.
 template <int kBlockM, int kBlockN>
 struct QuerySteps<true, kBlockM, kBlockN> : QuerySteps<false, kBlockM, kBlockN> {
     using Plain = QuerySteps<false, kBlockM, kBlockN>;
@@ -82,9 +82,9 @@ struct QuerySteps<true, kBlockM, kBlockN> : QuerySteps<false, kBlockM, kBlockN> 
 };
 
 // Config: Io, kHeadDim, kBlockM, kBlockN, kWarps, kThreads, kStages, kLists (QuerySteps); kKeyGroups of kKeyRows keys,
-// which kKTiles tiles of 16 and kDTiles tiles of 8 columns hold; kQTiles of 8 queries, of which a warp makes scores at a
-// time; kDsTiles; kDqWarpsM warps side by side along the queries of dQ, kDqMTiles tiles of 16 queries and kDqSteps of 16
-// columns each.
+// which kKTiles tiles of 16 and kDTiles tiles of 8 columns hold; kQTiles of 8 queries, of which a warp makes scores at
+// a time; kDsTiles; kDqWarpsM warps side by side along the queries of dQ, kDqMTiles tiles of 16 queries and kDqSteps of
+// 16 columns each.
 template <typename Config>
 struct BwdKeys {
     using QTile = PanelTile<Config::kBlockM, Config::kHeadDim>;

@@ -211,8 +211,8 @@ class BwdProducer {
         }
     }
 
-    // A step's Q, dO and numbers of their rows, and V ahead of the first dO. row: the head's first one of the sequence in
-    // the workspaces; entry: of a list, for the consumers.
+    // A step's Q, dO and numbers of their rows, and V ahead of the first dO. row: the head's first one of the sequence
+    // in the workspaces; entry: of a list, for the consumers.
     template <bool kMayStray>
     OA_DEVICE void load_step(const BwdTile& t, int32 head, int64 row, int32 first_row, bool& is_first,
                              [[maybe_unused]] int32 entry = 0) {

@@ -20,8 +20,8 @@ OA_DEVICE constexpr bool is_hidden(int32 entry, int32 group) {
     return (entry >> (kGroupShift + 2 * group) & 3) == kTileEmpty;
 }
 
-// Entries of the lists of a tile of keys, of all query heads of its kv head; one warp, all lanes together, which all get
-// the sum.
+// Entries of the lists of a tile of keys, of all query heads of its kv head; one warp, all lanes together, which all
+// get the sum.
 OA_DEVICE int32 listed_steps(const AttnBwdParams& p, const BwdTile& t, int32 block) {
     const int32 heads = p.fwd.num_q_heads / p.fwd.num_kv_heads;
     int32 steps = 0;
