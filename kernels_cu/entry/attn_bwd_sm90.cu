@@ -31,33 +31,19 @@
 //
 // VARLEN: packed [rows, heads, head_dim]; warp 3 walks cu_seqlens (scheduler/bwd_feed.cuh), copies end with their
 // sequence (params/attn_bwd.cuh). SOFTCAP, KEY_MASK: score modifications (attention/bwd_mods.cuh). ORDERED: dQ is added
-// to in a fixed order, the last queries first (attention/bwd_ordered.cuh). LISTS: a block mask, whose lists of tiles of
-// queries warp 3 walks (attention/bwd_listed.cuh). Shared memory, bytes:
-// VARLEN, ORDERED, LISTS: tiles | K, V [128 * PANELS * 128] | Q [3][64 * PANELS * 128] | dO [NUM_DO_STAGES][same]
+// to in a fixed order, the last queries first (attention/bwd_ordered.cuh). LISTS: a block mask
+// (attention/bwd_listed.cuh). Shared memory, bytes: VARLEN, ORDERED, LISTS: tiles | K, V [128 * PANELS * 128] | Q [3][64 * PANELS * 128] | dO [NUM_DO_STAGES][same]
 // | dS [3][64 * 256] | dQ [2][256 * DQ_WIDTH] | lse2 [3][64 * 4] | delta [NUM_DO_STAGES][64 * 4] | barriers. Tiles are
 // panels of 64 columns with the 128-byte swizzle.
 #include "attention/bwd_listed.cuh"
 #include "attention/bwd_mods.cuh"
-#include "attention/bwd_roles.cuh"
 #include "attention/bwd_ordered.cuh"
 #include "attention/bwd_products.cuh"
 #include "attention/bwd_alternate.cuh"
-#include "attention/mask.cuh"
-#include "params/attn_bwd.cuh"
-#include "pipeline/ring.cuh"
-#include "ptx/cvt.cuh"
-#include "ptx/gpu_sync.cuh"
 #include "ptx/ldmatrix.cuh"
 #include "ptx/math.cuh"
-#include "ptx/mbarrier.cuh"
-#include "ptx/shared.cuh"
 #include "ptx/stmatrix.cuh"
-#include "ptx/tma.cuh"
 #include "ptx/warpgroup.cuh"
-#include "ptx/wgmma.cuh"
-#include "ptx/wgmma_bf16.cuh"
-#include "ptx/wgmma_fp16.cuh"
-#include "scheduler/bwd_tile.cuh"
 
 struct Config {
     using Io = IO_TYPE;
