@@ -65,6 +65,11 @@ class BwdScores {
     float inv_softcap_;
 };
 
+// Whether scores are more than products times the scale; a block mask alone leaves them so.
+OA_DEVICE bool forms_scores(const AttnFwdParams& p) {
+    return kHasScoreMod || p.softcap > 0.0f || p.mask_kind != kMaskNone;
+}
+
 // What the kernels are told, with a user's score modification and without.
 using BwdParams = Select<kHasScoreMod, AttnBwdUserModParams, AttnBwdParams>::Type;
 OA_DEVICE const AttnBwdParams& backward_of(const AttnBwdParams& params) { return params; }

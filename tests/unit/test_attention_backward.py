@@ -239,7 +239,7 @@ def test_what_is_refused() -> None:
     both = np.empty_like(k)
     with pytest.raises(ArgumentError, match=r"memory of its own, received an array that shares memory with 'd[kv]'"):
         oa.attention_backward(*with_results(x), dk=both, dv=both)
-    for unknown in ("block_mask", "precision", "out", "return_lse"):
+    for unknown in ("precision", "out", "return_lse"):
         with pytest.raises(TypeError, match=unknown):
             oa.attention_backward(*with_results(x), **{unknown: None})
     with pytest.raises(ArgumentError, match=r"attention_varlen_backward\(\): argument 'cu_seqlens_q'"):

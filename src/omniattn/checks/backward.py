@@ -69,7 +69,11 @@ def check_backward(call: Call, tensors: dict[str, Tensor]) -> BackwardProblem:
         if array in tensors and name not in wanted:
             raise ArgumentError(name, f"None, because {name!r} is not in wanted", "an array", function=function)
     forward = _with_rows(forward, tensors, function)
-    if call.facts is not None:
+    texts, size = call.facts or (None, None)
+    if size is not None:
+        block_mask = extras.check_block_mask(forward, tensors["block_mask"], size, function)
+        forward = replace(forward, block_mask=block_mask)
+    if texts is not None:
         forward = replace(forward, score_mod=_check_score_mod(forward, call, tensors, function))
     problem = BackwardProblem(
         forward, tuple(name for name in GRADIENTS if name in wanted), "dlse" in tensors,
@@ -144,7 +148,7 @@ def _check_score_mod(forward: AttentionProblem, call: Call, tensors: dict[str, T
             f"{function}(): arrays on the CPU, and a score_mod whose derivative only a GPU can compute",
             instead="ScoreMod(..., reference_grad=a NumPy function of the same), or arrays on a GPU",
         )
-    found = extras.check_score_mod(forward, call, tensors, call.facts)
+    found = extras.check_score_mod(forward, call, tensors, call.facts[0])
     return replace(found, grad=mod.grad)
 
 

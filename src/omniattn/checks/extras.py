@@ -53,13 +53,14 @@ def check_call(call: Call, tensors: dict[str, Tensor]) -> AttentionProblem:
     if problem.alternatives is not None:
         problem = checks.exact_for(problem, "it is not weighed with score_mod and block_mask")
     if size is not None:
-        problem = replace(problem, block_mask=_check_block_mask(problem, tensors["block_mask"], size, function))
+        problem = replace(problem, block_mask=check_block_mask(problem, tensors["block_mask"], size, function))
     if texts is not None:
         problem = replace(problem, score_mod=check_score_mod(problem, call, tensors, texts))
     return problem
 
 
-def _check_block_mask(problem: AttentionProblem, t: Tensor, size: tuple[int, int], function: str) -> BlockMaskProblem:
+def check_block_mask(problem: AttentionProblem, t: Tensor, size: tuple[int, int], function: str) -> BlockMaskProblem:
+    """The block mask of a call."""
     blocks = (-(-problem.seqlen_q // size[0]), -(-problem.seqlen_k // size[1]))
     shape = (problem.batch, problem.num_q_heads, *blocks)
     if t.dtype != "bool":

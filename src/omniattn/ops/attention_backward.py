@@ -9,6 +9,7 @@ from .. import arrays
 from ..checks import attention as forward_checks
 from ..checks import backward as checks
 from ..checks.backward import BackwardOptions
+from ..checks.extras import check_block_size
 from ..checks.memory import check_memory
 from ..errors import ArgumentError
 from ..frameworks import FUNCTIONS, compiling
@@ -29,7 +30,7 @@ def arrays_of(name: str) -> tuple[str, ...]:
 
 @functools.lru_cache(maxsize=256)
 def _operation(name: str, more: tuple[str, ...] = ()) -> Operation:
-    """The operation ``name`` on more arrays: those of a score modification."""
+    """The operation ``name`` on more arrays: a block mask, those of a score modification."""
     return Operation(
         name, (*arrays_of(name), *more), checks.check_backward, check_memory, plan_backward,
         on_cpu.attention_backward, checks.REQUIRED, checks.ALIGNED, checks.LABELS,
@@ -39,7 +40,13 @@ def _operation(name: str, more: tuple[str, ...] = ()) -> Operation:
 
 
 def call_of(
-    function: str, objects: tuple[Any, ...], options: BackwardOptions, score_mod: Any, stream: Any = None
+    function: str,
+    objects: tuple[Any, ...],
+    options: BackwardOptions,
+    score_mod: Any,
+    stream: Any = None,
+    block_mask: Any = None,
+    block_size: Any = None,
 ) -> Call:
     """A call as data. objects: in the order of `arrays_of`; do and dlse with any strides."""
     if score_mod is not None and not isinstance(score_mod, ScoreMod):
@@ -52,16 +59,24 @@ def call_of(
             )  # fmt: skip
     q, k, v, do, o, lse, dlse, *others = objects
     objects = (q, k, v, arrays.with_plain_rows(do), o, lse, arrays.with_plain_rows(dlse, 4), *others)
-    if score_mod is None:
+    names: tuple[str, ...] = ()
+    size = texts = None
+    if block_mask is not None:
+        names = ("block_mask",)
+        objects = (*objects, block_mask)
+        size = check_block_size(128 if block_size is None else block_size, function)
+    elif block_size is not None:
+        raise ArgumentError("block_size", "nothing, without block_mask", repr(block_size), function=function)
+    if score_mod is not None:
+        names += tuple(PREFIX + name for name in score_mod.arrays)
+        objects = (*objects, *score_mod.arrays.values())
+        texts = (
+            score_mod.expression, score_mod.mask, env.get("OMNIATTN_CHECK_SCORE_MOD"), score_mod.reference is None,
+            score_mod.grad, score_mod.reference_grad is None,
+        )  # fmt: skip
+    if size is None and texts is None:
         return Call(_operation(function), objects, options, stream)
-    names = tuple(PREFIX + name for name in score_mod.arrays)
-    missing = score_mod.reference is None
-    texts = (
-        score_mod.expression, score_mod.mask, env.get("OMNIATTN_CHECK_SCORE_MOD"), missing, score_mod.grad,
-        score_mod.reference_grad is None,
-    )  # fmt: skip
-    objects = (*objects, *score_mod.arrays.values())
-    return Call(_operation(function, names), objects, options, stream, None, texts, score_mod)
+    return Call(_operation(function, names), objects, options, stream, None, (texts, size), score_mod)
 
 
 def backward_call(
@@ -82,7 +97,9 @@ def backward_call(
     )  # fmt: skip
     if call.operation.name == "attention_varlen":
         objects += (given["seqused_q"], given["seqused_k"])
-    return call_of(f"{call.operation.name}_backward", objects, options, call.subject)
+    block_mask = given.get("block_mask")
+    size = None if block_mask is None else call.facts[1]
+    return call_of(f"{call.operation.name}_backward", objects, options, call.subject, None, block_mask, size)
 
 
 def attention_backward(
@@ -105,6 +122,8 @@ def attention_backward(
     softcap: float = 0.0,
     mask: Any = None,
     score_mod: ScoreMod | None = None,
+    block_mask: Any = None,
+    block_size: int | tuple[int, int] | None = None,
     sinks: Any = None,
     stream: Any = None,
     deterministic: bool = False,
@@ -137,8 +156,9 @@ def attention_backward(
     wanted : tuple of str, optional
         Which gradients to compute, of "dq", "dk", "dv", "dsinks", "dmask"; only those are. Unless given: dq, dk, dv,
         and with sinks dsinks.
-    layout, causal, window, softmax_scale, softcap, mask, score_mod, sinks
-        Those of the forward. A score_mod needs its ``grad``, the derivative of the new score by the old one.
+    layout, causal, window, softmax_scale, softcap, mask, score_mod, block_mask, block_size, sinks
+        Those of the forward. A score_mod needs its ``grad``, the derivative of the new score by the old one. Tiles that
+        a block_mask hides are neither loaded nor computed; keys that no block shows get dk = dv = 0.
     stream : optional
         As in `attention`.
     deterministic : bool
@@ -164,15 +184,16 @@ def attention_backward(
     Notes
     -----
     GPUs: compute capability 8.0 and newer; arrays on the CPU run the NumPy reference. FlashAttention-2 (Dao 2023),
-    algorithm 2. There is neither block_mask nor a low precision. Gradients of a score_mod's arrays are not computed.
+    algorithm 2. There is no low precision. Gradients of a score_mod's arrays are not computed.
     docs/backward.md has the workspaces.
     """
     asked = checks.check_wanted(wanted, sinks is not None, "attention_backward")
     options = BackwardOptions(layout, causal, window, softmax_scale, softcap, deterministic, asked)
     objects = (q, k, v, do, o, lse, dlse, None, None, mask, sinks, dq, dk, dv)
     if compiling():
-        return _compiled("attention_backward", objects, options, score_mod, stream)
-    return in_order(run(call_of("attention_backward", objects, options, score_mod, stream)), asked)
+        return _compiled("attention_backward", objects, options, score_mod, stream, block_mask, block_size)
+    call = call_of("attention_backward", objects, options, score_mod, stream, block_mask, block_size)
+    return in_order(run(call), asked)
 
 
 def attention_varlen_backward(
@@ -238,15 +259,21 @@ def attention_varlen_backward(
     return in_order(run(call_of("attention_varlen_backward", objects, options, score_mod, stream)), asked)
 
 
-def _compiled(function: str, objects: tuple[Any, ...], options: BackwardOptions, mod: Any, stream: Any) -> Any:
+def _compiled(
+    function: str,
+    objects: tuple[Any, ...],
+    options: BackwardOptions,
+    mod: Any,
+    stream: Any,
+    block_mask: Any = None,
+    block_size: Any = None,
+) -> Any:
     """A call that torch.compile reads: its operator."""
     from ..frameworks.torch.tracing import trace_backward
 
     given = dict(zip(arrays_of(function), objects, strict=True))
-    if mod is None:
-        return in_order(trace_backward(function, given, options, stream=stream), options.wanted)
-    parts, arrays = mod.facts
-    results = trace_backward(function, given, options, parts, arrays, stream)
+    parts, arrays = (None, ()) if mod is None else mod.facts
+    results = trace_backward(function, given, options, parts, arrays, stream, block_mask, block_size)
     return in_order(results, options.wanted)
 
 

@@ -135,6 +135,8 @@ def attention_backward(call: Call, problem: BackwardProblem, tensors: Tensors) -
     except ArgumentError as error:  # in the contents of an array
         raise error.named(call.operation.name) from None
     options = _options(forward, tensors, call.options.max_seqlen_q, call.options.max_seqlen_k, used)
+    if forward.block_mask is not None:
+        options["mask"] = _without_hidden_blocks(forward, _blocks(forward, tensors), options["mask"])
     if mod is not None:
         read = _mod_arrays(mod, tensors)
         options["score_mod"] = functools.partial(mod.reference, **read)
@@ -150,6 +152,8 @@ def attention_backward(call: Call, problem: BackwardProblem, tensors: Tensors) -
         )
     except ArgumentError as error:  # in the contents of an array
         raise error.named(call.operation.name) from None
+    if forward.block_mask is not None and "dmask" in made:
+        made["dmask"] = _summed_to(made["dmask"], tuple(tensors["mask"].shape))
     if used is not None:
         spread = {"dq": used.spread_q, "dk": used.spread_k, "dv": used.spread_k}
         made = {name: spread[name](x, 0.0) if name in spread else x for name, x in made.items()}
@@ -175,6 +179,12 @@ def _without_hidden_blocks(problem: AttentionProblem, blocks: Any, mask: Any) ->
     blocks = np.broadcast_to(blocks, (*(1,) * (4 - blocks.ndim), *blocks.shape)[:2] + shape)
     visible = blocks.repeat(rows, axis=2)[:, :, : problem.seqlen_q].repeat(keys, axis=3)[..., : problem.seqlen_k]
     return visible if mask is None else np.where(visible, mask, np.asarray(-np.inf, dtype=mask.dtype))
+
+
+def _summed_to(x: Any, shape: tuple[int, ...]) -> Any:
+    """The gradient of what has been broadcast from ``shape`` to x's shape."""
+    axes = tuple(i for i, n in enumerate((1,) * (x.ndim - len(shape)) + shape) if n == 1 < x.shape[i])
+    return x.sum(axis=axes, keepdims=True).reshape(shape)
 
 
 def attention_on_operands(call: Call, problem: AttentionProblem, tensors: Tensors) -> list[Any]:
