@@ -38,6 +38,12 @@ def near(name: str, found: Any, expected: Any, bound: float) -> None:
     assert worst <= bound, f"{name}: {worst:.3e} > {bound:.3e}"
 
 
+def like(name: str, found: Any, expected: Any, bound: float) -> None:
+    """A relative L1 error within bounds. NaN fails."""
+    error = float((found.double() - expected.double()).abs().sum() / expected.double().abs().sum())
+    assert error <= bound, f"{name}: relative L1 {error:.3e} > {bound:.3e}"
+
+
 def inputs(rows: int, heads: tuple[int, int], head_dim: int, batch: int = 2) -> list[Any]:
     """q, k, v and the gradient of o, the same on all ranks."""
     made = torch.Generator().manual_seed(rows)
@@ -71,8 +77,7 @@ def ring(name: str, rows: int, schedule: str, *, precision: str = "exact", head_
         if precision == "exact":
             near(f"{name} {key}", x, part, BOUNDS[key])
         else:
-            error = float((x.double() - part.double()).abs().sum() / part.double().abs().sum())
-            assert error <= LOW_ERROR, f"{name} {key}: relative L1 {error:.3e} > {LOW_ERROR}"
+            like(f"{name} {key}", x, part, LOW_ERROR)
     say(name)
 
 
@@ -92,14 +97,16 @@ def documents() -> None:
 
 
 def heads() -> None:
-    """All-to-all over heads; every precision, as one rank has it."""
+    """All-to-all over heads: every precision gives what one rank has."""
     size = dist.get_world_size()
     for precision in ("exact", "int8", "fp8"):
         tensors = inputs(1024, (8, size), 128)
         q, k, v = (shard(x, 1, schedule="contiguous") for x in tensors[:3])
         o = ulysses_attention(q, k, v, causal=True, precision=precision)
         expected = oa.attention(*tensors[:3], causal=True, precision=precision)
-        near(f"heads {precision}", unshard(o, 1, schedule="contiguous"), expected, BOUNDS["o"] * 2)
+        # Of fewer heads another tiling may be the fastest, which rounds P otherwise.
+        bound = 5e-3 if precision == "exact" else 2e-2
+        like(f"heads {precision}", unshard(o, 1, schedule="contiguous"), expected, bound)
     say("heads")
 
 

@@ -68,8 +68,8 @@ def _torch_inputs(torch: Any, seed: int = 0) -> list[Any]:
 
 
 def _slow_fill(torch: Any, targets: list[Any], sources: list[Any]) -> None:
-    """Queue, on the current stream, a long wait and then the copies."""
-    torch.cuda._sleep(SLOW)
+    """Queue, on the current stream, half a second of waiting, longer than a busy host needs for a call, and copies."""
+    torch.cuda._sleep(5 * SLOW)
     for target, source in zip(targets, sources, strict=True):
         target.copy_(source)
 

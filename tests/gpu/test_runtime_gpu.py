@@ -319,7 +319,7 @@ def test_non_default_stream() -> None:
     torch.cuda.synchronize()
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
-        torch.cuda._sleep(200_000_000)  # some 100 ms
+        torch.cuda._sleep(1_000_000_000)  # some 500 ms
         for target, x in zip(late, source, strict=True):
             target.copy_(x)
         o = oa.attention(*late)
