@@ -4,7 +4,7 @@
 // of Q and dO, kPStages of P, kLists (a block mask, scheduler/bwd_lists.cuh).
 #pragma once
 #include "attention/bwd_stray.cuh"
-#include "attention/mask.cuh"
+#include "attention/query_tiles.cuh"
 #include "params/attn_bwd.cuh"
 #include "pipeline/ring.cuh"
 #include "ptx/cluster.cuh"

@@ -3,7 +3,7 @@
 #pragma once
 #include "attention/bwd_scores.cuh"
 #include "attention/bwd_stray.cuh"
-#include "attention/mask.cuh"
+#include "attention/query_tiles.cuh"
 #include "params/attn_bwd.cuh"
 #include "pipeline/tile_copy.cuh"
 #include "ptx/cp_async.cuh"

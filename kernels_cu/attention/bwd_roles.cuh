@@ -7,7 +7,7 @@
 // kWalker (one of the three), Params.
 #pragma once
 #include "attention/bwd_stray.cuh"
-#include "attention/mask.cuh"
+#include "attention/query_tiles.cuh"
 #include "params/attn_bwd.cuh"
 #include "pipeline/ring.cuh"
 #include "ptx/bulk_store.cuh"

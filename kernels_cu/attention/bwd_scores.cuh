@@ -5,8 +5,8 @@
 #pragma once
 #include "attention/mask.cuh"
 #include "attention/score_mod.cuh"
+#include "params/attn_bwd.cuh"
 #include "params/attn_fwd.cuh"
-#include "params/score_mod.cuh"
 #include "ptx/math.cuh"
 #include "ptx/min_nan.cuh"
 #include "ptx/types.cuh"

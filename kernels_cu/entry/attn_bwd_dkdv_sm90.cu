@@ -31,7 +31,7 @@
 // [2][256] | barriers. Tiles are panels of 64 columns with the 128-byte swizzle.
 #include "attention/bwd_dkdv_roles.cuh"
 #include "attention/bwd_store.cuh"
-#include "attention/mask.cuh"
+#include "attention/query_tiles.cuh"
 #include "params/attn_bwd.cuh"
 #include "pipeline/ring.cuh"
 #include "ptx/cluster.cuh"

@@ -18,7 +18,7 @@
 // dK.
 #include "attention/bwd_keys.cuh"
 #include "attention/bwd_scores.cuh"
-#include "attention/mask.cuh"
+#include "attention/query_tiles.cuh"
 #include "ptx/cp_async.cuh"
 #include "ptx/cvt.cuh"
 #include "ptx/math.cuh"

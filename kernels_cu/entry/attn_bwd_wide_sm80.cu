@@ -19,7 +19,7 @@
 // P^T, dS^T [BLOCK_N * BLOCK_M * 2] each | lse2, delta [NUM_STAGES][BLOCK_M * 4] each.
 #include "attention/bwd_keys.cuh"
 #include "attention/bwd_scores.cuh"
-#include "attention/mask.cuh"
+#include "attention/query_tiles.cuh"
 #include "attention/wide_products.cuh"
 #include "ptx/cp_async.cuh"
 #include "ptx/cvt.cuh"

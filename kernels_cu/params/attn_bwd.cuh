@@ -1,6 +1,7 @@
 // Arguments of the backward kernels. Strides in elements.
 #pragma once
 #include "params/attn_fwd.cuh"
+#include "params/score_mod.cuh"
 #include "ptx/tma.cuh"
 #include "ptx/types.cuh"
 
@@ -77,4 +78,10 @@ struct AttnBwdModsSm90Params {
     TileList tiles;
     ScoreModParams mods;
     float inv_factor2;  // of mods.factor2
+};
+
+// The kernels of mma.sync with a score modification of the user's.
+struct AttnBwdUserModParams {
+    AttnBwdParams call;
+    ScoreModArrays arrays;
 };

@@ -1,6 +1,5 @@
 // The arrays that a score modification of the user's reads (attention/score_mod.cuh).
 #pragma once
-#include "params/attn_bwd.cuh"
 #include "params/attn_fwd.cuh"
 #include "ptx/types.cuh"
 
@@ -40,9 +39,4 @@ struct AttnFwdSplitUserModSm90Params {
     ScoreModArrays arrays;
     float* partial_o;
     float* partial_ml;
-};
-// Of the backward kernels.
-struct AttnBwdUserModParams {
-    AttnBwdParams call;
-    ScoreModArrays arrays;
 };

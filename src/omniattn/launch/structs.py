@@ -6,10 +6,10 @@ from __future__ import annotations
 
 from .host_struct import HostStruct
 
-MAX_CLEARED = 3
-MAX_PAIRS = 112
 MAX_MOD_ARRAYS = 8
 MAX_MOD_DIMS = 4
+MAX_CLEARED = 3
+MAX_PAIRS = 112
 MAX_SHARES = 256
 
 # params/attn_fwd.cuh
@@ -84,6 +84,31 @@ ATTN_FWD_SPLIT_MODS_SM90 = HostStruct(
     (SCORE_MOD, "mods"), ("P", "partial_o partial_ml"),
 )
 
+# params/score_mod.cuh
+
+SCORE_MOD_ARRAYS = HostStruct(
+    "ScoreModArrays", ("8P", "data"), ("32q", "strides"), ("32i", "extents"),
+)
+
+ATTN_FWD_USER_MOD_SM80 = HostStruct(
+    "AttnFwdUserModSm80Params", (ATTN_FWD_MODS_SM80, "call"), (SCORE_MOD_ARRAYS, "arrays"),
+)
+
+ATTN_FWD_SPLIT_USER_MOD_SM80 = HostStruct(
+    "AttnFwdSplitUserModSm80Params", (ATTN_FWD_USER_MOD_SM80, "call"), ("P", "partial_o partial_ml"),
+    ("i", "pack_log2 pack_heads"),
+)
+
+ATTN_FWD_USER_MOD_SM90 = HostStruct(
+    "AttnFwdUserModSm90Params", ("M", "map_q map_k map_v map_bias"), (ATTN_FWD, "fwd"), (TILE_LIST, "tiles"),
+    (SCORE_MOD, "mods"), (SCORE_MOD_ARRAYS, "arrays"),
+)
+
+ATTN_FWD_SPLIT_USER_MOD_SM90 = HostStruct(
+    "AttnFwdSplitUserModSm90Params", ("M", "map_q map_k map_v map_bias"), (ATTN_FWD, "fwd"), (SPLIT_TILE_LIST, "tiles"),
+    (SCORE_MOD, "mods"), (SCORE_MOD_ARRAYS, "arrays"), ("P", "partial_o partial_ml"),
+)
+
 # params/attn_bwd.cuh
 
 ATTN_BWD = HostStruct(
@@ -102,6 +127,10 @@ ATTN_BWD_SM90 = HostStruct(
 ATTN_BWD_MODS_SM90 = HostStruct(
     "AttnBwdModsSm90Params", ("M", "map_q map_k map_v map_do"), (ATTN_BWD, "bwd"), (TILE_LIST, "tiles"),
     (SCORE_MOD, "mods"), ("f", "inv_factor2"),
+)
+
+ATTN_BWD_USER_MOD = HostStruct(
+    "AttnBwdUserModParams", (ATTN_BWD, "call"), (SCORE_MOD_ARRAYS, "arrays"),
 )
 
 # params/attn_combine.cuh
@@ -373,35 +402,6 @@ QUANTIZE_FP8 = HostStruct(
 
 QUANTIZE_FP8_SUMS = HostStruct(
     "QuantizeFp8SumsParams", (QUANTIZE_FP8, "rows"), (QUANTIZE, "values"), ("i", "chunks reserved"),
-)
-
-# params/score_mod.cuh
-
-SCORE_MOD_ARRAYS = HostStruct(
-    "ScoreModArrays", ("8P", "data"), ("32q", "strides"), ("32i", "extents"),
-)
-
-ATTN_FWD_USER_MOD_SM80 = HostStruct(
-    "AttnFwdUserModSm80Params", (ATTN_FWD_MODS_SM80, "call"), (SCORE_MOD_ARRAYS, "arrays"),
-)
-
-ATTN_FWD_SPLIT_USER_MOD_SM80 = HostStruct(
-    "AttnFwdSplitUserModSm80Params", (ATTN_FWD_USER_MOD_SM80, "call"), ("P", "partial_o partial_ml"),
-    ("i", "pack_log2 pack_heads"),
-)
-
-ATTN_FWD_USER_MOD_SM90 = HostStruct(
-    "AttnFwdUserModSm90Params", ("M", "map_q map_k map_v map_bias"), (ATTN_FWD, "fwd"), (TILE_LIST, "tiles"),
-    (SCORE_MOD, "mods"), (SCORE_MOD_ARRAYS, "arrays"),
-)
-
-ATTN_FWD_SPLIT_USER_MOD_SM90 = HostStruct(
-    "AttnFwdSplitUserModSm90Params", ("M", "map_q map_k map_v map_bias"), (ATTN_FWD, "fwd"), (SPLIT_TILE_LIST, "tiles"),
-    (SCORE_MOD, "mods"), (SCORE_MOD_ARRAYS, "arrays"), ("P", "partial_o partial_ml"),
-)
-
-ATTN_BWD_USER_MOD = HostStruct(
-    "AttnBwdUserModParams", (ATTN_BWD, "call"), (SCORE_MOD_ARRAYS, "arrays"),
 )
 
 # params/sparse_blocks.cuh
