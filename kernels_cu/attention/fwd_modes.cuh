@@ -2,6 +2,7 @@
 // score modifications, or those and the user's expressions.
 #pragma once
 #include "params/attn_fwd.cuh"
+#include "params/dropout.cuh"
 #include "params/score_mod.cuh"
 
 // Of attn_fwd_sm90.
@@ -25,6 +26,8 @@ struct StreamK {
 OA_DEVICE const AttnFwdParams& call_of(const AttnFwdParams& params) { return params; }
 OA_DEVICE const AttnFwdModsSm80Params& call_of(const AttnFwdModsSm80Params& params) { return params; }
 OA_DEVICE const AttnFwdModsSm80Params& call_of(const AttnFwdUserModSm80Params& params) { return params.call; }
+OA_DEVICE const AttnFwdParams& call_of(const AttnFwdDropoutSm80Params& params) { return params.call; }
+OA_DEVICE const AttnFwdModsSm80Params& call_of(const AttnFwdModsDropoutSm80Params& params) { return params.call; }
 OA_DEVICE const AttnFwdParams& forward_of(const AttnFwdParams& call) { return call; }
 OA_DEVICE const AttnFwdParams& forward_of(const AttnFwdModsSm80Params& call) { return call.fwd; }
 template <typename P>

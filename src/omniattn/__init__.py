@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from .ops.quantize import quantize_qk, quantize_v
     from .ops.score_mod import ScoreMod
     from .ops.sparse import attention_sparse
+    from .ops.dropout import dropout_mask
     from .ops.sparse_blocks import sparse_blocks
     from .ops.top_k import top_k
     from .ops.with_cache import attention_with_kvcache
@@ -79,6 +80,7 @@ _ROOMS = {
     "copy_blocks": "ops",
     "copy_recent": "ops",
     "decode": "ops",
+    "dropout_mask": "ops.dropout",
     "errors": "",
     "explain": "ops",
     "index_logits": "ops",
@@ -123,6 +125,7 @@ __all__ = [
     "copy_blocks",
     "copy_recent",
     "decode",
+    "dropout_mask",
     "errors",
     "explain",
     "index_logits",

@@ -11,7 +11,7 @@ from ..errors import ArgumentError, DtypeError, ShapeError, StrideError, Unsuppo
 from ..plan.engine import Call
 from ..problems import GRADIENTS, AttentionProblem, BackwardProblem, BackwardStrides
 from . import attention as checks
-from . import extras, values
+from . import dropout, extras, values
 
 #: What a gradient that the caller gives an array for is called among the arrays of a call.
 GIVEN = {"dq": "given.dq", "dk": "given.dk", "dv": "given.dv"}
@@ -44,6 +44,12 @@ class BackwardOptions(NamedTuple):
     out_dtype: Any = None
 
 
+class Dropped(NamedTuple):
+    """`Call.facts` of a call with dropout by p."""
+
+    p: float
+
+
 def check_wanted(wanted: Any, with_sinks: bool, function: str) -> tuple[str, ...]:
     """Names of gradients, in the caller's order; all but dmask unless given."""
     if wanted is None:
@@ -69,7 +75,10 @@ def check_backward(call: Call, tensors: dict[str, Tensor]) -> BackwardProblem:
         if array in tensors and name not in wanted:
             raise ArgumentError(name, f"None, because {name!r} is not in wanted", "an array", function=function)
     forward = _with_rows(forward, tensors, function)
-    if call.facts is not None:
+    if isinstance(call.facts, Dropped):
+        made = dropout.check_dropout(forward, tensors, call.facts.p, False, function)
+        forward = replace(forward, dropout=made)
+    elif call.facts is not None:
         forward = replace(forward, score_mod=_check_score_mod(forward, call, tensors, function))
     problem = BackwardProblem(
         forward, tuple(name for name in GRADIENTS if name in wanted), "dlse" in tensors,

@@ -230,6 +230,34 @@ DECODE = HostStruct(
     ("I", "scale_outer scale_head scale_token"), ("i", "row_scales total_queries has_company"),
 )
 
+# params/dropout.cuh
+
+DROPOUT = HostStruct(
+    "DropoutParams", ("P", "rng"), ("I", "threshold addend either"), ("f", "scale"),
+)
+
+ATTN_FWD_DROPOUT_SM80 = HostStruct(
+    "AttnFwdDropoutSm80Params", (ATTN_FWD, "call"), (DROPOUT, "dropout"),
+)
+
+ATTN_FWD_MODS_DROPOUT_SM80 = HostStruct(
+    "AttnFwdModsDropoutSm80Params", (ATTN_FWD_MODS_SM80, "call"), (DROPOUT, "dropout"),
+)
+
+ATTN_FWD_DROPOUT_SM90 = HostStruct(
+    "AttnFwdDropoutSm90Params", ("M", "map_q map_k map_v"), (ATTN_FWD, "fwd"), (TILE_LIST, "tiles"),
+    (DROPOUT, "dropout"),
+)
+
+ATTN_BWD_DROPOUT = HostStruct(
+    "AttnBwdDropoutParams", (ATTN_BWD, "call"), (DROPOUT, "dropout"),
+)
+
+ATTN_BWD_DROPOUT_SM90 = HostStruct(
+    "AttnBwdDropoutSm90Params", ("M", "map_q map_k map_v map_do"), (ATTN_BWD, "bwd"), (TILE_LIST, "tiles"),
+    (DROPOUT, "dropout"),
+)
+
 # params/index_logits.cuh
 
 INDEX_LOGITS = HostStruct(

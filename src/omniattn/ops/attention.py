@@ -13,13 +13,14 @@ from ..checks.attention import AttentionOptions
 from ..checks.memory import check_memory
 from ..errors import ArgumentError, UnsupportedError
 from ..frameworks import FUNCTIONS, compiling
+from ..launch.dropout import RNG
 from ..launch.score_mod import PREFIX
 from ..plan.attention import plan_attention
 from ..plan.engine import Call, Operation, repeated, run
 from ..plan.with_cache import plan_varlen
 from ..problems import OPERANDS, Auto, Fp8, Int4, Int8
 from ..runtime import env
-from . import factors, on_cpu
+from . import dropout, factors, on_cpu
 from .attention_backward import backward_call
 from .score_mod import ScoreMod
 from .traced import run_traced
@@ -82,7 +83,7 @@ _ATTENTION, _ATTENTION_VARLEN = (
 
 @functools.lru_cache(maxsize=256)
 def _with_arrays(name: str, more: tuple[str, ...]) -> Operation:
-    """The operation ``name`` on more arrays: a block mask, those of a score modification."""
+    """The operation ``name`` on more arrays: a block mask, those of a score modification, seed and offset."""
     return Operation(
         name, (*_arrays_of(name), *more), extras.check_call, check_memory, plan_attention, on_cpu.attention,
         ("q", "k", "v", *more), checks.ALIGNED, same=("q",),
@@ -91,15 +92,15 @@ def _with_arrays(name: str, more: tuple[str, ...]) -> Operation:
     )  # fmt: skip
 
 
-def _with_extras(call: Call, mod: Any, block_mask: Any, block_size: Any) -> Call:
-    """``call`` with a score modification, a block mask, or both."""
+def _with_extras(call: Call, mod: Any, block_mask: Any, block_size: Any, p: float = 0.0, rng: Any = None) -> Call:
+    """``call`` with a score modification, a block mask or dropout, or some of them. p, rng: as of `dropout.of_call`."""
     function = call.operation.name
     if mod is not None and not isinstance(mod, ScoreMod):
         raise ArgumentError("score_mod", "an omniattn.ScoreMod", type(mod).__name__, function=function)
     for name, x in zip("qkv", call.objects, strict=False):
         if x.__class__ in OPERANDS:
             raise ArgumentError(
-                name, "an array that is not quantized, with score_mod or block_mask", type(x).__name__,
+                name, "an array that is not quantized, with score_mod, block_mask or dropout_p", type(x).__name__,
                 function=function,
             )  # fmt: skip
     names: tuple[str, ...] = ()
@@ -114,8 +115,11 @@ def _with_extras(call: Call, mod: Any, block_mask: Any, block_size: Any) -> Call
         names += tuple(PREFIX + name for name in mod.arrays)
         arrays += tuple(mod.arrays.values())
         texts = (mod.expression, mod.mask, env.get("OMNIATTN_CHECK_SCORE_MOD"), mod.reference is None)
+    if p:
+        names += (RNG,)
+        arrays += (rng,)
     operation = _with_arrays(function, names)
-    return Call(operation, (*call.objects, *arrays), call.options, call.stream, None, (texts, size), mod)
+    return Call(operation, (*call.objects, *arrays), call.options, call.stream, None, (texts, size, p), mod)
 
 
 #: The operations on arrays in e4m3 with factors.
@@ -130,18 +134,20 @@ _WITH_DESCALES = {
 
 
 def _with_descales(call: Call, factors: tuple[Any, ...], more: bool) -> Call:
-    """``call`` with factors of q, k and v; more: with a score modification or a block mask, which do not go with it."""
+    """``call`` with factors of q, k and v; more: with score_mod, block_mask or dropout, which do not go with it."""
     function = call.operation.name
     name, factor = next((n, x) for n, x in zip(checks.DESCALES, factors, strict=True) if x is not None)
     quantized = any(x.__class__ in OPERANDS for x in call.objects[:3])
     if quantized or more:
-        what = "quantized operands bring their scales" if quantized else "score_mod and block_mask take no e4m3 arrays"
+        what = "quantized operands bring their scales" if quantized else "score_mod, block_mask and dropout take no e4m3"
         raise ArgumentError(name, f"None, because {what}", type(factor).__name__, function=function)
     return Call(_WITH_DESCALES[function], (*call.objects, *factors), call.options, call.stream)
 
 
 # A third of what the class of a NamedTuple takes.
 _new = tuple.__new__
+#: The default of ``dropout_p``, which costs a plain call a comparison of objects.
+_NO_DROPOUT = 0.0
 
 
 def attention(
@@ -164,7 +170,10 @@ def attention(
     descale_k: Any = None,
     descale_v: Any = None,
     out_dtype: Any = None,
+    dropout_p: float = _NO_DROPOUT,
+    dropout_rng: Any = None,
     return_lse: bool = False,
+    return_rng: bool = False,
     out: Any = None,
     stream: Any = None,
     deterministic: bool = False,
@@ -227,8 +236,20 @@ def attention(
         makes o and LSE of the rows that see its keys NaN.
     out_dtype : str or dtype, optional
         Of o from e4m3 arrays: "bfloat16" (unless given) or "float16". Otherwise q's dtype, which may be said.
+    dropout_p : float
+        Share of the probabilities that are dropped, at least 0 and less than 1: o is that of softmax(S) times a mask of
+        0 and 1 / (1 - p), lse that of all of them. p is dropout_p rounded to a multiple of 1/256, at least 1/256. Which
+        are dropped depends on ``dropout_rng``, and on sequence, query head, query and key (`dropout_mask`). With
+        ``precision="exact"``, without score_mod, and on a GPU up to a head_dim of 256. Compiled at run time.
+    dropout_rng : (seed, offset) or array, optional
+        Integers from 0 to 2**64 - 1, of torch tensors of one element too; or an array of both on q's device, (2,) of
+        int64 or uint64, or (4,) of int32 or uint32, the lower words first; of JAX a key. Unless given, torch draws it
+        from the default generator of q's device; other libraries have to give it.
     return_lse : bool
         Also return the log-sum-exp.
+    return_rng : bool
+        Also return ``dropout_rng`` as an array, for `attention_backward` and `dropout_mask`; without dropout what was
+        given.
     out : array, optional
         Where o goes; o's shape and dtype. It may be q itself, with the same strides and one head_dim. On a GPU it
         shares no other element with the arrays that are read. A torch tensor counts as changed in place.
@@ -245,6 +266,8 @@ def attention(
         Of q's framework, shape (with head_dim_v), layout and dtype (or out_dtype). A row that attends to nothing is 0.
     lse : array, (batch, num_q_heads, seqlen_q), float32, natural logarithm
         Only with ``return_lse``. A row that attends to nothing has -inf (with sinks: the sink).
+    rng : array
+        Only with ``return_rng``, the last of the results.
 
     Raises
     ------
@@ -270,26 +293,31 @@ def attention(
     said = (
         layout, causal, window, softmax_scale, softcap, precision, return_lse, deterministic, None, None, out_dtype,
     )  # fmt: skip
-    plain = descale_q is descale_k is descale_v is score_mod is block_mask is block_size is None
+    p, rng = 0.0, None
+    if dropout_p is not _NO_DROPOUT or dropout_rng is not None or return_rng:
+        p, rng = dropout.of_call(q, dropout_p, dropout_rng, "attention")
+    plain = descale_q is descale_k is descale_v is score_mod is block_mask is block_size is None and not p
     descales = (descale_q, descale_k, descale_v)
     if not plain:
         descales = factors.as_arrays(q, descales, "attention")
     if compiling():
-        return _compiled(
-            "attention", q, k, v, score_mod, options=AttentionOptions(*said), mask=mask, sinks=sinks,
+        results = _compiled(
+            "attention", q, k, v, score_mod, p, rng, options=AttentionOptions(*said), mask=mask, sinks=sinks,
             block_mask=block_mask, block_size=block_size, out=out, stream=stream, descales=descales,
         )  # fmt: skip
+        return _with_rng(results, rng) if return_rng else results
     objects = (q, k, v, out, None, None, mask, sinks)
-    if plain:
+    if plain and not return_rng:
         results = repeated(_ATTENTION, objects, said, stream)
         if results is not None:
             return results[0] if len(results) == 1 else tuple(results)
     call = Call(_ATTENTION, objects, _new(AttentionOptions, said), stream)
     if descale_q is not None or descale_k is not None or descale_v is not None:
-        call = _with_descales(call, descales, score_mod is not None or block_mask is not None)
-    if score_mod is not None or block_mask is not None or block_size is not None:
-        call = _with_extras(call, score_mod, block_mask, block_size)
-    return _one_or_more(run(call, is_asked=plain))
+        call = _with_descales(call, descales, score_mod is not None or block_mask is not None or p > 0)
+    if score_mod is not None or block_mask is not None or block_size is not None or p:
+        call = _with_extras(call, score_mod, block_mask, block_size, p, rng)
+    results = _one_or_more(run(call, is_asked=plain and not return_rng))
+    return _with_rng(results, rng) if return_rng else results
 
 
 def attention_varlen(
@@ -317,7 +345,10 @@ def attention_varlen(
     descale_k: Any = None,
     descale_v: Any = None,
     out_dtype: Any = None,
+    dropout_p: float = _NO_DROPOUT,
+    dropout_rng: Any = None,
     return_lse: bool = False,
+    return_rng: bool = False,
     out: Any = None,
     stream: Any = None,
     deterministic: bool = False,
@@ -357,6 +388,8 @@ def attention_varlen(
         There is no block_mask of packed sequences: a `ScoreMod` with ``mask=`` hides keys there.
     layout, causal, window, softmax_scale, softcap, score_mod, sinks, precision, return_lse, out, stream, deterministic
         As in `attention`.
+    dropout_p, dropout_rng, return_rng
+        As in `attention`; sequence b drops what sequence b of a batch does. Not with ``block_table``.
     descale_q, descale_k, descale_v, out_dtype
         As in `attention`; factors each 128 rows, counted from the start of each sequence, have the shape (batch, heads,
         ceil(max_seqlen_q / 128)) or that of max_seqlen_k.
@@ -375,7 +408,10 @@ def attention_varlen(
     ArgumentError, UnsupportedError, KernelNotFoundError, CompileError, DriverError
         As in `attention`.
     """
-    plain = descale_q is descale_k is descale_v is score_mod is None
+    p, rng = 0.0, None
+    if dropout_p is not _NO_DROPOUT or dropout_rng is not None or return_rng:
+        p, rng = dropout.of_call(q, dropout_p, dropout_rng, "attention_varlen")
+    plain = descale_q is descale_k is descale_v is score_mod is None and not p
     descales = (descale_q, descale_k, descale_v)
     if not plain:
         descales = factors.as_arrays(q, descales, "attention_varlen")
@@ -384,29 +420,33 @@ def attention_varlen(
         max_seqlen_k, out_dtype,
     )  # fmt: skip
     if compiling():
-        return _compiled(
-            "attention_varlen", q, k, v, score_mod, options=AttentionOptions(*said), cu_seqlens_q=cu_seqlens_q,
+        results = _compiled(
+            "attention_varlen", q, k, v, score_mod, p, rng, options=AttentionOptions(*said), cu_seqlens_q=cu_seqlens_q,
             cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, seqused_q=seqused_q,
             seqused_k=seqused_k, block_table=block_table, mask=mask, sinks=sinks, out=out, stream=stream,
             descales=descales,
         )  # fmt: skip
+        return _with_rng(results, rng) if return_rng else results
     objects = (q, k, v, out, cu_seqlens_q, cu_seqlens_k, mask, sinks, seqused_q, seqused_k, block_table)
-    if plain:
+    if plain and not return_rng:
         results = repeated(_ATTENTION_VARLEN, objects, said, stream)
         if results is not None:
             return results[0] if len(results) == 1 else tuple(results)
     call = Call(_ATTENTION_VARLEN, objects, _new(AttentionOptions, said), stream)
     if descale_q is not None or descale_k is not None or descale_v is not None:
-        call = _with_descales(call, descales, score_mod is not None)
-    if score_mod is not None:
-        call = _with_extras(call, score_mod, None, None)
-    return _one_or_more(run(call, is_asked=plain))
+        call = _with_descales(call, descales, score_mod is not None or p > 0)
+    if score_mod is not None or p:
+        call = _with_extras(call, score_mod, None, None, p, rng)
+    results = _one_or_more(run(call, is_asked=plain and not return_rng))
+    return _with_rng(results, rng) if return_rng else results
 
 
-def _compiled(function: str, q: Any, k: Any, v: Any, mod: Any, **others: Any) -> Any:
+def _compiled(function: str, q: Any, k: Any, v: Any, mod: Any, p: float, rng: Any, **others: Any) -> Any:
     """A call that torch.compile reads: its operator."""
     from ..frameworks.torch.tracing import trace
 
+    if p:
+        return trace(function, q, k, v, score_mod=mod if mod is None else mod.facts[0], dropout=(p, rng), **others)
     if mod is None:
         return trace(function, q, k, v, **others)
     parts, arrays = mod.facts
@@ -417,6 +457,10 @@ def call_of(q: Any, k: Any, v: Any, *, causal: bool = False, precision: Any = "e
     """A call of `attention` as data, not run: for measurements that need its plan."""
     options = AttentionOptions("NHD", causal, None, None, 0.0, precision, False, False)
     return Call(_ATTENTION, (q, k, v, None, None, None, None, None), options)
+
+
+def _with_rng(results: Any, rng: Any) -> tuple[Any, ...]:
+    return (*results, rng) if isinstance(results, tuple) else (results, rng)
 
 
 def _one_or_more(results: list[Any]) -> Any:

@@ -8,16 +8,18 @@ from typing import Any
 from .. import arrays
 from ..checks import attention as forward_checks
 from ..checks import backward as checks
-from ..checks.backward import BackwardOptions
+from ..checks.backward import BackwardOptions, Dropped
+from ..checks.dropout import EXPECTED
 from ..checks.memory import check_memory
-from ..errors import ArgumentError
+from ..errors import ArgumentError, UnsupportedError
 from ..frameworks import FUNCTIONS, compiling
+from ..launch.dropout import RNG
 from ..launch.score_mod import PREFIX
 from ..plan.backward import plan_backward
 from ..plan.engine import Call, Operation, run
 from ..problems import GRADIENTS, OPERANDS
 from ..runtime import env
-from . import on_cpu
+from . import dropout, on_cpu
 from .score_mod import ScoreMod
 from .traced import run_traced
 
@@ -29,7 +31,7 @@ def arrays_of(name: str) -> tuple[str, ...]:
 
 @functools.lru_cache(maxsize=256)
 def _operation(name: str, more: tuple[str, ...] = ()) -> Operation:
-    """The operation ``name`` on more arrays: those of a score modification."""
+    """The operation ``name`` on more arrays: those of a score modification, or seed and offset."""
     return Operation(
         name, (*arrays_of(name), *more), checks.check_backward, check_memory, plan_backward,
         on_cpu.attention_backward, checks.REQUIRED, checks.ALIGNED, checks.LABELS,
@@ -39,9 +41,10 @@ def _operation(name: str, more: tuple[str, ...] = ()) -> Operation:
 
 
 def call_of(
-    function: str, objects: tuple[Any, ...], options: BackwardOptions, score_mod: Any, stream: Any = None
-) -> Call:
-    """A call as data. objects: in the order of `arrays_of`; do and dlse with any strides."""
+    function: str, objects: tuple[Any, ...], options: BackwardOptions, score_mod: Any, stream: Any = None,
+    p: float = 0.0, rng: Any = None,
+) -> Call:  # fmt: skip
+    """A call as data. objects: in the order of `arrays_of`; do and dlse with any strides. p, rng: of dropout."""
     if score_mod is not None and not isinstance(score_mod, ScoreMod):
         raise ArgumentError("score_mod", "an omniattn.ScoreMod", type(score_mod).__name__, function=function)
     for name, x in zip("qkv", objects, strict=False):
@@ -52,6 +55,10 @@ def call_of(
             )  # fmt: skip
     q, k, v, do, o, lse, dlse, *others = objects
     objects = (q, k, v, arrays.with_plain_rows(do), o, lse, arrays.with_plain_rows(dlse, 4), *others)
+    if p:
+        if score_mod is not None:
+            raise UnsupportedError(f"{function}(): dropout_p={p:g} with score_mod", instead="dropout_p=0.0")
+        return Call(_operation(function, (RNG,)), (*objects, rng), options, stream, None, Dropped(p))
     if score_mod is None:
         return Call(_operation(function), objects, options, stream)
     names = tuple(PREFIX + name for name in score_mod.arrays)
@@ -82,7 +89,8 @@ def backward_call(
     )  # fmt: skip
     if call.operation.name == "attention_varlen":
         objects += (given["seqused_q"], given["seqused_k"])
-    return call_of(f"{call.operation.name}_backward", objects, options, call.subject)
+    p = call.facts[2] if call.facts is not None else 0.0
+    return call_of(f"{call.operation.name}_backward", objects, options, call.subject, None, p, given.get(RNG))
 
 
 def attention_backward(
@@ -106,6 +114,8 @@ def attention_backward(
     mask: Any = None,
     score_mod: ScoreMod | None = None,
     sinks: Any = None,
+    dropout_p: float = 0.0,
+    dropout_rng: Any = None,
     stream: Any = None,
     deterministic: bool = False,
 ) -> tuple[Any, ...]:
@@ -117,6 +127,7 @@ def attention_backward(
         dQ = softmax_scale * dS' @ K;   dK = softmax_scale * dS'.T @ Q     dS': dS times the derivative of softcap
                                                                            and score_mod
         dsinks = -sum(exp(sinks - lse) * D);   dmask = dS
+        with dropout: dV = (P * M).T @ dO;   dS = P * (M * (dO @ V.T) - D)     M: the mask times 1 / (1 - p)
 
     Parameters
     ----------
@@ -139,6 +150,8 @@ def attention_backward(
         and with sinks dsinks.
     layout, causal, window, softmax_scale, softcap, mask, score_mod, sinks
         Those of the forward. A score_mod needs its ``grad``, the derivative of the new score by the old one.
+    dropout_p, dropout_rng
+        Those of the forward, which hands out what it drew with ``return_rng``.
     stream : optional
         As in `attention`.
     deterministic : bool
@@ -170,9 +183,10 @@ def attention_backward(
     asked = checks.check_wanted(wanted, sinks is not None, "attention_backward")
     options = BackwardOptions(layout, causal, window, softmax_scale, softcap, deterministic, asked)
     objects = (q, k, v, do, o, lse, dlse, None, None, mask, sinks, dq, dk, dv)
+    p, rng = _dropped(q, dropout_p, dropout_rng, "attention_backward")
     if compiling():
-        return _compiled("attention_backward", objects, options, score_mod, stream)
-    return in_order(run(call_of("attention_backward", objects, options, score_mod, stream)), asked)
+        return _compiled("attention_backward", objects, options, score_mod, stream, p, rng)
+    return in_order(run(call_of("attention_backward", objects, options, score_mod, stream, p, rng)), asked)
 
 
 def attention_varlen_backward(
@@ -202,6 +216,8 @@ def attention_varlen_backward(
     mask: Any = None,
     score_mod: ScoreMod | None = None,
     sinks: Any = None,
+    dropout_p: float = 0.0,
+    dropout_rng: Any = None,
     stream: Any = None,
     deterministic: bool = False,
 ) -> tuple[Any, ...]:
@@ -213,7 +229,7 @@ def attention_varlen_backward(
         As in `attention_backward`, in the shapes of `attention_varlen`: lse and dlse are (num_q_heads, total_q).
     cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k
         Those of the forward.
-    layout, causal, window, softmax_scale, softcap, mask, score_mod, sinks, stream, deterministic
+    layout, causal, window, softmax_scale, softcap, mask, score_mod, sinks, dropout_p, dropout_rng, stream, deterministic
         As in `attention_backward`.
 
     Returns
@@ -233,16 +249,32 @@ def attention_varlen_backward(
     objects = (
         q, k, v, do, o, lse, dlse, cu_seqlens_q, cu_seqlens_k, mask, sinks, dq, dk, dv, seqused_q, seqused_k,
     )  # fmt: skip
+    p, rng = _dropped(q, dropout_p, dropout_rng, "attention_varlen_backward")
     if compiling():
-        return _compiled("attention_varlen_backward", objects, options, score_mod, stream)
-    return in_order(run(call_of("attention_varlen_backward", objects, options, score_mod, stream)), asked)
+        return _compiled("attention_varlen_backward", objects, options, score_mod, stream, p, rng)
+    return in_order(run(call_of("attention_varlen_backward", objects, options, score_mod, stream, p, rng)), asked)
 
 
-def _compiled(function: str, objects: tuple[Any, ...], options: BackwardOptions, mod: Any, stream: Any) -> Any:
+def _dropped(q: Any, p: Any, rng: Any, function: str) -> tuple[float, Any]:
+    """``dropout_p`` and ``dropout_rng`` as `dropout.of_call` makes them; nothing is drawn."""
+    p = dropout.check_p(p, function)
+    if p and rng is None:
+        raise ArgumentError("dropout_rng", EXPECTED, "None", function=function)
+    return dropout.of_call(q, p, rng, function) if p else (p, rng)
+
+
+def _compiled(
+    function: str, objects: tuple[Any, ...], options: BackwardOptions, mod: Any, stream: Any, p: float, rng: Any
+) -> Any:
     """A call that torch.compile reads: its operator."""
     from ..frameworks.torch.tracing import trace_backward
 
     given = dict(zip(arrays_of(function), objects, strict=True))
+    if p:
+        parts = mod if mod is None else mod.facts[0]
+        return in_order(
+            trace_backward(function, given, options, parts, stream=stream, dropout=(p, rng)), options.wanted
+        )
     if mod is None:
         return in_order(trace_backward(function, given, options, stream=stream), options.wanted)
     parts, arrays = mod.facts

@@ -19,6 +19,7 @@ from ..checks.quantize import check_starts
 from ..checks.sparse import host_lengths
 from ..checks.with_cache import host_places
 from ..errors import ArgumentError
+from ..launch.dropout import RNG
 from ..launch.score_mod import PREFIX
 from ..plan.engine import Call, store_results
 from ..problems import (
@@ -31,6 +32,7 @@ from ..problems import (
     QuantizeCall,
     WithCacheProblem,
 )
+from ..problems.dropout import DropoutProblem
 from ..registry.masks import MASK_TILE
 
 if TYPE_CHECKING:
@@ -89,6 +91,8 @@ def _attend(
         return low_precision.attention(*inputs, precision=problem.precision, **options)
     if problem.score_mod is not None:
         options["score_mod"] = functools.partial(mod.reference, **_mod_arrays(mod, tensors))
+    if problem.dropout is not None:
+        options["dropout"] = _dropout(problem.dropout, tensors)
     function = reference.attention_varlen if problem.varlen else reference.attention
     return function(*inputs, compute_dtype="float64" if problem.dtype == "float64" else "float32", **options)
 
@@ -124,6 +128,14 @@ def _mod_arrays(mod: Any, tensors: Tensors) -> dict[str, Any]:
     return {name: arrays.to_numpy(tensors[PREFIX + name]) for name in mod.arrays}
 
 
+def _dropout(problem: DropoutProblem, tensors: Tensors) -> Any:
+    """The reference's dropout of a call."""
+    from ..reference.dropout import Dropout
+    from .dropout import integers_of
+
+    return Dropout(problem.threshold, *integers_of(arrays.to_numpy(tensors[RNG]), "attention"))
+
+
 def attention_backward(call: Call, problem: BackwardProblem, tensors: Tensors) -> list[Any]:
     """``attention_backward`` and ``attention_varlen_backward``."""
     from .. import reference
@@ -139,6 +151,8 @@ def attention_backward(call: Call, problem: BackwardProblem, tensors: Tensors) -
         read = _mod_arrays(mod, tensors)
         options["score_mod"] = functools.partial(mod.reference, **read)
         options["score_mod_grad"] = functools.partial(mod.reference_grad, **read)
+    if forward.dropout is not None:
+        options["dropout"] = _dropout(forward.dropout, tensors)
     function = reference.attention_varlen_backward if forward.varlen else reference.attention_backward
     try:
         made = function(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ..errors import ArgumentError, UnsupportedError
 from ..launch import attn_bwd_sm80, attn_bwd_sm90, used_rows
+from ..launch.dropout import with_dropout
 from ..launch.score_mod import with_score_mod
 from ..problems import BackwardProblem, Target
 from ..problems.tile_order import num_n_blocks
@@ -46,7 +47,10 @@ def _sums_into_dmask(problem: BackwardProblem) -> bool:
 
 
 def _compiled(selection: Selection, problem: BackwardProblem) -> Selection:
-    mod = problem.forward.score_mod
+    mod, dropout = problem.forward.score_mod, problem.forward.dropout
+    if dropout is not None:
+        why = f"with dropout compiled in, which no wheel carries: {dropout.threshold} of 256 are dropped"
+        return Selection(with_dropout(selection.spec, dropout), (*selection.why, why))
     if mod is None:
         return selection
     spec = with_score_mod(selection.spec, mod, backward=True)

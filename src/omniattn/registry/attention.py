@@ -150,6 +150,7 @@ def _attn_fwd_sm80(
         softcap="any" if score_mods else "never",
         masks="any" if score_mods else "none",
         score_mod=score_mods,
+        dropout=not (wide or split or paged),
         lists=score_mods,
         other_head_dim_v=own_head_dim_v,
         any_head_dim_v=wide,

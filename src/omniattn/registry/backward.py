@@ -96,6 +96,7 @@ def _attn_bwd_sm80(tile: _BwdTile, dtype: str, score_mods: bool, dmask: bool) ->
         softcap="any" if score_mods else "never",
         masks="any" if score_mods else "none",
         score_mod=score_mods,
+        dropout=not tile.wide,
         dq=True,
         dmask=dmask,
     )
@@ -161,6 +162,7 @@ def _attn_bwd_dq_sm80(tile: _DqTile, dtype: str, score_mods: bool) -> KernelSpec
         softcap="any" if score_mods else "never",
         masks="any" if score_mods else "none",
         score_mod=score_mods,
+        dropout=tile.head_dim <= 256,
         dq=True,
     )
 
