@@ -15,6 +15,7 @@
 #include "scheduler/bwd_tile.cuh"
 #include "scheduler/padded_rows.cuh"
 #include "tile/panel.cuh"
+#include "attention/dropout.cuh"
 
 // A step: a tile of queries of a query head.
 struct Place {

@@ -3,10 +3,11 @@
 //   S = softmax_scale * Q K^T;  S = softcap * tanh(S / softcap);  S = expression(S);  S += mask, or -inf where it hides
 //   P = exp(S - LSE);  slope = dS / d(softmax_scale * Q K^T)
 #pragma once
-#include "attention/dropout.cuh"
+#include "attention/dropout_mode.cuh"
 #include "attention/mask.cuh"
 #include "attention/score_mod.cuh"
 #include "params/attn_fwd.cuh"
+#include "params/dropout.cuh"
 #include "params/score_mod.cuh"
 #include "ptx/math.cuh"
 #include "ptx/min_nan.cuh"

@@ -18,9 +18,9 @@
 #include "params/dropout.cuh"
 #include "ptx/byte_permute.cuh"
 #include "ptx/cp_async.cuh"
+#include "ptx/cvt.cuh"
 #include "ptx/shared.cuh"
 #include "ptx/types.cuh"
-#include "tile/four_keys.cuh"
 
 struct PhiloxKey {
     uint32 x, y;
@@ -39,22 +39,51 @@ OA_DEVICE uint4 philox(uint4 c, PhiloxKey key) {
     return c;
 }
 
-// What a kernel knows of the dropout of a call. The key lies in shared memory, where every thread puts it for itself
-// and its warp, all the same: kernels are short of registers. The rest are arguments.
-class Dropout {
+// The key of a call.
+OA_DEVICE PhiloxKey key_of(const DropoutParams& p) {
+    const uint4 seed = make_uint4(__ldg(p.rng), __ldg(p.rng + 1), __ldg(p.rng + 2), __ldg(p.rng + 3));
+    const uint4 made = philox(make_uint4(seed.z, seed.w, 0, 0), {seed.x, seed.y});
+    return {made.x, made.y};
+}
+// Where the key is: in registers; or in shared memory, where every thread puts it for itself and others, all the same.
+// From either it comes as something that the compiler does not know: keys of rounds, kept over a loop, would take 18
+// registers.
+class KeyInRegisters {
   public:
-    OA_DEVICE explicit Dropout(const DropoutParams& p) : params_(p) {
-        const uint4 seed = make_uint4(__ldg(p.rng), __ldg(p.rng + 1), __ldg(p.rng + 2), __ldg(p.rng + 3));
-        const uint4 made = philox(make_uint4(seed.z, seed.w, 0, 0), {seed.x, seed.y});
-        store_shared(place(), made.x);
-        store_shared(place() + 4, made.y);
+    OA_DEVICE explicit KeyInRegisters(PhiloxKey key) : key_(key) {}
+    OA_DEVICE PhiloxKey get() const {
+        return {uint32(in_register(int32(key_.x))), uint32(in_register(int32(key_.y)))};
     }
 
-    OA_DEVICE float scale() const { return params_.scale; }
-    OA_DEVICE uint4 bytes(uint32 key_group, uint32 query_group, int32 head, int32 sequence) const {
-        const uint2 key = load_shared2(place());
-        return philox(make_uint4(key_group, query_group, head, sequence), {key.x, key.y});
+  private:
+    PhiloxKey key_;
+};
+class KeyInSharedMemory {
+  public:
+    OA_DEVICE explicit KeyInSharedMemory(PhiloxKey key) {
+        store_shared(place(), key.x);
+        store_shared(place() + 4, key.y);
     }
+    OA_DEVICE PhiloxKey get() const {
+        const uint2 key = load_shared2(place());
+        return {key.x, key.y};
+    }
+
+  private:
+    OA_DEVICE static uint32 place() {
+        __shared__ uint2 key;
+        return smem_addr_of(&key);
+    }
+};
+
+// What a kernel knows of the dropout of a call. All but the key are arguments.
+template <typename Key>
+class Dropout {
+  public:
+    OA_DEVICE explicit Dropout(const DropoutParams& p) : params_(p), key_(key_of(p)) {}
+
+    OA_DEVICE float scale() const { return params_.scale; }
+    OA_DEVICE PhiloxKey key() const { return key_.get(); }
     // Bit 7 of each byte: it is kept.
     OA_DEVICE uint32 kept(uint32 x) const {
         const uint32 sum = (x & 0x7f7f7f7fu) + params_.addend;
@@ -63,10 +92,7 @@ class Dropout {
 
   private:
     const DropoutParams& params_;
-    OA_DEVICE static uint32 place() {
-        __shared__ uint2 key;
-        return smem_addr_of(&key);
-    }
+    Key key_;
 };
 
 // What is kept of two squares of 16 by 16 scores of a warp in the layout of accumulators: number `rows` of 16 rows and
@@ -74,14 +100,15 @@ class Dropout {
 // bytes (kTransposed, rows are keys: n % 2 + 2r) that of row lane / 4 + 8r; bit 7 of a byte is set where kept.
 using KeptWords = uint32[2][2];
 
-template <bool kTransposed, bool kDown>
-OA_DEVICE void kept_words(KeptWords& kept, const Dropout& d, int32 sequence, int32 head, int32 rows, int32 columns,
-                          int lane) {
+template <bool kTransposed, bool kDown, typename D>
+OA_DEVICE void kept_words(KeptWords& kept, const D& d, PhiloxKey key, int32 sequence, int32 head, int32 rows,
+                          int32 columns, int lane) {
     const int parity = lane >> 2 & 1;
     const uint32 of_rows = 4 * (rows + (kDown ? parity : 0)) + (lane >> 3);
     const uint32 of_columns = 4 * (columns + (kDown ? 0 : parity)) + (lane & 3);
-    const uint4 w = kTransposed ? d.bytes(of_rows, of_columns, head, sequence)
-                                : d.bytes(of_columns, of_rows, head, sequence);
+    const uint4 w = philox(kTransposed ? make_uint4(of_rows, of_columns, head, sequence)
+                                       : make_uint4(of_columns, of_rows, head, sequence),
+                           key);
     // Words of even rows, and of odd ones.
     const uint32 even[2] = {w.x, kTransposed ? w.y : w.z}, odd[2] = {kTransposed ? w.z : w.y, w.w};
 #pragma unroll
@@ -93,12 +120,13 @@ OA_DEVICE void kept_words(KeptWords& kept, const Dropout& d, int32 sequence, int
 }
 // The same of S whose columns are keys in the order of FourKeys: column x of block n is key 4(lane % 4) + 2(n % 2) + x
 // of a square, in the byte that it has above. Four lanes share four calls.
-OA_DEVICE void kept_words_of_four_keys(KeptWords& kept, const Dropout& d, int32 sequence, int32 head, int32 rows,
-                                       int32 columns, int lane) {
+template <typename D>
+OA_DEVICE void kept_words_of_four_keys(KeptWords& kept, const D& d, PhiloxKey key, int32 sequence, int32 head,
+                                       int32 rows, int32 columns, int lane) {
     const int parity = lane >> 2 & 1;
     const bool upper = lane & 2;  // keys 8 to 15
     const uint32 key_group = 4 * (columns + parity) + 2 * (lane & 1) + upper;
-    const uint4 w = d.bytes(key_group, 4 * rows + (lane >> 3), head, sequence);
+    const uint4 w = philox(make_uint4(key_group, 4 * rows + (lane >> 3), head, sequence), key);
     const uint32 even[2] = {w.x, w.z}, odd[2] = {w.y, w.w};
 #pragma unroll
     for (int x = 0; x < 2; ++x) {
@@ -122,16 +150,33 @@ OA_DEVICE float kept_factor(uint32 word, int byte, float scale) {
 }
 // Probabilities of a square as operands of a product: [2 (n % 2) + r] has columns 0 and 1 of block n, row 8r. Zeros in
 // place of those that are not kept.
+template <bool kTransposed = false>
 OA_DEVICE void keep_probabilities(uint32 (&p)[4], const uint32 (&words)[2]) {
 #pragma unroll
-    for (int byte = 0; byte < 4; ++byte) p[byte] &= kept_pair(words, byte);
+    for (int i = 0; i < 4; ++i) p[i] &= kept_pair(words, kTransposed ? i / 2 + 2 * (i % 2) : i);
 }
 
 // What a warp keeps of its rows of a tile, of kernels with dropout and of those without one. rows, columns: squares of 16
 // rows, and of 16 columns, from the first of the sequence on.
+struct ColumnPairs {  // as they lie in accumulators
+    OA_DEVICE static constexpr int of_lane(int lane) { return 2 * (lane & 3); }
+};
 class NoDropout {
   public:
     struct Kept {};
+    template <int kColumns>
+    using TileKept = Kept;
+    template <int kColumns, bool kTransposed = false, typename K>
+    OA_DEVICE void find_tile(K&, int32, int32) const {}
+    template <bool kTransposed = false, int kSquares, typename K>
+    OA_DEVICE void drop_tile(uint32 (&)[kSquares][4], const K&) const {}
+    template <typename K>
+    OA_DEVICE float change_in_tile(float dp, float delta, const K&, int, int, int) const {
+        return dp - delta;
+    }
+    template <typename Io, int kSquares, int kScores>
+    OA_DEVICE void pack_and_mark(uint32 (&)[kSquares][4], float (&)[kScores], int32, int32) const {}
+    OA_DEVICE float unmarked(float p) const { return p; }
     template <typename P>
     OA_DEVICE explicit NoDropout(const P&) {}
     OA_DEVICE void begin(int32, int32, int) {}
@@ -145,21 +190,72 @@ class NoDropout {
     OA_DEVICE float change(float dp, float delta, float) const { return dp - delta; }
     OA_DEVICE float change(float dp, float delta, const Kept&, int, int, int) const { return dp - delta; }
 };
+template <typename Key>
 class WithDropout {
   public:
     using Kept = KeptWords;  // of two squares
+    // Of 16 rows by kColumns columns.
+    template <int kColumns>
+    using TileKept = KeptWords[kColumns / 32];
+    template <int kColumns, bool kTransposed = false>
+    OA_DEVICE void find_tile(TileKept<kColumns>& kept, int32 rows, int32 columns) const {
+        static_assert(kColumns % 32 == 0, "pairs of squares");
+        const PhiloxKey key = dropout_.key();
+#pragma unroll
+        for (int i = 0; i < kColumns / 32; ++i)
+            kept_words<kTransposed, false>(kept[i], dropout_, key, of_sequence_, of_head_, rows, columns + 2 * i, of_lane_);
+    }
+    template <bool kTransposed = false, int kSquares>
+    OA_DEVICE void drop_tile(uint32 (&p)[kSquares][4], const KeptWords (&kept)[kSquares / 2]) const {
+#pragma unroll
+        for (int i = 0; i < kSquares; ++i) keep_probabilities<kTransposed>(p[i], kept[i / 2][i % 2]);
+    }
+    // P of S^T as operands, zeros where they are dropped, and with a minus in p: no words are kept.
+    template <typename Io, int kSquares, int kScores>
+    OA_DEVICE void pack_and_mark(uint32 (&operand)[kSquares][4], float (&p)[kScores], int32 rows, int32 columns) const {
+#pragma unroll
+        for (int i = 0; i < kSquares; i += 2) {
+            // One call behind the other: registers for both are not there.
+            PhiloxKey key = dropout_.key();
+            if (i > 0) asm volatile("mov.b32 %0, %1;" : "=r"(key.x) : "r"(key.x), "r"(operand[i - 1][3]));
+            Kept kept;
+            kept_words<true, false>(kept, dropout_, key, of_sequence_, of_head_, rows, columns + i, of_lane_);
+#pragma unroll
+            for (int square = 0; square < 2; ++square) {
+#pragma unroll
+                for (int x = 0; x < 4; ++x)
+                    operand[i + square][x] =
+                        pack2(Io{}, p[8 * (i + square) + 2 * x], p[8 * (i + square) + 2 * x + 1]);
+                keep_probabilities<true>(operand[i + square], kept[square]);
+#pragma unroll
+                for (int x = 0; x < 8; ++x) {
+                    const int byte = x / 4 + x / 2 % 2 * 2;
+                    float& marked = p[8 * (i + square) + x];
+                    const uint32 word = kept[square][x % 2];
+                    marked = __uint_as_float(__float_as_uint(marked) |
+                                             (~byte_permute(word, word, (byte | 8) * 0x1111) & 0x80000000u));
+                }
+            }
+        }
+    }
+    // As `change`, of S^T: column x of block n, row r.
+    template <int kPairs>
+    OA_DEVICE float change_in_tile(float dp, float delta, const KeptWords (&kept)[kPairs], int n, int r, int x) const {
+        return change(dp, delta, kept[n / 4], n / 2 % 2, n % 2 + 2 * r, x);
+    }
+
     template <typename P>
     OA_DEVICE explicit WithDropout(const P& params) : dropout_(params.dropout) {}
-    OA_DEVICE void begin(int32 sequence, int32 head, int lane) { sequence_ = sequence, head_ = head, lane_ = lane; }
+    OA_DEVICE void begin(int32 sequence, int32 head, int lane) { of_sequence_ = sequence, of_head_ = head, of_lane_ = lane; }
     // A sum of what was kept.
     OA_DEVICE float scaled(float x) const { return x * dropout_.scale(); }
     // Of the squares at `rows` and `columns` and the next one. Columns: the order of keys that are columns.
     template <typename Columns, bool kTransposed = false, bool kDown = false>
     OA_DEVICE void find(Kept& kept, int32 rows, int32 columns) const {
-        if constexpr (Columns::of_lane(1) == TwoKeys::of_lane(1))
-            kept_words<kTransposed, kDown>(kept, dropout_, sequence_, head_, rows, columns, lane_);
+        if constexpr (Columns::of_lane(1) == ColumnPairs::of_lane(1))
+            kept_words<kTransposed, kDown>(kept, dropout_, dropout_.key(), of_sequence_, of_head_, rows, columns, of_lane_);
         else
-            kept_words_of_four_keys(kept, dropout_, sequence_, head_, rows, columns, lane_);
+            kept_words_of_four_keys(kept, dropout_, dropout_.key(), of_sequence_, of_head_, rows, columns, of_lane_);
     }
     // Probabilities of S as operands of a product, of the square-th of both.
     OA_DEVICE void drop(uint32 (&p)[4], const Kept& kept, int square) const { keep_probabilities(p, kept[square]); }
@@ -174,6 +270,7 @@ class WithDropout {
         return pair | (~kept_pair(kept[square], byte) & 0x80008000u);
     }
     OA_DEVICE float2 unmarked(float2 p) const { return make_float2(fabsf(p.x), fabsf(p.y)); }
+    OA_DEVICE float unmarked(float p) const { return fabsf(p); }
     // What P is multiplied by: the gradient of a probability less delta. p: marked.
     OA_DEVICE float change(float dp, float delta, float p) const {
         return fmaf(dp, __float_as_int(p) < 0 ? 0.0f : dropout_.scale(), -delta);
@@ -183,8 +280,11 @@ class WithDropout {
     }
 
   private:
-    Dropout dropout_;
-    int32 sequence_ = 0, head_ = 0;
-    int lane_ = 0;
+    Dropout<Key> dropout_;
+    int32 of_sequence_ = 0, of_head_ = 0;
+    int of_lane_ = 0;
 };
-using TileDropout = Select<kHasDropout, WithDropout, NoDropout>::Type;
+// Of kernels on mma.sync, which are short of registers; of those that count on where dynamic shared memory begins
+// (kSmemBase).
+using TileDropout = Select<kHasDropout, WithDropout<KeyInSharedMemory>, NoDropout>::Type;
+using WgmmaDropout = Select<kHasDropout, WithDropout<KeyInRegisters>, NoDropout>::Type;

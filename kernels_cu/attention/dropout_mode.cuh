@@ -2,4 +2,4 @@
 // (src/omniattn/launch/dropout.py).
 #pragma once
 
-constexpr bool kHasDropout = false;
+enum : bool { kHasDropout = false };  // no variable, which every binary would have

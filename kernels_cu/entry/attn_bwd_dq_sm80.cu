@@ -35,6 +35,7 @@
 #include "scheduler/fwd_tile.cuh"
 #include "scheduler/padded_rows.cuh"
 #include "tile/panel.cuh"
+#include "attention/dropout.cuh"
 
 struct Config {
     using Io = IO_TYPE;  // Half or BFloat16
@@ -161,7 +162,7 @@ OA_DEVICE void make_ds(Scores& s, const Scores& dp, const AttnFwdParams& f, cons
 #pragma unroll
     for (int x = 0; x < Config::kNTiles * 4; ++x) {
         int r = x >> 1 & 1;
-        if (x % 16 == 0) dropout.find<TwoKeys>(kept, row / 16, key / 16 + x / 8);
+        if (x % 16 == 0) dropout.find<ColumnPairs>(kept, row / 16, key / 16 + x / 8);
         int32 k = key + 8 * (x >> 2) + (x & 1);
         bool see = k >= visible[r].lo && k < visible[r].hi;
         float p;

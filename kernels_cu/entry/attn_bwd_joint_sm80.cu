@@ -77,7 +77,7 @@ OA_DEVICE void make_p(const Work& w, Scores& s, Scores& slope, Packed& packed, T
     [[maybe_unused]] float c = w.p.fwd.softmax_scale * kLog2e;
     BwdScores<Config::Io> scores(w.p.fwd, w.arrays, w.t.sequence, step.head, w.t.seqlen_q, w.t.seqlen_k);
     const TileDropout dropout = w.dropout_of(step, lane);
-    dropout.find<TwoKeys, true, true>(kept, (w.t.n0 + w.group * Config::kKeyRows) / 16, m0 / 16);
+    dropout.find<ColumnPairs, true, true>(kept, (w.t.n0 + w.group * Config::kKeyRows) / 16, m0 / 16);
 #pragma unroll
     for (int i = 0; i < Config::kKTiles; ++i)
 #pragma unroll

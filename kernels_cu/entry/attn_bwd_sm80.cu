@@ -103,7 +103,7 @@ OA_DEVICE void make_p(const Work& w, Scores& s, Packed& packed, const Place& at,
         float2 lse2 = load_shared_float2(lse2_at + n * 32);
         int32 row = m0 + 8 * n + query;
         if (n % (kDown ? 2 : 4) == 0)
-            dropout.find<TwoKeys, true, kDown>(kept, (w.t.n0 + first_key(w)) / 16, m0 / 16 + n / 2);
+            dropout.find<ColumnPairs, true, kDown>(kept, (w.t.n0 + first_key(w)) / 16, m0 / 16 + n / 2);
 #pragma unroll
         for (int i = 0; i < Config::kKTiles; ++i)
 #pragma unroll

@@ -26,7 +26,6 @@
 //
 // Shared memory, bytes: Q, later O [BLOCK_M * HEAD_DIM * 2] | K [NUM_STAGES][BLOCK_N * HEAD_DIM * 2] | V [same] | of
 // HEAD_DIM 512 scores [BLOCK_M * BLOCK_N * 4].
-#include "attention/dropout.cuh"
 #include "attention/fwd_modes.cuh"
 #include "attention/mask.cuh"
 #include "attention/partial_epilogue.cuh"
@@ -48,6 +47,7 @@
 #include "scheduler/page_table.cuh"
 #include "scheduler/fwd_tile.cuh"
 #include "tile/panel.cuh"
+#include "attention/dropout.cuh"
 
 struct Config {
     using Io = IO_TYPE;  // Half or BFloat16

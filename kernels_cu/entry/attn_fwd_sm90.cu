@@ -47,6 +47,7 @@
 #include "ptx/warpgroup.cuh"
 #include "ptx/wgmma.cuh"
 #include "scheduler/persistent.cuh"
+#include "attention/dropout.cuh"
 
 struct Config {
     using Io = IO_TYPE;
@@ -83,7 +84,9 @@ struct Config {
 // Arguments by mode, and by what is done to scores.
 using Mode = Select<Config::kSplitKeys, Select<Config::kVarlen, StreamK, SplitKeys>::Type, WholeKeys>::Type;
 using ModsParams = Select<kHasScoreMod, Mode::UserMod, Mode::ScoreMods>::Type;
-using Params = Select<Config::kScoreMods, ModsParams, Mode::Plain>::Type;
+using ScoreParams = Select<Config::kScoreMods, ModsParams, Mode::Plain>::Type;
+using Params = Select<kHasDropout, AttnFwdDropoutSm90Params, ScoreParams>::Type;
+static_assert(!kHasDropout || !(Config::kScoreMods || Config::kSplitKeys || Config::kPaged), "dropout of plain calls");
 using Tile = TileOf<Config>;
 using Masks = MaskTiles<Config>;
 struct Nothing {};
@@ -185,7 +188,8 @@ class Producer : public ForwardProducer<Config, Producer> {
     Pages pages_;
 };
 
-class Consumer : public ForwardConsumer<Config, Consumer>, FwdProducts<Config> {
+// Dropout is a base and no member, which of kernels without it would have a place.
+class Consumer : public ForwardConsumer<Config, Consumer>, FwdProducts<Config>, WgmmaDropout {
     using Base = ForwardConsumer<Config, Consumer>;
     using Products = FwdProducts<Config>;
     using Steps = StepCursor<Config::kLists>;
@@ -205,6 +209,7 @@ class Consumer : public ForwardConsumer<Config, Consumer>, FwdProducts<Config> {
 
     OA_DEVICE Consumer(const Params& params, SharedStorage& smem, const RoleBarriers<Config>& bars, int32 group)
         : ForwardConsumer(params.fwd, params.tiles, smem.roles, bars, group),
+          WgmmaDropout(params),
           params_(params),
           q_(wgmma_descriptor(smem_addr_at(&SharedStorage::q) + group * 64 * 128, 16, 1024)),
           k_(wgmma_descriptor(smem_addr_at(&SharedStorage::k), 16, 1024)),
@@ -232,12 +237,20 @@ class Consumer : public ForwardConsumer<Config, Consumer>, FwdProducts<Config> {
         auto nothing = [] {};
         Scores s;
         Probabilities probs;
+        WgmmaDropout::TileKept<Config::kBlockN> kept;
         float alpha[2], sum[2];
+        auto find_kept = [&] {
+            if constexpr (kHasDropout)
+                this->template find_tile<Config::kBlockN>(kept, warp_row / 16,
+                                                          (keys.end - 1 - i) * (Config::kBlockN / 16));
+        };
+        WgmmaDropout::begin(t.sequence, t.head_idx, lane_);
         wait_outer();
         wait_inner();
         ping_pong_.wait();
         issue_qk(s, q, k_.next(inner_at_.stage * kKBytes));
         ping_pong_.pass_on();
+        find_kept();
         wgmma_wait<0>();
         wgmma_pin(s);
         release_inner();
@@ -245,6 +258,7 @@ class Consumer : public ForwardConsumer<Config, Consumer>, FwdProducts<Config> {
         if (is_masked(keys, i)) mask_edges(s, p_, t, warp_row, (keys.end - 1 - i) * Config::kBlockN, lane_);
         rows.raise(s, c, alpha);
         probabilities(rows, s, c, probs, sum);
+        this->drop_tile(probs, kept);
         rows.add(sum);
         clear_foreign_rows(t, keys.end - 1 - i);
 
@@ -253,6 +267,7 @@ class Consumer : public ForwardConsumer<Config, Consumer>, FwdProducts<Config> {
             ping_pong_.wait();
             issue_qk(s, q, k_.next(inner_at_.stage * kKBytes));
             issue_pv(o, probs, v_.next(inner_at_.stage * kVBytes), pass_on);
+            find_kept();  // under the products
             wgmma_wait<0>();
             wgmma_pin(s);
             wgmma_pin(o);
@@ -262,6 +277,7 @@ class Consumer : public ForwardConsumer<Config, Consumer>, FwdProducts<Config> {
             rows.raise(s, c, alpha);
             rescale(o, alpha);
             probabilities(rows, s, c, probs, sum);
+            this->drop_tile(probs, kept);
         };
         int32 special = next_special(keys, i);
         bool is_full = false;
@@ -274,6 +290,7 @@ class Consumer : public ForwardConsumer<Config, Consumer>, FwdProducts<Config> {
                 if (is_masked(keys, i)) mask_edges(s, p_, t, warp_row, (keys.end - 1 - i) * Config::kBlockN, lane_);
                 special = next_special(keys, i);
                 probabilities(rows, s, c, probs, sum);
+            this->drop_tile(probs, kept);
                 if (__any_sync(0xffffffffu, RowState<>::too_large(sum, own))) redo();
                 is_full = is_inner_full();
             } else {
@@ -283,6 +300,7 @@ class Consumer : public ForwardConsumer<Config, Consumer>, FwdProducts<Config> {
                 for (;;) {
                     products();
                     probabilities(rows, s, c, probs, sum);
+            this->drop_tile(probs, kept);
                     is_full = is_inner_full();
                     again = RowState<>::too_large(sum, own);
                     if (__any_sync(0xffffffffu, again || !is_full || i + 1 >= special)) break;
@@ -310,6 +328,9 @@ class Consumer : public ForwardConsumer<Config, Consumer>, FwdProducts<Config> {
             store_split_rows<Config::Io>(state.o, rows.m2, rows.l, params_, p_, t, t.num_splits,
                                          first_partial_row<Config::kBlockM>(p_, list_, t), warp_row, lane_);
         } else {
+            if constexpr (kHasDropout)
+#pragma unroll
+                for (int i = 0; i < Config::kDTiles * 4; ++i) state.o[i] = this->scaled(state.o[i]);
             store_rows<Config::Io>(state.o, rows.m2, rows.l, {0.0f, 0.0f}, p_, t, warp_row, lane_);
         }
     }

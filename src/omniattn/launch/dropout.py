@@ -10,7 +10,7 @@ from .host_struct import At
 
 #: The header whose place the text takes.
 _HEADER = "attention/dropout_mode.cuh"
-_TEXT = "#pragma once\n\nconstexpr bool kHasDropout = true;\n"
+_TEXT = "#pragma once\n\nenum : bool { kHasDropout = true };\n"
 #: What seed and offset are as an operand of a call.
 RNG = "dropout_rng"
 #: Bytes of a word.

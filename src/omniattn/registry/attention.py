@@ -364,6 +364,7 @@ def _attn_fwd_sm90(
         masks=masks,
         # Small tiles have no lists of what it hides, nor have splits of packed sequences.
         score_mod=score_mods and not (small or (split and varlen)),
+        dropout=not (score_mods or split or paged or small),
         lists=lists,
         own_head_dim_v=tile.head_dim_v,
         bias_bytes=tile.bias_bytes,

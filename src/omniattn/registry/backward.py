@@ -225,6 +225,7 @@ def _attn_bwd_sm90(head_dim: int, dtype: str, varlen: bool, mod: str, ordered: b
         waits_ahead=True,
         softcap=softcap,
         masks=masks,
+        dropout=not mod,
         dq=True,
         ordered_dq=ordered,
         any_scale=False,
