@@ -18,7 +18,6 @@
 #include "params/dropout.cuh"
 #include "ptx/byte_permute.cuh"
 #include "ptx/cp_async.cuh"
-#include "ptx/cvt.cuh"
 #include "ptx/shared.cuh"
 #include "ptx/types.cuh"
 
@@ -164,19 +163,6 @@ struct ColumnPairs {  // as they lie in accumulators
 class NoDropout {
   public:
     struct Kept {};
-    template <int kColumns>
-    using TileKept = Kept;
-    template <int kColumns, bool kTransposed = false, typename K>
-    OA_DEVICE void find_tile(K&, int32, int32) const {}
-    template <bool kTransposed = false, int kSquares, typename K>
-    OA_DEVICE void drop_tile(uint32 (&)[kSquares][4], const K&) const {}
-    template <typename K>
-    OA_DEVICE float change_in_tile(float dp, float delta, const K&, int, int, int) const {
-        return dp - delta;
-    }
-    template <typename Io, int kSquares, int kScores>
-    OA_DEVICE void pack_and_mark(uint32 (&)[kSquares][4], float (&)[kScores], int32, int32) const {}
-    OA_DEVICE float unmarked(float p) const { return p; }
     template <typename P>
     OA_DEVICE explicit NoDropout(const P&) {}
     OA_DEVICE void begin(int32, int32, int) {}
@@ -210,40 +196,6 @@ class WithDropout {
 #pragma unroll
         for (int i = 0; i < kSquares; ++i) keep_probabilities<kTransposed>(p[i], kept[i / 2][i % 2]);
     }
-    // P of S^T as operands, zeros where they are dropped, and with a minus in p: no words are kept.
-    template <typename Io, int kSquares, int kScores>
-    OA_DEVICE void pack_and_mark(uint32 (&operand)[kSquares][4], float (&p)[kScores], int32 rows, int32 columns) const {
-#pragma unroll
-        for (int i = 0; i < kSquares; i += 2) {
-            // One call behind the other: registers for both are not there.
-            PhiloxKey key = dropout_.key();
-            if (i > 0) asm volatile("mov.b32 %0, %1;" : "=r"(key.x) : "r"(key.x), "r"(operand[i - 1][3]));
-            Kept kept;
-            kept_words<true, false>(kept, dropout_, key, of_sequence_, of_head_, rows, columns + i, of_lane_);
-#pragma unroll
-            for (int square = 0; square < 2; ++square) {
-#pragma unroll
-                for (int x = 0; x < 4; ++x)
-                    operand[i + square][x] =
-                        pack2(Io{}, p[8 * (i + square) + 2 * x], p[8 * (i + square) + 2 * x + 1]);
-                keep_probabilities<true>(operand[i + square], kept[square]);
-#pragma unroll
-                for (int x = 0; x < 8; ++x) {
-                    const int byte = x / 4 + x / 2 % 2 * 2;
-                    float& marked = p[8 * (i + square) + x];
-                    const uint32 word = kept[square][x % 2];
-                    marked = __uint_as_float(__float_as_uint(marked) |
-                                             (~byte_permute(word, word, (byte | 8) * 0x1111) & 0x80000000u));
-                }
-            }
-        }
-    }
-    // As `change`, of S^T: column x of block n, row r.
-    template <int kPairs>
-    OA_DEVICE float change_in_tile(float dp, float delta, const KeptWords (&kept)[kPairs], int n, int r, int x) const {
-        return change(dp, delta, kept[n / 4], n / 2 % 2, n % 2 + 2 * r, x);
-    }
-
     template <typename P>
     OA_DEVICE explicit WithDropout(const P& params) : dropout_(params.dropout) {}
     OA_DEVICE void begin(int32 sequence, int32 head, int lane) { of_sequence_ = sequence, of_head_ = head, of_lane_ = lane; }
@@ -279,12 +231,109 @@ class WithDropout {
         return fmaf(dp, kept_factor(kept[square][column], byte, dropout_.scale()), -delta);
     }
 
-  private:
+  protected:
     Dropout<Key> dropout_;
     int32 of_sequence_ = 0, of_head_ = 0;
     int of_lane_ = 0;
 };
-// Of kernels on mma.sync, which are short of registers; of those that count on where dynamic shared memory begins
-// (kSmemBase).
+// Of kernels on mma.sync, which are short of registers. Those on wgmma count on where dynamic shared memory begins.
 using TileDropout = Select<kHasDropout, WithDropout<KeyInSharedMemory>, NoDropout>::Type;
-using WgmmaDropout = Select<kHasDropout, WithDropout<KeyInRegisters>, NoDropout>::Type;
+
+// Of the forward on wgmma: what a tile of keys keeps is found under its products, from the last tile to the first.
+class NoForwardDropout : public NoDropout {
+  public:
+    using NoDropout::NoDropout;
+    OA_DEVICE void begin_tile(int32, int32, int, int32, int32) {}
+    OA_DEVICE void find_next() {}
+    template <typename Probabilities>
+    OA_DEVICE void drop(Probabilities&) const {}
+};
+template <int kBlockN>
+class WithForwardDropout : public WithDropout<KeyInRegisters> {
+  public:
+    using WithDropout::WithDropout;
+    // rows: number of 16 rows; n: tile of keys.
+    OA_DEVICE void begin_tile(int32 sequence, int32 head, int lane, int32 rows, int32 n) {
+        begin(sequence, head, lane);
+        rows_ = rows, columns_ = n * (kBlockN / 16);
+    }
+    OA_DEVICE void find_next() {
+        find_tile<kBlockN>(kept_, rows_, columns_);
+        columns_ -= kBlockN / 16;
+    }
+    OA_DEVICE void drop(uint32 (&p)[kBlockN / 16][4]) const { drop_tile(p, kept_); }
+
+  private:
+    KeptWords kept_[kBlockN / 32];
+    int32 rows_ = 0, columns_ = 0;
+};
+template <int kBlockN>
+using ForwardDropout = typename Select<kHasDropout, WithForwardDropout<kBlockN>, NoForwardDropout>::Type;
+
+// Of the backward on wgmma: of S^T, 64 keys by kBlockM queries a step. kMarks: registers for words are not there, and P
+// that is dropped is negative.
+class NoBackwardDropout : public NoDropout {
+  public:
+    using NoDropout::NoDropout;
+    OA_DEVICE void begin_keys(int32, int32, int, int32) {}
+    OA_DEVICE void next_head() {}
+    template <typename Io, int kSquares, int kScores>
+    OA_DEVICE void drop(uint32 (&)[kSquares][4], float (&)[kScores], int32) {}
+    OA_DEVICE float score_gradient(float p, float dp, float delta, int, int, int) const { return p * (dp - delta); }
+};
+template <int kBlockM, bool kMarks>
+class WithBackwardDropout : public WithDropout<KeyInRegisters> {
+  public:
+    using WithDropout::WithDropout;
+    // head: the first; rows: number of 16 keys.
+    OA_DEVICE void begin_keys(int32 sequence, int32 head, int lane, int32 rows) {
+        begin(sequence, head, lane);
+        rows_ = rows;
+    }
+    OA_DEVICE void next_head() { ++of_head_; }
+    // P as operands, zeros where they are dropped. m: tile of queries.
+    template <typename Io, int kSquares, int kScores>
+    OA_DEVICE void drop(uint32 (&operand)[kSquares][4], float (&p)[kScores], int32 m) {
+        const int32 columns = m * (kBlockM / 16);
+        if constexpr (kMarks) {
+            mark(operand, p, columns);
+        } else {
+            find_tile<kBlockM, true>(kept_, rows_, columns);
+            drop_tile<true>(operand, kept_);
+        }
+    }
+    // Of column x of block n, row r.
+    OA_DEVICE float score_gradient(float p, float dp, float delta, int n, int r, int x) const {
+        if constexpr (kMarks) return fabsf(p) * change(dp, delta, p);
+        return p * change(dp, delta, kept_[n / 4], n / 2 % 2, n % 2 + 2 * r, x);
+    }
+
+  private:
+    KeptWords kept_[kBlockM / 32];
+    int32 rows_ = 0;
+
+    template <int kSquares, int kScores>
+    OA_DEVICE void mark(uint32 (&operand)[kSquares][4], float (&p)[kScores], int32 columns) const {
+#pragma unroll
+        for (int i = 0; i < kSquares; i += 2) {
+            // One call behind the other: registers for both are not there.
+            PhiloxKey key = dropout_.key();
+            if (i > 0) asm volatile("mov.b32 %0, %1;" : "=r"(key.x) : "r"(key.x), "r"(operand[i - 1][3]));
+            KeptWords kept;
+            kept_words<true, false>(kept, dropout_, key, of_sequence_, of_head_, rows_, columns + i, of_lane_);
+#pragma unroll
+            for (int square = 0; square < 2; ++square) {
+                keep_probabilities<true>(operand[i + square], kept[square]);
+#pragma unroll
+                for (int x = 0; x < 8; ++x) {
+                    const int byte = x / 4 + x / 2 % 2 * 2;
+                    const uint32 word = kept[square][x % 2];
+                    const uint32 dropped = ~byte_permute(word, word, (byte | 8) * 0x1111) & 0x80000000u;
+                    p[8 * (i + square) + x] = __uint_as_float(__float_as_uint(p[8 * (i + square) + x]) | dropped);
+                }
+            }
+        }
+    }
+};
+template <int kBlockM, bool kMarks>
+using BackwardDropout = typename Select<kHasDropout, WithBackwardDropout<kBlockM, kMarks>, NoBackwardDropout>::Type;

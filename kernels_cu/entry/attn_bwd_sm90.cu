@@ -93,26 +93,17 @@ using PlainWriter = Select<Config::kAlternate, BwdAlternateWriter<Config>, BwdWr
 using Writer = Select<Config::kOrdered, BwdOrderedWriter<Config>, PlainWriter>::Type;
 static_assert(sizeof(SharedStorage) == SMEM_BYTES, "the registry's smem_bytes must be this struct's size");
 
-// P that is dropped is negative where registers are short, and else known by words.
-enum : bool { kMarks = kHasDropout && Config::kHeadDim == 128, kSeesHeads = Config::kKeyMask || kHasDropout };
-struct KeptWordsOf {
-    WgmmaDropout::TileKept<Config::kBlockM> words;
-};
-struct KeepsAll {};
-using StepKept = Select<kHasDropout, KeptWordsOf, KeepsAll>::Type;
-OA_DEVICE auto& words_of(KeptWordsOf& kept) { return kept.words; }
-OA_DEVICE KeepsAll& words_of(KeepsAll& kept) { return kept; }
-
-// Bases and not members, which of kernels without dropout would have places.
-class Consumer : BwdProducts<Config>, WgmmaDropout {
+// Dropout is a base and no member, which of kernels without it would have a place.
+class Consumer : BwdProducts<Config>, BackwardDropout<Config::kBlockM, Config::kHeadDim == 128> {
     using Products = BwdProducts<Config>;
+    using Dropping = BackwardDropout<Config::kBlockM, Config::kHeadDim == 128>;
     using Products::issue_gradient, Products::issue_scores, Products::kSteps, Products::pack;
     using typename Products::Gradient, typename Products::KeyOperand, typename Products::Operand;
     using typename Products::QueryGradient, typename Products::Scores;
 
   public:
     OA_DEVICE Consumer(const Config::Params& params, const Barriers& bars, int32 group)
-        : WgmmaDropout(params),
+        : Dropping(params),
           params_(params),
           p_(params.bwd.fwd),
           bars_(bars),
@@ -147,7 +138,7 @@ class Consumer : BwdProducts<Config>, WgmmaDropout {
                 kv_phase_ ^= 1;
             }
             if (params_.bwd.dv != nullptr)
-                store(w.dv, this->scaled(1.0f), params_.bwd.dv, params_.bwd.dv_stride_b, params_.bwd.dv_stride_s,
+                store(w.dv, kHasDropout ? Dropping::scaled(1.0f) : 1.0f, params_.bwd.dv, params_.bwd.dv_stride_b, params_.bwd.dv_stride_s,
                       params_.bwd.dv_stride_h, t);
             if (params_.bwd.dk != nullptr)
                 store(w.dk, p_.softmax_scale, params_.bwd.dk, params_.bwd.dk_stride_b, params_.bwd.dk_stride_s,
@@ -157,14 +148,14 @@ class Consumer : BwdProducts<Config>, WgmmaDropout {
 
   private:
     // What a tile of keys has on its way through the queries.
-    struct Work : StepKept {
+    struct Work {
         Scores s, dp;
         QueryGradient dq;
         Operand p16, ds16;
         Gradient dk, dv;
         KeyOperand k, v;  // kKvInRegisters
         int32 m;  // tile of queries
-        int32 head;  // kSeesHeads: of queries
+        int32 head;  // kKeyMask: of queries
         float key_bias[2];  // kKeyMask: of this thread's keys, in base 2
     };
 
@@ -206,8 +197,13 @@ class Consumer : BwdProducts<Config>, WgmmaDropout {
     OA_DEVICE void attend(const BwdTile& t, const Rows& rows, Work& w) {
         const int32 total = (p_.num_q_heads / p_.num_kv_heads) * (rows.end - rows.first);
         w.m = first_queries<Config::kOrdered>(rows);
-        if constexpr (kSeesHeads) w.head = t.kv_head_idx * (p_.num_q_heads / p_.num_kv_heads);
-        if constexpr (Config::kKeyMask) load_key_bias(w, t);
+        if constexpr (kHasDropout)
+            Dropping::begin_keys(t.sequence, t.kv_head_idx * (p_.num_q_heads / p_.num_kv_heads), lane_,
+                                 t.n0 / 16 + group_ * 4 + warp_);
+        if constexpr (Config::kKeyMask) {
+            w.head = t.kv_head_idx * (p_.num_q_heads / p_.num_kv_heads);
+            load_key_bias(w, t);
+        }
         mbarrier_wait(bars_.k_full, kv_phase_);
         // V is waited for here too: its first product comes half a step later, at the same place in all steps.
         mbarrier_wait(bars_.v_full, kv_phase_);
@@ -329,12 +325,12 @@ class Consumer : BwdProducts<Config>, WgmmaDropout {
             for (int r = 0; r < 2; ++r) {
                 float* ds = w.dp + 4 * j + 2 * r;
                 const float* p = w.s + 4 * j + 2 * r;
-                if constexpr (kMarks) {
-                    ds[0] = this->unmarked(p[0]) * this->change(ds[0], row.x, p[0]);
-                    ds[1] = this->unmarked(p[1]) * this->change(ds[1], row.y, p[1]);
+                if constexpr (kHasDropout) {
+                    ds[0] = Dropping::score_gradient(p[0], ds[0], row.x, j, r, 0);
+                    ds[1] = Dropping::score_gradient(p[1], ds[1], row.y, j, r, 1);
                 } else {
-                    ds[0] = p[0] * this->change_in_tile(ds[0], row.x, words_of(w), j, r, 0);
-                    ds[1] = p[1] * this->change_in_tile(ds[1], row.y, words_of(w), j, r, 1);
+                    ds[0] = p[0] * (ds[0] - row.x);
+                    ds[1] = p[1] * (ds[1] - row.y);
                 }
                 if constexpr (Config::kSoftcap) {
                     ds[0] = uncap(ds[0], p[0], params.inv_factor2, lse.x);
@@ -403,8 +399,8 @@ class Consumer : BwdProducts<Config>, WgmmaDropout {
         } else if constexpr (kBefore > 1) {
             ds_read_.advance();  // the other warpgroup's
         }
-        if constexpr (!kMarks) pack(w.p16, w.s);
-        if constexpr (kHasDropout) drop(w, t);
+        pack(w.p16, w.s);
+        if constexpr (kHasDropout) Dropping::drop<Config::Io>(w.p16, w.s, w.m);
         bars_.d_o.wait(do_at_);
         wgmma_discard(w.dp);
         if constexpr (Config::kKeyMask && kBefore == 0) wgmma_pin(w.dv);  // else zeroed behind the fence
@@ -426,19 +422,7 @@ class Consumer : BwdProducts<Config>, WgmmaDropout {
             if (w.m == first_queries<Config::kOrdered>(rows) && ++w.head < p_.num_q_heads && p_.mask_stride_h != 0)
                 load_key_bias(w, t);
         if constexpr (kHasDropout)
-            if (w.m == first_queries<Config::kOrdered>(rows)) ++w.head;
-    }
-
-    // What this step drops of P.
-    OA_DEVICE void drop(Work& w, const BwdTile& t) {
-        const int32 rows = t.n0 / 16 + group_ * 4 + warp_, columns = w.m * (Config::kBlockM / 16);
-        this->begin(t.sequence, w.head, lane_);
-        if constexpr (kMarks) {
-            this->template pack_and_mark<Config::Io>(w.p16, w.s, rows, columns);
-        } else {
-            this->template find_tile<Config::kBlockM, true>(words_of(w), rows, columns);
-            this->template drop_tile<true>(w.p16, words_of(w));
-        }
+            if (w.m == first_queries<Config::kOrdered>(rows)) Dropping::next_head();
     }
 
     OA_DEVICE void load_key_bias(Work& w, const BwdTile& t) const {

@@ -189,9 +189,10 @@ class Producer : public ForwardProducer<Config, Producer> {
 };
 
 // Dropout is a base and no member, which of kernels without it would have a place.
-class Consumer : public ForwardConsumer<Config, Consumer>, FwdProducts<Config>, WgmmaDropout {
+class Consumer : public ForwardConsumer<Config, Consumer>, FwdProducts<Config>, ForwardDropout<Config::kBlockN> {
     using Base = ForwardConsumer<Config, Consumer>;
     using Products = FwdProducts<Config>;
+    using Dropping = ForwardDropout<Config::kBlockN>;
     using Steps = StepCursor<Config::kLists>;
     using Products::issue_pv, Products::issue_qk, Products::probabilities;
     using typename Products::Output, typename Products::Probabilities, typename Products::Scores;
@@ -209,7 +210,7 @@ class Consumer : public ForwardConsumer<Config, Consumer>, FwdProducts<Config>, 
 
     OA_DEVICE Consumer(const Params& params, SharedStorage& smem, const RoleBarriers<Config>& bars, int32 group)
         : ForwardConsumer(params.fwd, params.tiles, smem.roles, bars, group),
-          WgmmaDropout(params),
+          Dropping(params),
           params_(params),
           q_(wgmma_descriptor(smem_addr_at(&SharedStorage::q) + group * 64 * 128, 16, 1024)),
           k_(wgmma_descriptor(smem_addr_at(&SharedStorage::k), 16, 1024)),
@@ -237,20 +238,14 @@ class Consumer : public ForwardConsumer<Config, Consumer>, FwdProducts<Config>, 
         auto nothing = [] {};
         Scores s;
         Probabilities probs;
-        WgmmaDropout::TileKept<Config::kBlockN> kept;
         float alpha[2], sum[2];
-        auto find_kept = [&] {
-            if constexpr (kHasDropout)
-                this->template find_tile<Config::kBlockN>(kept, warp_row / 16,
-                                                          (keys.end - 1 - i) * (Config::kBlockN / 16));
-        };
-        WgmmaDropout::begin(t.sequence, t.head_idx, lane_);
+        Dropping::begin_tile(t.sequence, t.head_idx, lane_, warp_row / 16, keys.end - 1 - i);
         wait_outer();
         wait_inner();
         ping_pong_.wait();
         issue_qk(s, q, k_.next(inner_at_.stage * kKBytes));
         ping_pong_.pass_on();
-        find_kept();
+        Dropping::find_next();
         wgmma_wait<0>();
         wgmma_pin(s);
         release_inner();
@@ -258,7 +253,7 @@ class Consumer : public ForwardConsumer<Config, Consumer>, FwdProducts<Config>, 
         if (is_masked(keys, i)) mask_edges(s, p_, t, warp_row, (keys.end - 1 - i) * Config::kBlockN, lane_);
         rows.raise(s, c, alpha);
         probabilities(rows, s, c, probs, sum);
-        this->drop_tile(probs, kept);
+        Dropping::drop(probs);
         rows.add(sum);
         clear_foreign_rows(t, keys.end - 1 - i);
 
@@ -267,7 +262,7 @@ class Consumer : public ForwardConsumer<Config, Consumer>, FwdProducts<Config>, 
             ping_pong_.wait();
             issue_qk(s, q, k_.next(inner_at_.stage * kKBytes));
             issue_pv(o, probs, v_.next(inner_at_.stage * kVBytes), pass_on);
-            find_kept();  // under the products
+            Dropping::find_next();  // under the products
             wgmma_wait<0>();
             wgmma_pin(s);
             wgmma_pin(o);
@@ -277,7 +272,7 @@ class Consumer : public ForwardConsumer<Config, Consumer>, FwdProducts<Config>, 
             rows.raise(s, c, alpha);
             rescale(o, alpha);
             probabilities(rows, s, c, probs, sum);
-            this->drop_tile(probs, kept);
+            Dropping::drop(probs);
         };
         int32 special = next_special(keys, i);
         bool is_full = false;
@@ -290,7 +285,7 @@ class Consumer : public ForwardConsumer<Config, Consumer>, FwdProducts<Config>, 
                 if (is_masked(keys, i)) mask_edges(s, p_, t, warp_row, (keys.end - 1 - i) * Config::kBlockN, lane_);
                 special = next_special(keys, i);
                 probabilities(rows, s, c, probs, sum);
-            this->drop_tile(probs, kept);
+            Dropping::drop(probs);
                 if (__any_sync(0xffffffffu, RowState<>::too_large(sum, own))) redo();
                 is_full = is_inner_full();
             } else {
@@ -300,7 +295,7 @@ class Consumer : public ForwardConsumer<Config, Consumer>, FwdProducts<Config>, 
                 for (;;) {
                     products();
                     probabilities(rows, s, c, probs, sum);
-            this->drop_tile(probs, kept);
+            Dropping::drop(probs);
                     is_full = is_inner_full();
                     again = RowState<>::too_large(sum, own);
                     if (__any_sync(0xffffffffu, again || !is_full || i + 1 >= special)) break;
