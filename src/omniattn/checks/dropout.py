@@ -20,7 +20,7 @@ EXPECTED = (
     "uint32, the lower words first"
 )
 #: Channels of a head at most.
-_MOST_CHANNELS = 256
+MOST_CHANNELS = 256
 
 
 def check_p(value: Any, function: str) -> float:
@@ -52,8 +52,8 @@ def check_dropout(
         what = "block_table"
     elif with_score_mod:
         what = "score_mod"
-    elif max(problem.head_dim, problem.head_dim_v) > _MOST_CHANNELS and t.device == "cuda":
-        what = f"a head_dim above {_MOST_CHANNELS} on a GPU"
+    elif max(problem.head_dim, problem.head_dim_v) > MOST_CHANNELS and t.device == "cuda":
+        what = f"a head_dim above {MOST_CHANNELS} on a GPU"
     if what:
         raise UnsupportedError(f"{function}(): dropout_p={p:g} with {what}", instead="dropout_p=0.0")
     return dropout_of(p)
