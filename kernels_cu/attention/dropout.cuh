@@ -247,6 +247,8 @@ class NoForwardDropout : public NoDropout {
     OA_DEVICE void find_next() {}
     template <typename Probabilities>
     OA_DEVICE void drop(Probabilities&) const {}
+    template <int kOutputs>
+    OA_DEVICE void scale(float (&)[kOutputs]) const {}
 };
 template <int kBlockN>
 class WithForwardDropout : public WithDropout<KeyInRegisters> {
@@ -262,6 +264,11 @@ class WithForwardDropout : public WithDropout<KeyInRegisters> {
         columns_ -= kBlockN / 16;
     }
     OA_DEVICE void drop(uint32 (&p)[kBlockN / 16][4]) const { drop_tile(p, kept_); }
+    template <int kOutputs>
+    OA_DEVICE void scale(float (&o)[kOutputs]) const {
+#pragma unroll
+        for (int i = 0; i < kOutputs; ++i) o[i] = scaled(o[i]);
+    }
 
   private:
     KeptWords kept_[kBlockN / 32];
@@ -275,24 +282,26 @@ using ForwardDropout = typename Select<kHasDropout, WithForwardDropout<kBlockN>,
 class NoBackwardDropout : public NoDropout {
   public:
     using NoDropout::NoDropout;
-    OA_DEVICE void begin_keys(int32, int32, int, int32) {}
-    OA_DEVICE void next_head() {}
-    template <typename Io, int kSquares, int kScores>
+    template <typename Tile>
+    OA_DEVICE void begin_keys(const Tile&, int32, int, int32) {}
+    OA_DEVICE void next_head(bool) {}
+    template <int kSquares, int kScores>
     OA_DEVICE void drop(uint32 (&)[kSquares][4], float (&)[kScores], int32) {}
-    OA_DEVICE float score_gradient(float p, float dp, float delta, int, int, int) const { return p * (dp - delta); }
+    OA_DEVICE void score_gradients(float*, const float*, float2, int, int) const {}
 };
 template <int kBlockM, bool kMarks>
 class WithBackwardDropout : public WithDropout<KeyInRegisters> {
   public:
     using WithDropout::WithDropout;
-    // head: the first; rows: number of 16 keys.
-    OA_DEVICE void begin_keys(int32 sequence, int32 head, int lane, int32 rows) {
-        begin(sequence, head, lane);
-        rows_ = rows;
+    // group: heads of queries of a head of keys; rows: the warp's 16 keys of the tile.
+    template <typename Tile>
+    OA_DEVICE void begin_keys(const Tile& t, int32 group, int lane, int32 rows) {
+        begin(t.sequence, t.kv_head_idx * group, lane);
+        rows_ = t.n0 / 16 + rows;
     }
-    OA_DEVICE void next_head() { ++of_head_; }
+    OA_DEVICE void next_head(bool ends) { of_head_ += ends; }
     // P as operands, zeros where they are dropped. m: tile of queries.
-    template <typename Io, int kSquares, int kScores>
+    template <int kSquares, int kScores>
     OA_DEVICE void drop(uint32 (&operand)[kSquares][4], float (&p)[kScores], int32 m) {
         const int32 columns = m * (kBlockM / 16);
         if constexpr (kMarks) {
@@ -302,7 +311,11 @@ class WithBackwardDropout : public WithDropout<KeyInRegisters> {
             drop_tile<true>(operand, kept_);
         }
     }
-    // Of column x of block n, row r.
+    // dS in the place of dP, of both columns of block n and row r.
+    OA_DEVICE void score_gradients(float* ds, const float* p, float2 delta, int n, int r) const {
+        ds[0] = score_gradient(p[0], ds[0], delta.x, n, r, 0);
+        ds[1] = score_gradient(p[1], ds[1], delta.y, n, r, 1);
+    }
     OA_DEVICE float score_gradient(float p, float dp, float delta, int n, int r, int x) const {
         if constexpr (kMarks) return fabsf(p) * change(dp, delta, p);
         return p * change(dp, delta, kept_[n / 4], n / 2 % 2, n % 2 + 2 * r, x);

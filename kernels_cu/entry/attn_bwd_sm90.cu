@@ -71,7 +71,6 @@ struct Config {
     static constexpr bool kSoftcap = SOFTCAP, kKeyMask = KEY_MASK;  // the latter: the same for all queries, any dtype
     using ScoreParams = Select<kSoftcap, AttnBwdModsSm90Params, AttnBwdSm90Params>::Type;
     using Params = Select<kHasDropout, AttnBwdDropoutSm90Params, ScoreParams>::Type;
-    static_assert(!(kHasDropout && kExponents), "dropout of plain scores");
     static constexpr int kThreads = 128 * (1 + kConsumers);
     static constexpr int kPanels = kHeadDim / 64;
     // dK before dQ, whose operands are in shared memory; and warpgroup g makes dQ of tiles g, g + 2 .. of queries of a
@@ -93,17 +92,15 @@ using PlainWriter = Select<Config::kAlternate, BwdAlternateWriter<Config>, BwdWr
 using Writer = Select<Config::kOrdered, BwdOrderedWriter<Config>, PlainWriter>::Type;
 static_assert(sizeof(SharedStorage) == SMEM_BYTES, "the registry's smem_bytes must be this struct's size");
 
-// Dropout is a base and no member, which of kernels without it would have a place.
 class Consumer : BwdProducts<Config>, BackwardDropout<Config::kBlockM, Config::kHeadDim == 128> {
     using Products = BwdProducts<Config>;
-    using Dropping = BackwardDropout<Config::kBlockM, Config::kHeadDim == 128>;
     using Products::issue_gradient, Products::issue_scores, Products::kSteps, Products::pack;
     using typename Products::Gradient, typename Products::KeyOperand, typename Products::Operand;
     using typename Products::QueryGradient, typename Products::Scores;
 
   public:
     OA_DEVICE Consumer(const Config::Params& params, const Barriers& bars, int32 group)
-        : Dropping(params),
+        : BackwardDropout<Config::kBlockM, Config::kHeadDim == 128>(params),
           params_(params),
           p_(params.bwd.fwd),
           bars_(bars),
@@ -138,7 +135,7 @@ class Consumer : BwdProducts<Config>, BackwardDropout<Config::kBlockM, Config::k
                 kv_phase_ ^= 1;
             }
             if (params_.bwd.dv != nullptr)
-                store(w.dv, kHasDropout ? Dropping::scaled(1.0f) : 1.0f, params_.bwd.dv, params_.bwd.dv_stride_b, params_.bwd.dv_stride_s,
+                store(w.dv, kHasDropout ? this->scaled(1.0f) : 1.0f, params_.bwd.dv, params_.bwd.dv_stride_b, params_.bwd.dv_stride_s,
                       params_.bwd.dv_stride_h, t);
             if (params_.bwd.dk != nullptr)
                 store(w.dk, p_.softmax_scale, params_.bwd.dk, params_.bwd.dk_stride_b, params_.bwd.dk_stride_s,
@@ -197,9 +194,7 @@ class Consumer : BwdProducts<Config>, BackwardDropout<Config::kBlockM, Config::k
     OA_DEVICE void attend(const BwdTile& t, const Rows& rows, Work& w) {
         const int32 total = (p_.num_q_heads / p_.num_kv_heads) * (rows.end - rows.first);
         w.m = first_queries<Config::kOrdered>(rows);
-        if constexpr (kHasDropout)
-            Dropping::begin_keys(t.sequence, t.kv_head_idx * (p_.num_q_heads / p_.num_kv_heads), lane_,
-                                 t.n0 / 16 + group_ * 4 + warp_);
+        if constexpr (kHasDropout) begin_keys(t, p_.num_q_heads / p_.num_kv_heads, lane_, group_ * 4 + warp_);
         if constexpr (Config::kKeyMask) {
             w.head = t.kv_head_idx * (p_.num_q_heads / p_.num_kv_heads);
             load_key_bias(w, t);
@@ -325,13 +320,10 @@ class Consumer : BwdProducts<Config>, BackwardDropout<Config::kBlockM, Config::k
             for (int r = 0; r < 2; ++r) {
                 float* ds = w.dp + 4 * j + 2 * r;
                 const float* p = w.s + 4 * j + 2 * r;
-                if constexpr (kHasDropout) {
-                    ds[0] = Dropping::score_gradient(p[0], ds[0], row.x, j, r, 0);
-                    ds[1] = Dropping::score_gradient(p[1], ds[1], row.y, j, r, 1);
-                } else {
-                    ds[0] = p[0] * (ds[0] - row.x);
-                    ds[1] = p[1] * (ds[1] - row.y);
-                }
+                if constexpr (kHasDropout)
+                    score_gradients(ds, p, row, j, r);
+                else
+                    ds[0] = p[0] * (ds[0] - row.x), ds[1] = p[1] * (ds[1] - row.y);
                 if constexpr (Config::kSoftcap) {
                     ds[0] = uncap(ds[0], p[0], params.inv_factor2, lse.x);
                     ds[1] = uncap(ds[1], p[1], params.inv_factor2, lse.y);
@@ -400,7 +392,7 @@ class Consumer : BwdProducts<Config>, BackwardDropout<Config::kBlockM, Config::k
             ds_read_.advance();  // the other warpgroup's
         }
         pack(w.p16, w.s);
-        if constexpr (kHasDropout) Dropping::drop<Config::Io>(w.p16, w.s, w.m);
+        if constexpr (kHasDropout) drop(w.p16, w.s, w.m);
         bars_.d_o.wait(do_at_);
         wgmma_discard(w.dp);
         if constexpr (Config::kKeyMask && kBefore == 0) wgmma_pin(w.dv);  // else zeroed behind the fence
@@ -421,8 +413,7 @@ class Consumer : BwdProducts<Config>, BackwardDropout<Config::kBlockM, Config::k
         if constexpr (Config::kKeyMask)
             if (w.m == first_queries<Config::kOrdered>(rows) && ++w.head < p_.num_q_heads && p_.mask_stride_h != 0)
                 load_key_bias(w, t);
-        if constexpr (kHasDropout)
-            if (w.m == first_queries<Config::kOrdered>(rows)) Dropping::next_head();
+        if constexpr (kHasDropout) next_head(w.m == first_queries<Config::kOrdered>(rows));
     }
 
     OA_DEVICE void load_key_bias(Work& w, const BwdTile& t) const {

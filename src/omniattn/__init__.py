@@ -22,13 +22,13 @@ if TYPE_CHECKING:
     from .ops.calibrate_sparse import calibrate_sparse
     from .ops.choose_runs import choose_shared_runs
     from .ops.decode import decode
+    from .ops.dropout import dropout_mask
     from .ops.explain import Explanation, explain
     from .ops.index_logits import index_logits
     from .ops.merge import merge_states
     from .ops.quantize import quantize_qk, quantize_v
     from .ops.score_mod import ScoreMod
     from .ops.sparse import attention_sparse
-    from .ops.dropout import dropout_mask
     from .ops.sparse_blocks import sparse_blocks
     from .ops.top_k import top_k
     from .ops.with_cache import attention_with_kvcache

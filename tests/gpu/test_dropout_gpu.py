@@ -75,7 +75,7 @@ def _options_of(options: dict[str, Any], heads: int, queries: int, keys: int) ->
 
 
 @pytest.mark.parametrize("name", FORWARDS)
-@pytest.mark.parametrize("p", (0.1, 0.7))
+@pytest.mark.parametrize("p", [0.1, 0.7])
 def test_kernels_keep_what_the_mask_says(name: str, p: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of every kernel, with grouped heads, odd lengths, and rows of several tiles."""
     force, head_dim, options = FORWARDS[name]
@@ -117,7 +117,7 @@ def worst(found: Any, wanted: Any) -> float:
 
 
 @pytest.mark.parametrize("name", BACKWARDS)
-@pytest.mark.parametrize("causal", (False, True))
+@pytest.mark.parametrize("causal", [False, True])
 def test_gradients_are_those_of_the_mask(name: str, causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside float64 with what `dropout_mask` keeps."""
     force, head_dim, options = BACKWARDS[name]

@@ -61,9 +61,9 @@ def register(*, ignore: Iterable[str] = ()) -> None:
     Served: grouped-query and cross attention, causal and bidirectional, padding on both sides, sliding windows, chunks,
     softcap, sinks (``s_aux``), position biases with gradients, dynamic, sliding and static caches, packed sequences by
     ``position_ids`` or ``cu_seq_lens_*``, 4-dimensional masks of the caller, boolean or added, value heads of another
-    size, gradients, autocast, attention dropout. Rows of padding are 0 where eager attention gives a mean of values. ``generate_batch``
-    (continuous batching) is served under the same names, over the pages of its cache: docs/integrations/transformers.md
-    says how, and what of transformers is wrapped for it. Not served, and raising: 4-dimensional masks of integers
+    size, gradients, autocast, attention dropout. Rows of padding are 0 where eager attention gives a mean of values.
+    ``generate_batch`` (continuous batching) is served under the same names, over the pages of its cache:
+    docs/integrations/transformers.md says how, and what of transformers is wrapped for it. Not served, and raising: 4-dimensional masks of integers
     (``mask != 0`` makes booleans of them; eager attention adds them as they are), dropout with a low precision,
     ``output_attentions``, sparse attention by indices. Tested with transformers 5.17, 5.20, 5.23 and 5.24.
     """

@@ -139,7 +139,8 @@ def _with_descales(call: Call, factors: tuple[Any, ...], more: bool) -> Call:
     name, factor = next((n, x) for n, x in zip(checks.DESCALES, factors, strict=True) if x is not None)
     quantized = any(x.__class__ in OPERANDS for x in call.objects[:3])
     if quantized or more:
-        what = "quantized operands bring their scales" if quantized else "score_mod, block_mask and dropout take no e4m3"
+        others = "score_mod, block_mask and dropout take no e4m3 arrays"
+        what = "quantized operands bring their scales" if quantized else others
         raise ArgumentError(name, f"None, because {what}", type(factor).__name__, function=function)
     return Call(_WITH_DESCALES[function], (*call.objects, *factors), call.options, call.stream)
 

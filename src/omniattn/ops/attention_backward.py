@@ -229,7 +229,9 @@ def attention_varlen_backward(
         As in `attention_backward`, in the shapes of `attention_varlen`: lse and dlse are (num_q_heads, total_q).
     cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k
         Those of the forward.
-    layout, causal, window, softmax_scale, softcap, mask, score_mod, sinks, dropout_p, dropout_rng, stream, deterministic
+    layout, causal, window, softmax_scale, softcap, mask, score_mod, sinks, dropout_p, dropout_rng, stream
+        As in `attention_backward`.
+    deterministic : bool
         As in `attention_backward`.
 
     Returns
