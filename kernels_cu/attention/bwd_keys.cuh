@@ -294,7 +294,7 @@ struct BwdKeys {
         int64 stride = half == 0 ? p.dv_stride_s : p.dk_stride_s;
         to += half == 0 ? t.batch_idx * p.dv_stride_b + t.kv_head_idx * p.dv_stride_h + row * stride
                         : t.batch_idx * p.dk_stride_b + t.kv_head_idx * p.dk_stride_h + row * stride;
-        store_tile(o, half == 0 ? dropout.scaled(1.0f) : f.softmax_scale, half == 0 ? smem.v : smem.k, to, stride, rows, f.head_dim,
-                   w.group, lane);
+        store_tile(o, half == 0 ? dropout.scaled(1.0f) : f.softmax_scale, half == 0 ? smem.v : smem.k, to, stride, rows,
+                   f.head_dim, w.group, lane);
     }
 };

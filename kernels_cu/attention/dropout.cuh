@@ -50,9 +50,7 @@ OA_DEVICE PhiloxKey key_of(const DropoutParams& p) {
 class KeyInRegisters {
   public:
     OA_DEVICE explicit KeyInRegisters(PhiloxKey key) : key_(key) {}
-    OA_DEVICE PhiloxKey get() const {
-        return {uint32(in_register(int32(key_.x))), uint32(in_register(int32(key_.y)))};
-    }
+    OA_DEVICE PhiloxKey get() const { return {uint32(in_register(int32(key_.x))), uint32(in_register(int32(key_.y)))}; }
 
   private:
     PhiloxKey key_;
@@ -105,9 +103,9 @@ OA_DEVICE void kept_words(KeptWords& kept, const D& d, PhiloxKey key, int32 sequ
     const int parity = lane >> 2 & 1;
     const uint32 of_rows = 4 * (rows + (kDown ? parity : 0)) + (lane >> 3);
     const uint32 of_columns = 4 * (columns + (kDown ? 0 : parity)) + (lane & 3);
-    const uint4 w = philox(kTransposed ? make_uint4(of_rows, of_columns, head, sequence)
-                                       : make_uint4(of_columns, of_rows, head, sequence),
-                           key);
+    const uint4 w = philox(
+        kTransposed ? make_uint4(of_rows, of_columns, head, sequence) : make_uint4(of_columns, of_rows, head, sequence),
+        key);
     // Words of even rows, and of odd ones.
     const uint32 even[2] = {w.x, kTransposed ? w.y : w.z}, odd[2] = {kTransposed ? w.z : w.y, w.w};
 #pragma unroll
@@ -189,7 +187,8 @@ class WithDropout {
         const PhiloxKey key = dropout_.key();
 #pragma unroll
         for (int i = 0; i < kColumns / 32; ++i)
-            kept_words<kTransposed, false>(kept[i], dropout_, key, of_sequence_, of_head_, rows, columns + 2 * i, of_lane_);
+            kept_words<kTransposed, false>(kept[i], dropout_, key, of_sequence_, of_head_, rows, columns + 2 * i,
+                                           of_lane_);
     }
     template <bool kTransposed = false, int kSquares>
     OA_DEVICE void drop_tile(uint32 (&p)[kSquares][4], const KeptWords (&kept)[kSquares / 2]) const {
@@ -198,14 +197,17 @@ class WithDropout {
     }
     template <typename P>
     OA_DEVICE explicit WithDropout(const P& params) : dropout_(params.dropout) {}
-    OA_DEVICE void begin(int32 sequence, int32 head, int lane) { of_sequence_ = sequence, of_head_ = head, of_lane_ = lane; }
+    OA_DEVICE void begin(int32 sequence, int32 head, int lane) {
+        of_sequence_ = sequence, of_head_ = head, of_lane_ = lane;
+    }
     // A sum of what was kept.
     OA_DEVICE float scaled(float x) const { return x * dropout_.scale(); }
     // Of the squares at `rows` and `columns` and the next one. Columns: the order of keys that are columns.
     template <typename Columns, bool kTransposed = false, bool kDown = false>
     OA_DEVICE void find(Kept& kept, int32 rows, int32 columns) const {
         if constexpr (Columns::of_lane(1) == ColumnPairs::of_lane(1))
-            kept_words<kTransposed, kDown>(kept, dropout_, dropout_.key(), of_sequence_, of_head_, rows, columns, of_lane_);
+            kept_words<kTransposed, kDown>(kept, dropout_, dropout_.key(), of_sequence_, of_head_, rows, columns,
+                                           of_lane_);
         else
             kept_words_of_four_keys(kept, dropout_, dropout_.key(), of_sequence_, of_head_, rows, columns, of_lane_);
     }
@@ -347,6 +349,12 @@ class WithBackwardDropout : public WithDropout<KeyInRegisters> {
             }
         }
     }
+};
+template <bool kSoftcap>
+struct BwdSm90Params {
+    using Scores = typename Select<kSoftcap, AttnBwdModsSm90Params, AttnBwdSm90Params>::Type;
+    using Type = typename Select<kHasDropout, AttnBwdDropoutSm90Params, Scores>::Type;
+    static_assert(!(kHasDropout && kSoftcap), "there are no arguments with both");
 };
 template <int kBlockM, bool kMarks>
 using BackwardDropout = typename Select<kHasDropout, WithBackwardDropout<kBlockM, kMarks>, NoBackwardDropout>::Type;

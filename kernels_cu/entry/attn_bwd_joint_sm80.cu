@@ -70,8 +70,8 @@ static_assert(2 * sizeof(Output) * 32 * Config::kKeyGroups <=
 // P^T of kQueries queries from m0 on, of which kHides hides a part, in `s`; packed for dV. slope, with score
 // modifications: the derivative of the scores.
 template <bool kHides>
-OA_DEVICE void make_p(const Work& w, Scores& s, Scores& slope, Packed& packed, TileDropout::Kept& kept, const Place& step,
-                      int32 m0, uint32 lse2_at) {
+OA_DEVICE void make_p(const Work& w, Scores& s, Scores& slope, Packed& packed, TileDropout::Kept& kept,
+                      const Place& step, int32 m0, uint32 lse2_at) {
     int lane = in_register(w.lane);
     int32 key = w.t.n0 + w.group * Config::kKeyRows + (lane >> 2), query = m0 + 2 * (lane & 3);
     [[maybe_unused]] float c = w.p.fwd.softmax_scale * kLog2e;
@@ -160,7 +160,8 @@ OA_DEVICE void make_part(const Work& w, Output& dv, Output& dk, const Place& at,
     if (kAll || w.p.dv != nullptr) Keys::mma_output(dv, packed, smem_do, o_lane);
     if (!kAll && !wants_ds) return;
     Keys::mma_scores(dp, w.at(&SharedStorage::v), a_lane, smem_do, s_lane);
-    make_ds<kHides>(w, p, slope, dp, packed, kept, at.head, m0, w.at(&SharedStorage::delta) + numbers, smem_ds, first / 8);
+    make_ds<kHides>(w, p, slope, dp, packed, kept, at.head, m0, w.at(&SharedStorage::delta) + numbers, smem_ds,
+                    first / 8);
     if (kAll || w.p.dk != nullptr) Keys::mma_output(dk, packed, smem_q, o_lane);
 }
 

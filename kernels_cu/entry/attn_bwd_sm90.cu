@@ -2,16 +2,14 @@
 // 2023), algorithm 2; FlashAttention-3 (Shah et al. 2024), section 3.
 //
 //   P = exp2(c Q K^T - lse2);  dV = P^T dO;  dS = P (dO V^T - delta);  dK = scale dS^T Q;  dQ = scale dS K
-//   lse2 = lse * log2(e), delta = rowsum(dO * O) - dlse: of attn_bwd_prepare; dQ without the scale in fp32, rounded by
-//   attn_bwd_finish.
+//   lse2 = lse * log2(e), delta = rowsum(dO * O) - dlse: of attn_bwd_prepare; attn_bwd_finish scales and rounds dQ
 //
 // q, do: [batch, seqlen_q, num_q_heads, head_dim]   k, v: [batch, seqlen_k, num_kv_heads, head_dim]. Where head_dim is
-// below HEAD_DIM, TMA fills with zeros.
-//
-// A persistent kernel, one CTA an SM, walks over tiles of 128 keys of one kv head; each of two consumer warpgroups owns
-// 64 of them, their dK and dV in registers. Tiles of 64 queries, of all query heads of the kv head, come by. Scores are
-// transposed, keys times queries, so that P^T and dS^T are operands from registers; dS goes through shared memory too,
-// for dQ, of whose columns either warpgroup computes half, or all of every other tile of queries (kAlternate).
+// below HEAD_DIM, TMA fills with zeros. A persistent kernel, one CTA an SM, walks over tiles of 128 keys of one kv head;
+// each of two consumer warpgroups owns 64 of them, their dK and dV in registers. Tiles of 64 queries, of all query heads
+// of the kv head, come by. Scores are transposed, keys times queries, so that P^T and dS^T are operands from registers;
+// dS goes through shared memory too, for dQ, of whose columns either warpgroup computes half, or all of every other tile
+// of queries (kAlternate).
 //   warpgroup 0: producer, one lane copies; a lane for each consumer adds its dQ     warpgroups 1, 2: consumers
 //
 //   producer                          consumer g, tile i of queries
@@ -27,14 +25,12 @@
 //     arrive dq_empty
 //
 // dQ lags by two tiles so that the warpgroups need not meet: either may be more than a tile ahead. Plain calls issue dK
-// ahead of dQ (kDkFirst).
-//
-// VARLEN: packed [rows, heads, head_dim]; warp 3 walks cu_seqlens (scheduler/bwd_feed.cuh), copies end with their
-// sequence (params/attn_bwd.cuh). SOFTCAP, KEY_MASK: score modifications (attention/bwd_mods.cuh). ORDERED: dQ is added
-// to in a fixed order, the last queries first (attention/bwd_ordered.cuh). Shared memory, bytes:
-// VARLEN, ORDERED: tiles | K, V [128 * PANELS * 128] | Q [3][64 * PANELS * 128] | dO [NUM_DO_STAGES][same]
-// | dS [3][64 * 256] | dQ [2][256 * DQ_WIDTH] | lse2 [3][64 * 4] | delta [NUM_DO_STAGES][64 * 4] | barriers. Tiles are
-// panels of 64 columns with the 128-byte swizzle.
+// ahead of dQ (kDkFirst). VARLEN: packed [rows, heads, head_dim]; warp 3 walks cu_seqlens (scheduler/bwd_feed.cuh),
+// copies end with their sequence (params/attn_bwd.cuh). SOFTCAP, KEY_MASK: score modifications (attention/bwd_mods.cuh);
+// dropout: attention/dropout.cuh. ORDERED: dQ is added to in a fixed order, the last queries first
+// (attention/bwd_ordered.cuh). Shared memory, bytes: VARLEN, ORDERED: tiles | K, V [128 * PANELS * 128] | Q [3][64 *
+// PANELS * 128] | dO [NUM_DO_STAGES][same] | dS [3][64 * 256] | dQ [2][256 * DQ_WIDTH] | lse2 [3][64 * 4] | delta
+// [NUM_DO_STAGES][64 * 4] | barriers. Tiles are panels of 64 columns with the 128-byte swizzle.
 #include "attention/bwd_mods.cuh"
 #include "attention/bwd_roles.cuh"
 #include "attention/bwd_ordered.cuh"
@@ -69,8 +65,7 @@ struct Config {
     static constexpr bool kWalker = VARLEN || ORDERED;  // a warp hands the tiles of keys to the other roles
     static constexpr bool kExponents = SOFTCAP || KEY_MASK;  // of P, made of scores before P is
     static constexpr bool kSoftcap = SOFTCAP, kKeyMask = KEY_MASK;  // the latter: the same for all queries, any dtype
-    using ScoreParams = Select<kSoftcap, AttnBwdModsSm90Params, AttnBwdSm90Params>::Type;
-    using Params = Select<kHasDropout, AttnBwdDropoutSm90Params, ScoreParams>::Type;
+    using Params = BwdSm90Params<kSoftcap>::Type;
     static constexpr int kThreads = 128 * (1 + kConsumers);
     static constexpr int kPanels = kHeadDim / 64;
     // dK before dQ, whose operands are in shared memory; and warpgroup g makes dQ of tiles g, g + 2 .. of queries of a
@@ -91,7 +86,6 @@ using Rows = QueryTiles<Config::kBlockM, Config::kBlockN>;
 using PlainWriter = Select<Config::kAlternate, BwdAlternateWriter<Config>, BwdWriter<Config>>::Type;
 using Writer = Select<Config::kOrdered, BwdOrderedWriter<Config>, PlainWriter>::Type;
 static_assert(sizeof(SharedStorage) == SMEM_BYTES, "the registry's smem_bytes must be this struct's size");
-
 class Consumer : BwdProducts<Config>, BackwardDropout<Config::kBlockM, Config::kHeadDim == 128> {
     using Products = BwdProducts<Config>;
     using Products::issue_gradient, Products::issue_scores, Products::kSteps, Products::pack;
@@ -135,8 +129,8 @@ class Consumer : BwdProducts<Config>, BackwardDropout<Config::kBlockM, Config::k
                 kv_phase_ ^= 1;
             }
             if (params_.bwd.dv != nullptr)
-                store(w.dv, kHasDropout ? this->scaled(1.0f) : 1.0f, params_.bwd.dv, params_.bwd.dv_stride_b, params_.bwd.dv_stride_s,
-                      params_.bwd.dv_stride_h, t);
+                store(w.dv, kHasDropout ? this->scaled(1.0f) : 1.0f, params_.bwd.dv, params_.bwd.dv_stride_b,
+                      params_.bwd.dv_stride_s, params_.bwd.dv_stride_h, t);
             if (params_.bwd.dk != nullptr)
                 store(w.dk, p_.softmax_scale, params_.bwd.dk, params_.bwd.dk_stride_b, params_.bwd.dk_stride_s,
                       params_.bwd.dk_stride_h, t);
@@ -320,10 +314,8 @@ class Consumer : BwdProducts<Config>, BackwardDropout<Config::kBlockM, Config::k
             for (int r = 0; r < 2; ++r) {
                 float* ds = w.dp + 4 * j + 2 * r;
                 const float* p = w.s + 4 * j + 2 * r;
-                if constexpr (kHasDropout)
-                    score_gradients(ds, p, row, j, r);
-                else
-                    ds[0] = p[0] * (ds[0] - row.x), ds[1] = p[1] * (ds[1] - row.y);
+                if constexpr (!kHasDropout) ds[0] = p[0] * (ds[0] - row.x), ds[1] = p[1] * (ds[1] - row.y);
+                if constexpr (kHasDropout) score_gradients(ds, p, row, j, r);
                 if constexpr (Config::kSoftcap) {
                     ds[0] = uncap(ds[0], p[0], params.inv_factor2, lse.x);
                     ds[1] = uncap(ds[1], p[1], params.inv_factor2, lse.y);

@@ -91,7 +91,6 @@ struct SharedStorage : Select<Config::kScoreMods, MaskTiles<Config>::Storage, No
     RoleStorage<Config> roles;
 };
 static_assert(sizeof(SharedStorage) == SMEM_BYTES, "the registry's smem_bytes must be this struct's size");
-
 constexpr uint32 kQBytes = Config::kBlockM * Config::kPanels * 128;
 constexpr uint32 kKBytes = Config::kBlockN * Config::kPanels * 128;
 constexpr uint32 kVBytes = Config::kBlockN * Config::kPanelsV * 128;

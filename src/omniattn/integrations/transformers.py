@@ -63,9 +63,10 @@ def register(*, ignore: Iterable[str] = ()) -> None:
     ``position_ids`` or ``cu_seq_lens_*``, 4-dimensional masks of the caller, boolean or added, value heads of another
     size, gradients, autocast, attention dropout. Rows of padding are 0 where eager attention gives a mean of values.
     ``generate_batch`` (continuous batching) is served under the same names, over the pages of its cache:
-    docs/integrations/transformers.md says how, and what of transformers is wrapped for it. Not served, and raising: 4-dimensional masks of integers
-    (``mask != 0`` makes booleans of them; eager attention adds them as they are), dropout with a low precision,
-    ``output_attentions``, sparse attention by indices. Tested with transformers 5.17, 5.20, 5.23 and 5.24.
+    docs/integrations/transformers.md says how, and what of transformers is wrapped for it. Not served, and raising:
+    4-dimensional masks of integers (``mask != 0`` makes booleans of them; eager attention adds them as they are),
+    dropout with a low precision, ``output_attentions``, sparse attention by indices. Tested with transformers 5.17,
+    5.20, 5.23 and 5.24.
     """
     _check_version()
     IGNORED.update(ignore)

@@ -145,6 +145,17 @@ def _with_descales(call: Call, factors: tuple[Any, ...], more: bool) -> Call:
     return Call(_WITH_DESCALES[function], (*call.objects, *factors), call.options, call.stream)
 
 
+def _with_more(
+    call: Call, descales: tuple[Any, ...], mod: Any, block_mask: Any, block_size: Any, p: float, rng: Any
+) -> Call:
+    """``call`` with what plain ones have not."""
+    if any(x is not None for x in descales):
+        call = _with_descales(call, descales, mod is not None or block_mask is not None or p > 0)
+    if mod is not None or block_mask is not None or block_size is not None or p:
+        call = _with_extras(call, mod, block_mask, block_size, p, rng)
+    return call
+
+
 # A third of what the class of a NamedTuple takes.
 _new = tuple.__new__
 #: The default of ``dropout_p``, which costs a plain call a comparison of objects.
@@ -197,16 +208,14 @@ def attention(
         h // (num_q_heads // num_kv_heads). v may have a head_dim of its own, head_dim_v, by the same rules.
         Or all three quantized: ``quantize_qk(...).q``, ``quantize_qk(...).k`` and ``quantize_v(...)``, with the result
         that ``precision`` of the same knobs gives for the arrays they were made of, bit for bit.
-        Or all three e4m3 arrays (torch.float8_e4m3fn, that of ml_dtypes and JAX), with ``descale_*``: on a GPU strides
-        then are multiples of 16 elements. e5m2 raises.
+        Or all three e4m3 arrays, with ``descale_*``: on a GPU strides then are multiples of 16 elements. e5m2 raises.
     layout : "NHD" or "HND"
     causal : bool
         Query i sees the keys j <= i + seqlen_k - seqlen_q (aligned at the bottom right).
     window : (left, right), optional
         Query i sees the keys from i + seqlen_k - seqlen_q - left to i + seqlen_k - seqlen_q + right; -1 is unlimited.
     softmax_scale : float, optional
-        1 / sqrt(head_dim) unless given. It, softcap and the flags may be scalars of any library; one that lies on a GPU
-        is read, which waits for it. It has no gradient: a scale that is learned belongs to q.
+        1 / sqrt(head_dim) unless given. It, softcap and flags may be scalars of any library, but have no gradient.
     softcap : float
         0 for none.
     mask : array, optional
@@ -238,28 +247,22 @@ def attention(
     out_dtype : str or dtype, optional
         Of o from e4m3 arrays: "bfloat16" (unless given) or "float16". Otherwise q's dtype, which may be said.
     dropout_p : float
-        Share of the probabilities that are dropped, at least 0 and less than 1: o is that of softmax(S) times a mask of
-        0 and 1 / (1 - p), lse that of all of them. p is dropout_p rounded to a multiple of 1/256, at least 1/256. Which
-        are dropped depends on ``dropout_rng``, and on sequence, query head, query and key (`dropout_mask`). With
-        ``precision="exact"``, without score_mod, and on a GPU up to a head_dim of 256. Compiled at run time.
-    dropout_rng : (seed, offset) or array, optional
-        Integers from 0 to 2**64 - 1, of torch tensors of one element too; or an array of both on q's device, (2,) of
-        int64 or uint64, or (4,) of int32 or uint32, the lower words first; of JAX a key. Unless given, torch draws it
-        from the default generator of q's device; other libraries have to give it.
+        Share of the probabilities that are dropped, below 1, rounded to a multiple of 1/256 (at least one): o is that
+        of softmax(S) times 0 or 1 / (1 - p), lse that of softmax(S). Exact, without score_mod, on a GPU up to a
+        head_dim of 256; compiled at run time (docs/backward.md).
+    dropout_rng : (seed, offset), array or key of JAX, optional
+        Integers below 2**64, or an array, (2,) of 64 bits or (4,) of 32; torch's generator draws it unless it is given.
     return_lse : bool
         Also return the log-sum-exp.
     return_rng : bool
-        Also return ``dropout_rng`` as an array, for `attention_backward` and `dropout_mask`; without dropout what was
-        given.
+        Also return ``dropout_rng`` as an array, the last result, for `attention_backward`.
     out : array, optional
-        Where o goes; o's shape and dtype. It may be q itself, with the same strides and one head_dim. On a GPU it
-        shares no other element with the arrays that are read. A torch tensor counts as changed in place.
+        Where o goes; o's shape and dtype. It may be q itself, with the same strides and one head_dim; on a GPU no
+        other array that is read. A torch tensor counts as changed in place.
     stream : optional
-        Stream to run on: an integer handle, a torch or CuPy stream, or an object with ``__cuda_stream__``. Unless
-        given, the current stream of q's framework.
+        An integer handle, a torch or CuPy stream, or an object with ``__cuda_stream__``; else the current stream.
     deterministic : bool
-        Same bits at every run. The kernels of this version give them in any case, quantization included; gradients by
-        autograd need it.
+        Same bits at every run. The kernels give them in any case; gradients by autograd need it.
 
     Returns
     -------
@@ -267,9 +270,6 @@ def attention(
         Of q's framework, shape (with head_dim_v), layout and dtype (or out_dtype). A row that attends to nothing is 0.
     lse : array, (batch, num_q_heads, seqlen_q), float32, natural logarithm
         Only with ``return_lse``. A row that attends to nothing has -inf (with sinks: the sink).
-    rng : array
-        Only with ``return_rng``, the last of the results.
-
     Raises
     ------
     ArgumentError
@@ -284,41 +284,34 @@ def attention(
     Notes
     -----
     GPUs: compute capability 8.0 and newer; arrays on the CPU run the NumPy reference. FlashAttention-2 (Dao 2023),
-    algorithm 1; sinks as in GPT-OSS; softcap as in Gemma 2. Torch tensors that require a gradient go through autograd:
-    o and lse can be differentiated by q, k, v, sinks and an additive mask (`attention_backward`). With a low precision
-    the gradients are those of exact attention on the unquantized inputs, with the o and lse of the low precision
-    (straight-through). Under torch.compile, torch.export, `torch.func` and dispatch modes the call is an operator of
-    the library "omniattn" (docs/torch.md). Under ``jax.jit``, ``jax.grad``, ``jax.vmap`` and the like it is a primitive
-    with the same gradients (docs/jax.md).
+    algorithm 1; sinks as in GPT-OSS; softcap as in Gemma 2. Torch's autograd differentiates o and lse by q, k, v, sinks
+    and an additive mask (`attention_backward`); with a low precision as exact attention on the unquantized inputs, with
+    the o and lse of the low precision (straight-through). Under torch.compile, torch.export, `torch.func` and dispatch
+    modes, and under JAX's transformations, the call is an operator with these gradients (docs/torch.md, docs/jax.md).
     """
     said = (
         layout, causal, window, softmax_scale, softcap, precision, return_lse, deterministic, None, None, out_dtype,
     )  # fmt: skip
-    p, rng = 0.0, None
-    if dropout_p is not _NO_DROPOUT or dropout_rng is not None or return_rng:
-        p, rng = dropout.of_call(q, dropout_p, dropout_rng, "attention")
+    drops = dropout_p is not _NO_DROPOUT or dropout_rng is not None or return_rng
+    p, rng = dropout.of_call(q, dropout_p, dropout_rng, "attention") if drops else (0.0, None)
     plain = descale_q is descale_k is descale_v is score_mod is block_mask is block_size is None and not p
     descales = (descale_q, descale_k, descale_v)
     if not plain:
         descales = factors.as_arrays(q, descales, "attention")
     if compiling():
-        results = _compiled(
-            "attention", q, k, v, score_mod, p, rng, options=AttentionOptions(*said), mask=mask, sinks=sinks,
-            block_mask=block_mask, block_size=block_size, out=out, stream=stream, descales=descales,
+        return _compiled(
+            "attention", q, k, v, score_mod, p, rng, return_rng, options=AttentionOptions(*said), mask=mask,
+            sinks=sinks, block_mask=block_mask, block_size=block_size, out=out, stream=stream, descales=descales,
         )  # fmt: skip
-        return _with_rng(results, rng) if return_rng else results
     objects = (q, k, v, out, None, None, mask, sinks)
     if plain and not return_rng:
         results = repeated(_ATTENTION, objects, said, stream)
         if results is not None:
             return results[0] if len(results) == 1 else tuple(results)
     call = Call(_ATTENTION, objects, _new(AttentionOptions, said), stream)
-    if descale_q is not None or descale_k is not None or descale_v is not None:
-        call = _with_descales(call, descales, score_mod is not None or block_mask is not None or p > 0)
-    if score_mod is not None or block_mask is not None or block_size is not None or p:
-        call = _with_extras(call, score_mod, block_mask, block_size, p, rng)
-    results = _one_or_more(run(call, is_asked=plain and not return_rng))
-    return _with_rng(results, rng) if return_rng else results
+    if not plain:
+        call = _with_more(call, descales, score_mod, block_mask, block_size, p, rng)
+    return _one_or_more(run(call, is_asked=plain and not return_rng), (rng,) if return_rng else ())
 
 
 def attention_varlen(
@@ -421,37 +414,37 @@ def attention_varlen(
         max_seqlen_k, out_dtype,
     )  # fmt: skip
     if compiling():
-        results = _compiled(
-            "attention_varlen", q, k, v, score_mod, p, rng, options=AttentionOptions(*said), cu_seqlens_q=cu_seqlens_q,
-            cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, seqused_q=seqused_q,
-            seqused_k=seqused_k, block_table=block_table, mask=mask, sinks=sinks, out=out, stream=stream,
-            descales=descales,
+        return _compiled(
+            "attention_varlen", q, k, v, score_mod, p, rng, return_rng, options=AttentionOptions(*said),
+            cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
+            seqused_q=seqused_q, seqused_k=seqused_k, block_table=block_table, mask=mask, sinks=sinks, out=out,
+            stream=stream, descales=descales,
         )  # fmt: skip
-        return _with_rng(results, rng) if return_rng else results
     objects = (q, k, v, out, cu_seqlens_q, cu_seqlens_k, mask, sinks, seqused_q, seqused_k, block_table)
     if plain and not return_rng:
         results = repeated(_ATTENTION_VARLEN, objects, said, stream)
         if results is not None:
             return results[0] if len(results) == 1 else tuple(results)
     call = Call(_ATTENTION_VARLEN, objects, _new(AttentionOptions, said), stream)
-    if descale_q is not None or descale_k is not None or descale_v is not None:
-        call = _with_descales(call, descales, score_mod is not None or p > 0)
-    if score_mod is not None or p:
-        call = _with_extras(call, score_mod, None, None, p, rng)
-    results = _one_or_more(run(call, is_asked=plain and not return_rng))
-    return _with_rng(results, rng) if return_rng else results
+    if not plain:
+        call = _with_more(call, descales, score_mod, None, None, p, rng)
+    return _one_or_more(run(call, is_asked=plain and not return_rng), (rng,) if return_rng else ())
 
 
-def _compiled(function: str, q: Any, k: Any, v: Any, mod: Any, p: float, rng: Any, **others: Any) -> Any:
+def _compiled(
+    function: str, q: Any, k: Any, v: Any, mod: Any, p: float, rng: Any, return_rng: bool, **others: Any
+) -> Any:
     """A call that torch.compile reads: its operator."""
     from ..frameworks.torch.tracing import trace
 
+    if mod is not None:
+        others["score_mod"], others["arrays"] = mod.facts
     if p:
-        return trace(function, q, k, v, score_mod=mod if mod is None else mod.facts[0], dropout=(p, rng), **others)
-    if mod is None:
-        return trace(function, q, k, v, **others)
-    parts, arrays = mod.facts
-    return trace(function, q, k, v, score_mod=parts, arrays=arrays, **others)
+        others["dropout"] = (p, rng)
+    results = trace(function, q, k, v, **others)
+    if not return_rng:
+        return results
+    return (*results, rng) if isinstance(results, tuple) else (results, rng)
 
 
 def call_of(q: Any, k: Any, v: Any, *, causal: bool = False, precision: Any = "exact") -> Call:
@@ -460,12 +453,8 @@ def call_of(q: Any, k: Any, v: Any, *, causal: bool = False, precision: Any = "e
     return Call(_ATTENTION, (q, k, v, None, None, None, None, None), options)
 
 
-def _with_rng(results: Any, rng: Any) -> tuple[Any, ...]:
-    return (*results, rng) if isinstance(results, tuple) else (results, rng)
-
-
-def _one_or_more(results: list[Any]) -> Any:
-    return results[0] if len(results) == 1 else tuple(results)
+def _one_or_more(results: list[Any], more: tuple[Any, ...] = ()) -> Any:
+    return results[0] if len(results) == 1 and not more else (*results, *more)
 
 
 FUNCTIONS.update(attention=attention, attention_varlen=attention_varlen)

@@ -6,11 +6,12 @@ import sys
 from typing import Any
 
 from .. import arguments, arrays
+from ..arrays import Tensor
 from ..checks.dropout import EXPECTED, check_p
 from ..errors import ArgumentError, UnsupportedError
 from ..frameworks import compiling
 from ..problems import OPERANDS
-from ..problems.dropout import dropout_of
+from ..problems.dropout import DropoutProblem, dropout_of
 
 _WORD = 0xFFFFFFFF
 
@@ -76,6 +77,13 @@ def integers_of(rng: Any, function: str) -> tuple[int, int]:
         raise ArgumentError("dropout_rng", EXPECTED, f"{words.dtype} {words.shape}", function=function)
     seed, offset = (int(x) for x in words.view(np.uint64))
     return seed, offset
+
+
+def reference_of(dropout: DropoutProblem, rng: Tensor) -> Any:
+    """The reference's dropout of a call on the CPU. rng: seed and offset."""
+    from ..reference.dropout import Dropout
+
+    return Dropout(dropout.threshold, *integers_of(arrays.to_numpy(rng), "attention"))
 
 
 def dropout_mask(shape: tuple[int, int, int, int], dropout_p: float, dropout_rng: Any) -> Any:

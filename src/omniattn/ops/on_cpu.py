@@ -32,8 +32,8 @@ from ..problems import (
     QuantizeCall,
     WithCacheProblem,
 )
-from ..problems.dropout import DropoutProblem
 from ..registry.masks import MASK_TILE
+from .dropout import reference_of
 
 if TYPE_CHECKING:
     from ..reference.used import UsedRows
@@ -92,7 +92,7 @@ def _attend(
     if problem.score_mod is not None:
         options["score_mod"] = functools.partial(mod.reference, **_mod_arrays(mod, tensors))
     if problem.dropout is not None:
-        options["dropout"] = _dropout(problem.dropout, tensors)
+        options["dropout"] = reference_of(problem.dropout, tensors[RNG])
     function = reference.attention_varlen if problem.varlen else reference.attention
     return function(*inputs, compute_dtype="float64" if problem.dtype == "float64" else "float32", **options)
 
@@ -128,14 +128,6 @@ def _mod_arrays(mod: Any, tensors: Tensors) -> dict[str, Any]:
     return {name: arrays.to_numpy(tensors[PREFIX + name]) for name in mod.arrays}
 
 
-def _dropout(problem: DropoutProblem, tensors: Tensors) -> Any:
-    """The reference's dropout of a call."""
-    from ..reference.dropout import Dropout
-    from .dropout import integers_of
-
-    return Dropout(problem.threshold, *integers_of(arrays.to_numpy(tensors[RNG]), "attention"))
-
-
 def attention_backward(call: Call, problem: BackwardProblem, tensors: Tensors) -> list[Any]:
     """``attention_backward`` and ``attention_varlen_backward``."""
     from .. import reference
@@ -152,7 +144,7 @@ def attention_backward(call: Call, problem: BackwardProblem, tensors: Tensors) -
         options["score_mod"] = functools.partial(mod.reference, **read)
         options["score_mod_grad"] = functools.partial(mod.reference_grad, **read)
     if forward.dropout is not None:
-        options["dropout"] = _dropout(forward.dropout, tensors)
+        options["dropout"] = reference_of(forward.dropout, tensors[RNG])
     function = reference.attention_varlen_backward if forward.varlen else reference.attention_backward
     try:
         made = function(
