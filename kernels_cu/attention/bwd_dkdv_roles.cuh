@@ -1,7 +1,7 @@
 // Shared memory, barriers and producers of attn_bwd_dkdv_sm90 (entry/): what is copied to the consumers.
 //
 // Config: kHeadDim, kPanels (of 64 columns), kCluster CTAs, kBlockM queries and kBlockN keys of a CTA's tile, kStages
-// of Q and dO, kPStages of P.
+// of Q and dO, kPStages of P, kLists (a block mask, scheduler/bwd_lists.cuh).
 #pragma once
 #include "attention/bwd_stray.cuh"
 #include "attention/mask.cuh"
@@ -11,6 +11,7 @@
 #include "ptx/mbarrier.cuh"
 #include "ptx/shared.cuh"
 #include "ptx/tma.cuh"
+#include "scheduler/bwd_lists.cuh"
 #include "scheduler/bwd_tile.cuh"
 
 // Bytes.
@@ -36,6 +37,7 @@ struct DkdvStorage {
     uint64 do_full[Config::kStages], do_empty[Config::kStages];
     uint64 p_full[Config::kPStages], p_empty[Config::kPStages];
     uint64 do_landed;  // of a tile with stray rows, for the producer
+    int32 entries[Config::kStages];  // kLists: of the stages of Q
 };
 
 template <typename Config>
@@ -94,7 +96,8 @@ class DkdvProducer {
           do_landed_(bars.do_landed),
           keys_(smem_addr_at(kQ ? &SharedStorage::k : &SharedStorage::v, bars.base)),
           queries_(smem_addr_at(kQ ? &SharedStorage::q : &SharedStorage::d_o, bars.base)),
-          rows_(smem_addr_at(kQ ? &SharedStorage::lse2 : &SharedStorage::delta, bars.base)) {}
+          rows_(smem_addr_at(kQ ? &SharedStorage::lse2 : &SharedStorage::delta, bars.base)),
+          entries_(smem_addr_at(&SharedStorage::entries, bars.base)) {}
 
     // One thread.
     OA_DEVICE void run() {
@@ -109,24 +112,35 @@ class DkdvProducer {
         RingState<Config::kStages> at;
         for (BwdTile t; tiles.template next<kClusterN, Config::kCluster>(fwd, params_.tiles, t);) {
             Rows rows(fwd, t);
-            if (rows.is_empty()) continue;
-            mbarrier_wait(keys_empty_, phase);
-            phase ^= 1;
-            mbarrier_arrive_expect_tx(keys_full_, Layout::kTileBytes);
-#pragma unroll
-            for (int c = 0; c < Config::kPanels; ++c)
-                tma_load_4d(keys_ + c * Layout::kPanelBytes, keys_map, keys_full_, c * 64, own_n0<Config>(t),
-                            t.kv_head_idx, t.batch_idx);
+            bool is_first = true;
             const int32 group = fwd.num_q_heads / fwd.num_kv_heads;
+            if constexpr (!Config::kLists)
+                if (rows.is_empty()) continue;
 #pragma unroll 1
             for (int32 head = t.kv_head_idx * group; head < (t.kv_head_idx + 1) * group; ++head) {
                 const int64 first_row = head * params_.bwd.rows_stride_h + padded_begin(params_.bwd, t);
+                const int32* list = nullptr;
+                if constexpr (Config::kLists) list = bwd_list(params_.bwd, t.batch_idx, head, t.n0 / Config::kBlockN);
+                int32 m = rows.first;
 #pragma unroll 1
-                for (int32 m = rows.first; m < rows.end; ++m) {
+                for (int32 left = Config::kLists ? *list : rows.end - rows.first; left > 0; --left, ++m) {
+                    if (is_first) {
+                        mbarrier_wait(keys_empty_, phase);
+                        phase ^= 1;
+                        mbarrier_arrive_expect_tx(keys_full_, Layout::kTileBytes);
+#pragma unroll
+                        for (int c = 0; c < Config::kPanels; ++c)
+                            tma_load_4d(keys_ + c * Layout::kPanelBytes, keys_map, keys_full_, c * 64,
+                                        own_n0<Config>(t), t.kv_head_idx, t.batch_idx);
+                        is_first = false;
+                    }
+                    [[maybe_unused]] int32 entry = 0;
+                    if constexpr (Config::kLists) entry = *++list, m = listed_tile(entry);
                     const int64 row = first_row + m * Config::kBlockM;
                     const uint32 is_stray = kQ ? 0 : stray_do<Config::kBlockM>(params_.bwd, row);
                     const uint32 to = queries_ + at.stage * Layout::kTileBytes;
                     ring_.wait_empty(at);
+                    if constexpr (Config::kLists && kQ) store_shared(entries_ + at.stage * 4, uint32(entry));
                     uint32 bar;
                     if (is_stray) {
                         mbarrier_expect_and_wait(do_landed_, Layout::kTileBytes, [&] {
@@ -164,5 +178,6 @@ class DkdvProducer {
     const AttnBwdSm90Params& params_;
     const Ring<Config::kStages> ring_;
     const uint32 keys_full_, keys_empty_, do_landed_;
-    const uint32 keys_, queries_, rows_;  // shared addresses: K or V, stages of Q or dO, of lse2 or delta
+    // Shared addresses: K or V, stages of Q or dO, of lse2 or delta, of entries.
+    const uint32 keys_, queries_, rows_, entries_;
 };

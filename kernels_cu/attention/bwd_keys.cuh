@@ -12,29 +12,80 @@
 #include "ptx/mma_sync.cuh"
 #include "ptx/reduce.cuh"
 #include "ptx/shared.cuh"
+#include "scheduler/bwd_lists.cuh"
 #include "scheduler/bwd_tile.cuh"
 #include "scheduler/padded_rows.cuh"
 #include "tile/panel.cuh"
 #include "attention/dropout.cuh"
 
-// A step: a tile of queries of a query head.
+// A step: a tile of queries of a query head. entry: of a list; without one every group of keys sees the tile.
 struct Place {
     int32 head, m;
+    int32 entry = kAllGroups * kTileFull;
 };
 // The steps of a CTA: tiles of queries of one query head after the other.
-struct Steps {
+template <bool kLists, int kBlockM, int kBlockN>
+struct QuerySteps {
     int32 first, end;  // tiles of a head
     int32 left;  // steps from `at` on
     Place at;
     template <typename Queries>
-    OA_DEVICE Steps(const Queries& tiles, int32 head, int32 group)
+    OA_DEVICE QuerySteps(const AttnBwdParams&, const BwdTile&, const Queries& tiles, int32 head, int32 group)
         : first(tiles.first), end(tiles.end), left(max_of(tiles.end - tiles.first, 0) * group), at{head, first} {}
     OA_DEVICE Place next() const { return at.m + 1 == end ? Place{at.head + 1, first} : Place{at.head, at.m + 1}; }
 };
+// The same of kernels that pass over tiles of queries by lists, where a call has some. An entry names kParts tiles, of
+// which some may lie behind the last query or outside of the window.
+template <int kBlockM, int kBlockN>
+struct QuerySteps<true, kBlockM, kBlockN> : QuerySteps<false, kBlockM, kBlockN> {
+    using Plain = QuerySteps<false, kBlockM, kBlockN>;
+    using Plain::at, Plain::left;
+    static constexpr int32 kParts = kListedRows / kBlockM;
+    static_assert(kParts * kBlockM == kListedRows, "an entry names whole tiles");
 
-// Config: Io, kHeadDim, kBlockM, kBlockN, kWarps, kThreads, kStages; kKeyGroups of kKeyRows keys, which kKTiles tiles
-// of 16 and kDTiles tiles of 8 columns hold; kQTiles of 8 queries, of which a warp makes scores at a time; kDsTiles;
-// kDqWarpsM warps side by side along the queries of dQ, kDqMTiles tiles of 16 queries and kDqSteps of 16 columns each.
+    template <typename Queries>
+    OA_DEVICE QuerySteps(const AttnBwdParams& p, const BwdTile& t, const Queries& tiles, int32 head, int32 group)
+        : Plain(p, t, tiles, head, group), list(p.lists) {
+        if (list == nullptr) return;
+        list = bwd_list(p, t.batch_idx, head, t.n0 / kBlockN);
+        stride = p.lists_stride_h;
+        left = 0;
+#pragma unroll 4
+        for (int32 h = 0; h < group; ++h) left += list[h * stride];
+        left *= kParts;
+        of_head = 0, at = Place{head - 1, 0};
+        list -= stride;
+        if (left > 0) at = first_of_entry();
+    }
+    // Once a step, whose place the step after it takes; behind the last one anything.
+    OA_DEVICE Place next() {
+        if (list == nullptr) return Plain::next();
+        if (left <= 1) return at;
+        if ((at.m + 1) % kParts != 0) return Place{at.head, at.m + 1, at.entry};
+        return first_of_entry();
+    }
+    // Of the next entry, which there is.
+    OA_DEVICE Place first_of_entry() {
+        Place to = at;
+        while (of_head == 0) {
+            list += stride;
+            ++to.head;
+            of_head = *list, number = 0;
+        }
+        --of_head;
+        to.entry = list[++number];
+        to.m = listed_tile(to.entry) * kParts;
+        return to;
+    }
+    const int32* list;  // of the query head
+    int64 stride;
+    int32 of_head, number;  // entries of the head that are left; the last one
+};
+
+// Config: Io, kHeadDim, kBlockM, kBlockN, kWarps, kThreads, kStages, kLists (QuerySteps); kKeyGroups of kKeyRows keys,
+// which kKTiles tiles of 16 and kDTiles tiles of 8 columns hold; kQTiles of 8 queries, of which a warp makes scores at
+// a time; kDsTiles; kDqWarpsM warps side by side along the queries of dQ, kDqMTiles tiles of 16 queries and kDqSteps of
+// 16 columns each.
 template <typename Config>
 struct BwdKeys {
     using QTile = PanelTile<Config::kBlockM, Config::kHeadDim>;
@@ -49,6 +100,7 @@ struct BwdKeys {
     using Output = float[Config::kOutKTiles][Config::kOutDTiles * 4];
     using DqTile = float[Config::kDqMTiles][Config::kDqSteps * 8];
     using Queries = QueryTiles<Config::kBlockM, Config::kBlockN>;
+    using Steps = QuerySteps<Config::kLists, Config::kBlockM, Config::kBlockN>;
 
     struct SharedStorage {
         alignas(1024) uint8 k[KvTile::kBytes];  // dK on the way out
@@ -173,6 +225,15 @@ struct BwdKeys {
             }
     }
 
+    // Whether a list hides a step from a warp, whose first key of the tile is `key`.
+    OA_DEVICE static bool hides_all(const Place& at, int32 key) {
+        return Config::kLists && Config::kBlockN > kListedRows && is_hidden(at.entry, key / kListedRows);
+    }
+    // Whether scores have to be formed one by one.
+    OA_DEVICE static bool forms_scores(const AttnFwdParams& p) {
+        return Config::kScoreMods && (!Config::kLists || Config::kDMask || ::forms_scores(p));
+    }
+
     // Shared address of queries 8n + 2(lane % 4) + {0, 1} of a key of the tile.
     OA_DEVICE static uint32 ds_word(int key, int n, int lane) { return DsTile::offset(key, n) + (lane & 3) * 4; }
 
@@ -257,7 +318,7 @@ struct BwdKeys {
         bool owned = t.seqlen_q != kNoSequence;
         Queries tiles(f, t);
         int32 group_heads = f.num_q_heads / f.num_kv_heads;
-        Steps steps(tiles, t.kv_head_idx * group_heads, group_heads);
+        Steps steps(p, t, tiles, t.kv_head_idx * group_heads, group_heads);
         if (!owned) steps.left = 0;
         int half = warp_idx / (Config::kWarps / 2);
         const TileDropout dropout(params);

@@ -4,6 +4,7 @@
 //   softcap   S = cap * tanh(S / cap);  P = exp2(S - lse2);  dS = P (dP - delta) (1 - (S / cap)^2)
 //   keys      P = exp2(c S + bias of the key - lse2)
 #pragma once
+#include "attention/dropout.cuh"
 #include "attention/mask.cuh"
 #include "attention/score_mods.cuh"
 #include "params/attn_fwd.cuh"

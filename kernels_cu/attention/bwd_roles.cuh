@@ -3,7 +3,8 @@
 //
 // Config: kHeadDim, kPanels (of 64 columns), kConsumers, kBlockM queries and kBlockN keys of a tile, kQStages,
 // kDoStages, kDsStages, kDqWidth (columns of dQ that a warpgroup computes), kAlternate (attention/bwd_alternate.cuh),
-// kVarlen (packed sequences), kKeyMask, kOrdered (attention/bwd_ordered.cuh), kWalker (one of both), Params.
+// kVarlen (packed sequences), kKeyMask, kOrdered (attention/bwd_ordered.cuh), kLists (attention/bwd_listed.cuh),
+// kWalker (one of the three), Params.
 #pragma once
 #include "attention/bwd_stray.cuh"
 #include "attention/mask.cuh"
@@ -15,6 +16,7 @@
 #include "ptx/shared.cuh"
 #include "ptx/tma.cuh"
 #include "scheduler/bwd_feed.cuh"
+#include "scheduler/bwd_lists.cuh"
 #include "scheduler/bwd_tile.cuh"
 #include "scheduler/padded_rows.cuh"
 
@@ -157,7 +159,8 @@ class BwdProducer {
         tma_prefetch(&params_.map_k);
         tma_prefetch(&params_.map_v);
         tma_prefetch(&params_.map_do);
-        if (Config::kHeadDim == 128 && !Config::kVarlen && !Config::kKeyMask && params_.bwd.stray_do == nullptr)
+        if (Config::kHeadDim == 128 && !Config::kVarlen && !Config::kKeyMask && !Config::kLists &&
+            params_.bwd.stray_do == nullptr)
             load<false>();
         else
             load<true>();
@@ -172,7 +175,7 @@ class BwdProducer {
         [[maybe_unused]] uint32 due = 0;
         for (BwdTile t; tiles.next(t);) {
             Rows rows(fwd, t);
-            if (rows.is_empty()) {
+            if (Config::kLists ? t.steps == 0 : rows.is_empty()) {
                 if constexpr (Config::kOrdered) store_release_shared2(BwdFeedStorage<true>::due(), ++due, 0);
                 continue;
             }
@@ -186,6 +189,15 @@ class BwdProducer {
 #pragma unroll 1
             for (int32 head = t.kv_head_idx * group; head < (t.kv_head_idx + 1) * group; ++head) {
                 const int64 row = head * params_.bwd.rows_stride_h + first_padded_row<Config>(params_.bwd, t);
+                if constexpr (Config::kLists) {
+                    const int32* list = bwd_list(params_.bwd, t.batch_idx, head, t.n0 / Config::kBlockN);
+#pragma unroll 1
+                    for (int32 left = *list; left > 0; --left) {
+                        const int32 entry = *++list;
+                        load_step<kMayStray>(t, head, row, listed_tile(entry) * Config::kBlockM, is_first, entry);
+                    }
+                    continue;
+                }
 #pragma unroll 1
                 for (int32 m = rows.first; m < rows.end; ++m) {
                     if constexpr (Config::kOrdered)
@@ -193,39 +205,49 @@ class BwdProducer {
                             store_release_shared2(BwdFeedStorage<true>::due(), ++due, 0);
                     // Ordered: the last queries first.
                     const int32 first_row = (Config::kOrdered ? rows.end - 1 - (m - rows.first) : m) * Config::kBlockM;
-                    uint32 bar = bars_.q.acquire(q_at_, Layout::kQBytes + Layout::kRowBytes);
-                    copy<Config::kBlockM>(smem_addr_at(&SharedStorage::q) + q_at_.stage * Layout::kQBytes,
-                                          &params_.map_q, bar, first_row, head, t.batch_idx, t.q_begin, t.seqlen_q);
-                    bulk_load(smem_addr_at(&SharedStorage::lse2) + q_at_.stage * Layout::kRowBytes,
-                              params_.bwd.lse2 + row + first_row, Layout::kRowBytes, bar);
-                    q_at_.advance();
-                    if (is_first) {
-                        mbarrier_arrive_expect_tx(bars_.v_full, Layout::kKvBytes);
-                        copy<Config::kBlockN>(smem_addr_at(&SharedStorage::v), &params_.map_v, bars_.v_full, t.n0,
-                                              t.kv_head_idx, t.batch_idx, t.k_begin, t.seqlen_k);
-                        is_first = false;
-                    }
-                    const uint32 is_stray = kMayStray ? stray_do<Config::kBlockM>(params_.bwd, row + first_row) : 0;
-                    bars_.d_o.wait_empty(do_at_);
-                    const uint32 to = smem_addr_at(&SharedStorage::d_o) + do_at_.stage * Layout::kQBytes;
-                    if (is_stray) {
-                        mbarrier_expect_and_wait(bars_.do_landed, Layout::kQBytes, [&] {
-                            copy<Config::kBlockM>(to, &params_.map_do, bars_.do_landed, first_row, head, t.batch_idx,
-                                                  t.q_begin, t.seqlen_q);
-                        });
-                        clear_stray_rows<Config::kBlockM, Config::kPanels>(to, params_.bwd.lse2 + row + first_row);
-                        bar = bars_.d_o.announce(do_at_, Layout::kRowBytes);
-                    } else {
-                        bar = bars_.d_o.announce(do_at_, Layout::kQBytes + Layout::kRowBytes);
-                        copy<Config::kBlockM>(to, &params_.map_do, bar, first_row, head, t.batch_idx, t.q_begin,
-                                              t.seqlen_q);
-                    }
-                    bulk_load(smem_addr_at(&SharedStorage::delta) + do_at_.stage * Layout::kRowBytes,
-                              params_.bwd.delta + row + first_row, Layout::kRowBytes, bar);
-                    do_at_.advance();
+                    load_step<kMayStray>(t, head, row, first_row, is_first);
                 }
             }
         }
+    }
+
+    // A step's Q, dO and numbers of their rows, and V ahead of the first dO. row: the head's first one of the sequence
+    // in the workspaces; entry: of a list, for the consumers.
+    template <bool kMayStray>
+    OA_DEVICE void load_step(const BwdTile& t, int32 head, int64 row, int32 first_row, bool& is_first,
+                             [[maybe_unused]] int32 entry = 0) {
+        bars_.q.wait_empty(q_at_);
+        if constexpr (Config::kLists)
+            store_shared(BwdFeedStorage<Config::kWalker>::entry_at(q_at_.stage), uint32(entry));
+        uint32 bar = bars_.q.announce(q_at_, Layout::kQBytes + Layout::kRowBytes);
+        copy<Config::kBlockM>(smem_addr_at(&SharedStorage::q) + q_at_.stage * Layout::kQBytes, &params_.map_q, bar,
+                              first_row, head, t.batch_idx, t.q_begin, t.seqlen_q);
+        bulk_load(smem_addr_at(&SharedStorage::lse2) + q_at_.stage * Layout::kRowBytes,
+                  params_.bwd.lse2 + row + first_row, Layout::kRowBytes, bar);
+        q_at_.advance();
+        if (is_first) {
+            mbarrier_arrive_expect_tx(bars_.v_full, Layout::kKvBytes);
+            copy<Config::kBlockN>(smem_addr_at(&SharedStorage::v), &params_.map_v, bars_.v_full, t.n0, t.kv_head_idx,
+                                  t.batch_idx, t.k_begin, t.seqlen_k);
+            is_first = false;
+        }
+        const uint32 is_stray = kMayStray ? stray_do<Config::kBlockM>(params_.bwd, row + first_row) : 0;
+        bars_.d_o.wait_empty(do_at_);
+        const uint32 to = smem_addr_at(&SharedStorage::d_o) + do_at_.stage * Layout::kQBytes;
+        if (is_stray) {
+            mbarrier_expect_and_wait(bars_.do_landed, Layout::kQBytes, [&] {
+                copy<Config::kBlockM>(to, &params_.map_do, bars_.do_landed, first_row, head, t.batch_idx, t.q_begin,
+                                      t.seqlen_q);
+            });
+            clear_stray_rows<Config::kBlockM, Config::kPanels>(to, params_.bwd.lse2 + row + first_row);
+            bar = bars_.d_o.announce(do_at_, Layout::kRowBytes);
+        } else {
+            bar = bars_.d_o.announce(do_at_, Layout::kQBytes + Layout::kRowBytes);
+            copy<Config::kBlockM>(to, &params_.map_do, bar, first_row, head, t.batch_idx, t.q_begin, t.seqlen_q);
+        }
+        bulk_load(smem_addr_at(&SharedStorage::delta) + do_at_.stage * Layout::kRowBytes,
+                  params_.bwd.delta + row + first_row, Layout::kRowBytes, bar);
+        do_at_.advance();
     }
 
     // kRows rows from `row` on. begin, len: the sequence, of packed ones; rows behind its end arrive as zeros.

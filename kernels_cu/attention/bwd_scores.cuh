@@ -67,6 +67,11 @@ class BwdScores {
     float inv_softcap_;
 };
 
+// Whether scores are more than products times the scale; a block mask alone leaves them so.
+OA_DEVICE bool forms_scores(const AttnFwdParams& p) {
+    return kHasScoreMod || p.softcap > 0.0f || p.mask_kind != kMaskNone;
+}
+
 // What the kernels are told, with a user's score modification, with dropout, and without.
 using BwdScoreParams = Select<kHasScoreMod, AttnBwdUserModParams, AttnBwdParams>::Type;
 using BwdParams = Select<kHasDropout, AttnBwdDropoutParams, BwdScoreParams>::Type;

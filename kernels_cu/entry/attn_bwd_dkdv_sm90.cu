@@ -23,7 +23,9 @@
 //     do_empty -> dO, delta       arrive p_full(i)                     dS(i) = P (dP - delta)
 //              -> do_full       arrive do_empty(i-1)
 //
-// Barriers q_empty and do_empty count the consumer warps of the whole cluster: a stage is written in all CTAs at once.
+// LISTS: a block mask; a tile of keys visits the tiles of queries that lists name (scheduler/bwd_lists.cuh), whose
+// entry the producer leaves beside Q. Barriers q_empty and do_empty count the consumer warps of the whole cluster: a stage is
+// written in all CTAs at once.
 //
 // Shared memory, bytes: K, V [64 * PANELS * 128] | Q [2][same] | dO [2][same] | P [2][8192] | lse2 [2][256] | delta
 // [2][256] | barriers. Tiles are panels of 64 columns with the 128-byte swizzle.
@@ -37,6 +39,7 @@
 #include "ptx/math.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/shared.cuh"
+#include "ptx/uniform.cuh"
 #include "ptx/warpgroup.cuh"
 #include "ptx/wgmma.cuh"
 #include "ptx/wgmma_bf16.cuh"
@@ -49,10 +52,12 @@ struct Config {
     static constexpr uint32 kCluster = CLUSTER;
     static constexpr int kBlockM = 64, kBlockN = 64;
     static constexpr int kStages = NUM_STAGES, kPStages = 2;
+    static constexpr bool kLists = LISTS;  // a block mask
     static constexpr int kThreads = 128 * 3;
     static constexpr int kPanels = kHeadDim / 64;
     static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
     static_assert(kHeadDim % 64 == 0 && kHeadDim <= 256, "one accumulator of 64 keys a warpgroup");
+    static_assert(!kLists || kCluster == 1, "a list of the CTA's own keys");
     static_assert(kCluster == 1 || kCluster == 2 || kCluster == 4, "parts of a tile are whole groups of 8 rows");
 };
 
@@ -150,7 +155,8 @@ class Consumer {
         release(bars_.d_o.empty + (delta.any() & zero_), do_at_.stage);
         do_at_.advance();
     }
-    OA_DEVICE int32 num_tiles(const ClusterRows& rows) const {
+    OA_DEVICE int32 num_tiles(const BwdTile& t, const ClusterRows& rows) const {
+        if (Config::kLists) return uniform(listed_steps(params_.bwd, t, t.n0 / Config::kBlockN));
         return (p_.num_q_heads / p_.num_kv_heads) * (rows.end - rows.first);
     }
     OA_DEVICE void store(const Gradient& d, float scale, uint16* to, int64 stride_b, int64 stride_s, int64 stride_h,
@@ -186,8 +192,8 @@ class ValueConsumer : Consumer {
             Gradient dv;
 #pragma unroll
             for (int i = 0; i < Config::kHeadDim / 2; ++i) dv[i] = 0.0f;
-            if (!rows.is_empty()) {
-                attend(t, rows, dv);
+            if (const int32 total = num_tiles(t, rows); total > 0) {
+                attend(t, rows, total, dv);
                 kv_phase_ ^= 1;
             }
             const AttnBwdParams& bwd = params_.bwd;
@@ -198,8 +204,12 @@ class ValueConsumer : Consumer {
   private:
     using Rows = QueryTiles<Config::kBlockM, Config::kBlockN>;
 
-    OA_DEVICE void attend(const BwdTile& t, const ClusterRows& rows, Gradient& dv) {
-        const int32 n0 = own_n0<Config>(t), total = num_tiles(rows);
+    OA_DEVICE static int32 entry_at(int32 stage) {
+        return Config::kLists ? int32(load_shared(smem_addr_at(&SharedStorage::entries) + stage * 4)) : 0;
+    }
+
+    OA_DEVICE void attend(const BwdTile& t, const ClusterRows& rows, int32 total, Gradient& dv) {
+        const int32 n0 = own_n0<Config>(t);
         const Rows own(n0, t.seqlen_q, t.seqlen_k, p_.window_left, p_.window_right);
         Scores s;
         Operand p16;
@@ -210,8 +220,10 @@ class ValueConsumer : Consumer {
         wgmma_fence();
         issue_scores(s, k_, q_.next(q_at_.stage * Layout::kTileBytes));
         QueryRows lse2(smem_addr_at(&SharedStorage::lse2, bars_.base), q_at_.stage, lane_);
+        const int32 entry = entry_at(q_at_.stage);
         wgmma_wait<0>();
         wgmma_pin(s);
+        if (Config::kLists) m = listed_tile(uniform(entry));
         release_q(lse2);
         exponentiate(t, own, n0, m, s, lse2);
         Operand next_p16;
@@ -219,7 +231,7 @@ class ValueConsumer : Consumer {
         take(p16, next_p16);
 #pragma unroll 1
         for (int32 i = 1; i < total; ++i) {
-            if (++m == rows.end) m = rows.first;
+            if (!Config::kLists && ++m == rows.end) m = rows.first;
             bars_.q.wait(q_at_);
             bars_.d_o.wait(do_at_);
             wgmma_discard(s);
@@ -228,8 +240,10 @@ class ValueConsumer : Consumer {
             issue_gradient(dv, p16, do_trans_.next(do_at_.stage * Layout::kTileBytes));
             wgmma_pin(s);
             QueryRows next_lse2(smem_addr_at(&SharedStorage::lse2, bars_.base), q_at_.stage, lane_);
+            const int32 next_entry = entry_at(q_at_.stage);
             wgmma_wait<1>();
             wgmma_pin(s);
+            if (Config::kLists) m = listed_tile(uniform(next_entry));
             release_q(next_lse2);
             exponentiate(t, own, n0, m, s, next_lse2);
             hand_over(next_p16, s);
@@ -313,8 +327,8 @@ class KeyConsumer : Consumer {
             Gradient dk;
 #pragma unroll
             for (int i = 0; i < Config::kHeadDim / 2; ++i) dk[i] = 0.0f;
-            if (!rows.is_empty()) {
-                attend(rows, dk);
+            if (const int32 total = num_tiles(t, rows); total > 0) {
+                attend(total, dk);
                 kv_phase_ ^= 1;
             }
             const AttnBwdParams& bwd = params_.bwd;
@@ -323,8 +337,7 @@ class KeyConsumer : Consumer {
     }
 
   private:
-    OA_DEVICE void attend(const ClusterRows& rows, Gradient& dk) {
-        const int32 total = num_tiles(rows);
+    OA_DEVICE void attend(int32 total, Gradient& dk) {
         Scores dp;
         Operand p16, ds16;
         mbarrier_wait(bars_.v_full, kv_phase_);

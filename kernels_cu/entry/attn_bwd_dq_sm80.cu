@@ -32,6 +32,7 @@
 #include "ptx/mma_sync.cuh"
 #include "ptx/shared.cuh"
 #include "ptx/warpgroup.cuh"
+#include "scheduler/bwd_lists.cuh"
 #include "scheduler/fwd_tile.cuh"
 #include "scheduler/padded_rows.cuh"
 #include "tile/panel.cuh"
@@ -45,6 +46,7 @@ struct Config {
     static constexpr int kWarps = NUM_WARPS;
     static constexpr int kStages = NUM_STAGES;
     static constexpr bool kScoreMods = SCORE_MODS;  // softcap, mask, score_mod: scores are formed one by one
+    static constexpr bool kLists = kScoreMods;  // a block mask
     static constexpr int kThreads = kWarps * 32;
     static constexpr int kChannelWarps = channel_warps(kHeadDim);
     static constexpr bool kIsWide = kChannelWarps > 1;
@@ -61,6 +63,7 @@ using KvLane = PanelLane<Config::kBlockN, Config::kHeadDim>;
 using QCopy = TileCopy<Config::kBlockM, Config::kHeadDim, Config::kThreads>;
 using KvCopy = TileCopy<Config::kBlockN, Config::kHeadDim, Config::kThreads>;
 using Keys = KeyTiles<Config::kBlockM, Config::kBlockN>;
+using Steps = KeySteps<Config::kLists, Config::kBlockM, Config::kBlockN>;
 using Scores = float[Config::kNTiles * 4];
 using Output = float[Config::kDTiles * 4];
 
@@ -144,17 +147,19 @@ OA_DEVICE int chunk_of(int own, int channel_warp) {
     return Config::kIsWide ? (own >> 3) * (8 * Config::kChannelWarps) + channel_warp * 8 + (own & 7) : own;
 }
 
-// Scores to dS, of rows row and row + 8. hides: some of the keys are hidden.
+// Scores to dS, of rows row and row + 8. hides: some of the keys are hidden; all: every one is. kForms: scores are
+// formed one by one.
+template <bool kForms>
 OA_DEVICE void make_ds(Scores& s, const Scores& dp, const AttnFwdParams& f, const BwdScores<Config::Io>& scores,
                        const TileDropout& dropout, const FwdTile& t, const float (&lse2)[2], const float (&delta)[2],
-                       int32 row, int32 key, bool hides) {
+                       int32 row, int32 key, bool hides, bool all) {
     float c = f.softmax_scale * kLog2e;
     KeyRange visible[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
         visible[r] = {0, t.seqlen_k};
         if (hides)
-            visible[r] = row + 8 * r < t.seqlen_q
+            visible[r] = row + 8 * r < t.seqlen_q && !all
                              ? visible_keys(row + 8 * r, t.seqlen_q, t.seqlen_k, f.window_left, f.window_right)
                              : KeyRange{0, 0};
     }
@@ -166,7 +171,7 @@ OA_DEVICE void make_ds(Scores& s, const Scores& dp, const AttnFwdParams& f, cons
         int32 k = key + 8 * (x >> 2) + (x & 1);
         bool see = k >= visible[r].lo && k < visible[r].hi;
         float p;
-        if constexpr (Config::kScoreMods) {
+        if constexpr (kForms) {
             ScoreGrad g = scores.at(s[x], lse2[r], row + 8 * r, k, see);
             p = g.p * g.slope;
             s[x] = p == 0.0f ? 0.0f : p * dropout.change(dp[x], delta[r], kept, x / 8 % 2, r + x / 4 % 2 * 2, x & 1);
@@ -209,14 +214,15 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, MIN_CTAS) attn_bw
     Output dq;
 #pragma unroll
     for (int x = 0; x < Config::kDTiles * 4; ++x) dq[x] = 0.0f;
-    if (!keys.is_empty()) {
+    Steps steps(p, t, keys);
+    if (steps.left > 0) {
         QCopy q_copy(f.head_dim, tid);
         q_copy.issue(smem_q, f.q + t.batch_idx * f.q_stride_b + t.head_idx * f.q_stride_h + first_row * f.q_stride_s,
                      f.q_stride_s, t.seqlen_q - t.m0, tid);
         q_copy.issue(smem_do,
                      p.d_o + t.batch_idx * p.do_stride_b + t.head_idx * p.do_stride_h + first_row * p.do_stride_s,
                      p.do_stride_s, t.seqlen_q - t.m0, tid);
-        copy(keys.first, 0);
+        copy(steps.n, 0);
         cp_async_commit();
 
         int32 row = t.m0 + row_warp * 16 + (lane >> 2);
@@ -228,10 +234,13 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, MIN_CTAS) attn_bw
         QLane a_lane(row_warp * 16 + (lane & 15), lane >> 4);
         KvLane b_lane((lane & 7) + ((lane >> 4) << 3), (lane >> 3) & 1), k_lane(lane & 15, lane >> 4);
         int stage = 0;
-        for (int32 n = keys.first; n < keys.end; ++n) {
+        for (; steps.left > 0; --steps.left) {
+            const int32 n = steps.n;
+            const bool hides_all = steps.hides_all(row_warp * 16), has_next = steps.left > 1;
+            if (has_next) steps.advance();
             cp_async_wait<0>();
             __syncthreads();  // this tile has landed; every warp has left the tile before
-            if (Config::kStages == 2 && n + 1 < keys.end) copy(n + 1, stage ^ 1);
+            if (Config::kStages == 2 && has_next) copy(steps.n, stage ^ 1);
             cp_async_commit();
             uint32 tile = stage * KvTile::kBytes;
             Scores s, dp;
@@ -244,8 +253,12 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, MIN_CTAS) attn_bw
                 mma_scores(s, smem_q, a_lane, smem_k + tile, b_lane);
                 mma_scores(dp, smem_do, a_lane, smem_v + tile, b_lane);
             }
-            make_ds(s, dp, f, scores, dropout, t, lse2, delta, row, n * Config::kBlockN + own + 2 * (lane & 3),
-                    n < keys.full_first || n >= keys.full_end);
+            const int32 key = n * Config::kBlockN + own + 2 * (lane & 3);
+            const bool hides = n < keys.full_first || n >= keys.full_end || hides_all;
+            if (Config::kScoreMods && (!Config::kLists || forms_scores(f)))
+                make_ds<Config::kScoreMods>(s, dp, f, scores, dropout, t, lse2, delta, row, key, hides, hides_all);
+            else
+                make_ds<false>(s, dp, f, scores, dropout, t, lse2, delta, row, key, hides, hides_all);
             if constexpr (Config::kIsWide) {
                 exchange_ds(s, ds_of(smem), row_warp, channel_warp, lane);
                 add_half_dq(dq, ds_of(smem), smem_k + tile + channel_warp * KvTile::kPanelBytes, k_lane,
@@ -257,7 +270,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, MIN_CTAS) attn_bw
                 stage ^= 1;
             } else {
                 __syncthreads();
-                if (n + 1 < keys.end) copy(n + 1, 0);
+                if (has_next) copy(steps.n, 0);
                 cp_async_commit();
             }
         }

@@ -19,6 +19,9 @@
 //                                  arrive v_empty(i)
 //                                    dS(i) = P (dP - delta)
 //
+// LISTS: a block mask; a tile of queries visits the tiles of keys that its list names (scheduler/bwd_lists.cuh), whose
+// entry the producer leaves beside K.
+//
 // Shared memory, bytes: Q, dO [128 * PANELS * 128] | K [NUM_K_STAGES][64 * PANELS * 128] | V [NUM_V_STAGES][same] |
 // barriers. Tiles are panels of 64 columns with the 128-byte swizzle.
 #include "attention/bwd_store.cuh"
@@ -30,10 +33,12 @@
 #include "ptx/mbarrier.cuh"
 #include "ptx/shared.cuh"
 #include "ptx/tma.cuh"
+#include "ptx/uniform.cuh"
 #include "ptx/warpgroup.cuh"
 #include "ptx/wgmma.cuh"
 #include "ptx/wgmma_bf16.cuh"
 #include "ptx/wgmma_fp16.cuh"
+#include "scheduler/bwd_lists.cuh"
 #include "scheduler/persistent.cuh"
 
 struct Config {
@@ -42,6 +47,7 @@ struct Config {
     static constexpr int kConsumers = 2;
     static constexpr int kBlockM = 64 * kConsumers, kBlockN = 64;
     static constexpr int kKStages = NUM_K_STAGES, kVStages = NUM_V_STAGES;
+    static constexpr bool kLists = LISTS;  // a block mask
     static constexpr int kThreads = 128 * (1 + kConsumers);
     static constexpr int kPanels = kHeadDim / 64;
     static constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
@@ -60,6 +66,7 @@ struct SharedStorage {
     uint64 q_full, q_empty, do_full, do_empty;
     uint64 k_full[Config::kKStages], k_empty[Config::kKStages];
     uint64 v_full[Config::kVStages], v_empty[Config::kVStages];
+    int32 entries[Config::kKStages];  // kLists: of the stages of K
 };
 static_assert(sizeof(SharedStorage) == SMEM_BYTES, "the registry's smem_bytes must be this struct's size");
 
@@ -85,6 +92,14 @@ struct Barriers {
 
 using Keys = KeyTiles<Config::kBlockM, Config::kBlockN>;
 
+// The list of a tile of queries, at its count, and how many tiles of keys it visits.
+OA_DEVICE const int32* list_of(const AttnBwdParams& p, const FwdTile& t) {
+    return Config::kLists ? bwd_list(p, t.batch_idx, t.head_idx, t.m0 / Config::kBlockM) : nullptr;
+}
+OA_DEVICE int32 num_tiles(const Keys& keys, const int32* list) {
+    return Config::kLists ? *list : max_of(keys.end - keys.first, 0);
+}
+
 class Producer {
   public:
     OA_DEVICE Producer(const AttnBwdSm90Params& params, const Barriers& bars) : params_(params), bars_(bars) {}
@@ -101,13 +116,20 @@ class Producer {
         uint32 phase = 1;  // of q_empty and do_empty
         for (FwdTile t; tiles.next<Config::kBlockM>(fwd, params_.tiles, t);) {
             Keys keys(fwd, t);
-            if (keys.is_empty()) continue;
+            const int32* list = list_of(params_.bwd, t);
+            int32 left = num_tiles(keys, list), n = keys.first;
+            if (left == 0) continue;
             load_queries(smem_addr_at(&SharedStorage::q), &params_.map_q, bars_.q_full, bars_.q_empty, phase, t);
             bool is_first = true;
 #pragma unroll 1
-            for (int32 n = keys.first; n < keys.end; ++n) {
+            for (; left > 0; --left, ++n) {
                 const int32 kv_head = t.head_idx / group;
-                uint32 bar = bars_.k.acquire(k_at_, kKvBytes);
+                [[maybe_unused]] int32 entry = 0;
+                if constexpr (Config::kLists) entry = *++list, n = listed_tile(entry);
+                bars_.k.wait_empty(k_at_);
+                if constexpr (Config::kLists)
+                    store_shared(smem_addr_at(&SharedStorage::entries) + k_at_.stage * 4, uint32(entry));
+                uint32 bar = bars_.k.announce(k_at_, kKvBytes);
                 copy<kKvPanelBytes>(smem_addr_at(&SharedStorage::k) + k_at_.stage * kKvBytes, &params_.map_k, bar,
                                     n * Config::kBlockN, kv_head, t.batch_idx);
                 k_at_.advance();
@@ -154,6 +176,7 @@ class Consumer {
           p_(params.bwd.fwd),
           bars_(bars),
           lane_(in_register(threadIdx.x & 31)),
+          group_(group),
           row_(group * 64 + ((threadIdx.x >> 5) & 3) * 16 + (lane_ >> 2)),
           q_(wgmma_descriptor(smem_addr_at(&SharedStorage::q) + group * 64 * 128, 16, 1024)),
           do_(wgmma_descriptor(smem_addr_at(&SharedStorage::d_o) + group * 64 * 128, 16, 1024)),
@@ -169,8 +192,8 @@ class Consumer {
             Gradient dq;
 #pragma unroll
             for (int i = 0; i < Config::kHeadDim / 2; ++i) dq[i] = 0.0f;
-            if (!keys.is_empty()) {
-                attend(t, keys, dq);
+            if (const int32 total = num_tiles(keys, list_of(bwd, t)); total > 0) {
+                attend(t, keys, total, dq);
                 q_phase_ ^= 1;
             }
             store_gradient<Config::Io>(dq, p_.softmax_scale,
@@ -198,7 +221,7 @@ class Consumer {
         wgmma_commit();
     }
 
-    OA_DEVICE void attend(const FwdTile& t, const Keys& keys, Gradient& dq) {
+    OA_DEVICE void attend(const FwdTile& t, const Keys& keys, int32 total, Gradient& dq) {
         // Rows behind the end of the sequence exist in the workspaces (params/attn_bwd.cuh).
         const int64 row = t.head_idx * params_.bwd.rows_stride_h +
                           int64(t.batch_idx) * ((p_.seqlen_q + 127) / 128 * 128) + t.m0 + row_;
@@ -209,7 +232,7 @@ class Consumer {
         mbarrier_wait(bars_.do_full, q_phase_);
         step<true>(t, keys, keys.first, dq, ds16, lse2, delta);
 #pragma unroll 1
-        for (int32 n = keys.first + 1; n < keys.end; ++n) step<false>(t, keys, n, dq, ds16, lse2, delta);
+        for (int32 i = 1; i < total; ++i) step<false>(t, keys, keys.first + i, dq, ds16, lse2, delta);
         if (lane_ == 0) {
             mbarrier_arrive(bars_.q_empty);
             mbarrier_arrive(bars_.do_empty);
@@ -241,6 +264,8 @@ class Consumer {
         wgmma_fence();
         if constexpr (!kIsFirst) issue_gradient(dq, ds16);
         bars_.k.wait(k_at_);
+        [[maybe_unused]] uint32 entry = 0;
+        if constexpr (Config::kLists) entry = load_shared(smem_addr_at(&SharedStorage::entries) + k_at_.stage * 4);
         wgmma_discard(s);
         wgmma_fence();
         issue_scores(s, q_, k_.next(k_at_.stage * kKvBytes));
@@ -249,6 +274,11 @@ class Consumer {
         wgmma_fence();
         issue_scores(dp, do_, v_.next(v_at_.stage * kKvBytes));
         k_at_.advance();
+        [[maybe_unused]] bool hidden = false;  // from this warpgroup's rows
+        if constexpr (Config::kLists) {
+            const int32 now = uniform(int32(entry));  // behind the products, under which it arrives
+            n = listed_tile(now), hidden = is_hidden(now, group_);
+        }
         if constexpr (!kIsFirst) {
             wgmma_wait<2>();
             release_k();
@@ -259,7 +289,7 @@ class Consumer {
         const float c = p_.softmax_scale * kLog2e;
 #pragma unroll
         for (int i = 0; i < Config::kBlockN / 2; ++i) s[i] = fmaf(s[i], c, -lse2[(i >> 1) & 1]);
-        if (n < keys.full_first || n >= keys.full_end) hide(s, t, n);
+        if (n < keys.full_first || n >= keys.full_end || hidden) hide(s, t, n, hidden);
 #pragma unroll
         for (int i = 0; i < Config::kBlockN / 2; ++i) s[i] = exp2_approx(s[i]);
         wgmma_pin(s);
@@ -280,12 +310,12 @@ class Consumer {
     }
 
     // Exponents of hidden pairs, and of keys behind the end, become -inf.
-    OA_DEVICE void hide(Scores& s, const FwdTile& t, int32 n) const {
+    OA_DEVICE void hide(Scores& s, const FwdTile& t, int32 n, [[maybe_unused]] bool all) const {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             const KeyRange seen =
                 visible_keys(t.m0 + row_ + r * 8, t.seqlen_q, t.seqlen_k, p_.window_left, p_.window_right);
-            const uint32 len = uint32(max_of(seen.hi - seen.lo, 0));
+            const uint32 len = Config::kLists && all ? 0 : uint32(max_of(seen.hi - seen.lo, 0));
             const int32 first = n * Config::kBlockN + 2 * (lane_ & 3) - seen.lo;
 #pragma unroll
             for (int j = 0; j < Config::kBlockN / 8; ++j)
@@ -299,6 +329,7 @@ class Consumer {
     const AttnFwdParams& p_;
     const Barriers& bars_;
     const int lane_;
+    const int32 group_;
     const int32 row_;  // this thread's first one in the tile; the other one is 8 below
     const WgmmaDescriptor q_, do_, k_, k_trans_, v_;
     RingState<Config::kKStages> k_at_, k_before_;  // tile i, and the oldest one that is still needed

@@ -35,6 +35,7 @@ struct Config {
     static constexpr int kStages = NUM_STAGES;
     static constexpr bool kScoreMods = SCORE_MODS;  // softcap, mask, score_mod: scores are formed one by one
     static constexpr bool kDMask = DMASK;
+    static constexpr bool kLists = false;  // of tiles of 64 queries, which kBlockM is more than
     static constexpr int kDsTiles = 2;
     static constexpr int kThreads = kWarps * 32;
     static constexpr int kKeyGroups = kWarps / 2;  // warps of a half of the queries
@@ -57,6 +58,7 @@ struct Config {
 
 using Keys = BwdKeys<Config>;
 using Work = Keys::Work;
+using Steps = Keys::Steps;
 using SharedStorage = Keys::SharedStorage;
 using DsTile = Keys::DsTile;
 using Scores = Keys::Scores;

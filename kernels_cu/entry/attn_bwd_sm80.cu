@@ -42,6 +42,7 @@ struct Config {
     static constexpr int kStages = NUM_STAGES;
     static constexpr bool kScoreMods = SCORE_MODS;  // softcap, mask, score_mod: scores are formed one by one
     static constexpr bool kDMask = DMASK;
+    static constexpr bool kLists = kScoreMods;  // a block mask
     static constexpr int kDsTiles = kDMask ? 3 : 2;  // dS of two steps; P
     static constexpr int kThreads = kWarps * 32;
     static constexpr int kKeyGroups = kWarps / 2;
@@ -61,6 +62,7 @@ struct Config {
 
 using Keys = BwdKeys<Config>;
 using Work = Keys::Work;
+using Steps = Keys::Steps;
 using SharedStorage = Keys::SharedStorage;
 using DsTile = Keys::DsTile;
 using Scores = Keys::Scores;
@@ -74,8 +76,8 @@ OA_DEVICE int32 first_key(const Work& w) { return w.group * Config::kKeyRows; }
 OA_DEVICE uint32 plain_p(const Work& w) { return w.at(&SharedStorage::ds) + 2 * DsTile::kBytes; }
 
 // P^T of a step, of which kHides hides a part: packed for dV in `packed`; times the derivative of scores, for role 1,
-// in shared memory.
-template <bool kHides>
+// in shared memory. kForms: scores are formed one by one.
+template <bool kHides, bool kForms>
 OA_DEVICE void make_p(const Work& w, Scores& s, Packed& packed, const Place& at, int stage, uint32 smem_ds) {
     int lane = in_register(w.lane);
     int32 m0 = at.m * Config::kBlockM, key = first_key(w) + (lane >> 2), query = 2 * (lane & 3);
@@ -83,15 +85,16 @@ OA_DEVICE void make_p(const Work& w, Scores& s, Packed& packed, const Place& at,
     uint32 lse2_at = w.at(&SharedStorage::lse2) + (stage * Config::kBlockM + query) * 4;
     BwdScores<Config::Io> scores(w.p.fwd, w.arrays, w.t.sequence, at.head, w.t.seqlen_q, w.t.seqlen_k);
     QueryRange visible[Config::kKTiles][2];
+    const int32 seqlen_k = Keys::hides_all(at, first_key(w)) ? 0 : w.t.seqlen_k;
 #pragma unroll
     for (int i = 0; i < Config::kKTiles; ++i)
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             int32 k = w.t.n0 + key + 16 * i + 8 * r;
             if (kHides)
-                visible[i][r] = k < w.t.seqlen_k ? visible_queries(k, w.t.seqlen_q, w.t.seqlen_k, w.p.fwd.window_left,
-                                                                   w.p.fwd.window_right)
-                                                 : QueryRange{0, 0};
+                visible[i][r] = k < seqlen_k ? visible_queries(k, w.t.seqlen_q, w.t.seqlen_k, w.p.fwd.window_left,
+                                                               w.p.fwd.window_right)
+                                             : QueryRange{0, 0};
         }
     const TileDropout dropout = w.dropout_of(at, lane);
     // Of two squares a word at a time: of 32 keys, or of 32 queries.
@@ -114,7 +117,7 @@ OA_DEVICE void make_p(const Work& w, Scores& s, Packed& packed, const Place& at,
                 bool see1 = !kHides || (row + 1 >= range.lo && row + 1 < range.hi);
                 uint32 to = Keys::ds_word(key + 16 * i + 8 * r, n, lane);
                 uint32 cross;
-                if constexpr (Config::kScoreMods) {
+                if constexpr (kForms) {
                     int32 k = w.t.n0 + key + 16 * i + 8 * r;
                     ScoreGrad a = scores.at(x[0], lse2.x, row, k, see0), b = scores.at(x[1], lse2.y, row + 1, k, see1);
                     packed[i][2 * n + r] = pack2(Config::Io{}, a.p, b.p);
@@ -203,16 +206,20 @@ OA_DEVICE void run(const Work& w, Output& o, Steps steps) {
         Keys::KvLane a_lane(first_key(w) + (lane & 15), lane >> 4);
         Keys::QLane s_lane((lane & 7) + ((lane >> 4) << 3), (lane >> 3) & 1);
         bool hides = at.m < w.tiles.full_first || at.m >= w.tiles.full_end;
+        if constexpr (Config::kLists) hides = hides || Keys::hides_all(at, first_key(w));
+        const bool forms = Keys::forms_scores(w.p.fwd);
         Scores s;
         Packed packed;
         uint32 tile = stage * Keys::QTile::kBytes, ds = smem_ds + parity * DsTile::kBytes;
         uint32 ds_before = smem_ds + (parity ^ 1) * DsTile::kBytes;
         if constexpr (kRole == 0) {
             Keys::mma_scores(s, w.at(&SharedStorage::k), a_lane, smem_q + tile, s_lane);
-            if (Config::kScoreMods || hides)
-                make_p<true>(w, s, packed, at, stage, ds);
+            if (forms)
+                make_p<true, Config::kScoreMods>(w, s, packed, at, stage, ds);
+            else if (hides)
+                make_p<true, false>(w, s, packed, at, stage, ds);
             else
-                make_p<Config::kScoreMods>(w, s, packed, at, stage, ds);
+                make_p<false, false>(w, s, packed, at, stage, ds);
             pass_p(w);
             if (kWanted) make_output(w, o, packed, smem_do + tile);
             if (wants_dq && before.head >= 0) Keys::add_dq(w, ds_before, before);
@@ -221,10 +228,10 @@ OA_DEVICE void run(const Work& w, Output& o, Steps steps) {
             if (kWanted || wants_ds) Keys::mma_scores(s, w.at(&SharedStorage::v), a_lane, smem_do + tile, s_lane);
             take_p(w);
             if (!kWanted && !wants_ds) {
-            } else if (Config::kScoreMods || hides)
+            } else if (forms || hides)
                 make_ds<true>(w, s, packed, at, stage, ds);
             else
-                make_ds<Config::kScoreMods>(w, s, packed, at, stage, ds);
+                make_ds<false>(w, s, packed, at, stage, ds);
             if (kWanted) make_output(w, o, packed, smem_q + tile);
         }
         before = at;

@@ -24,35 +24,22 @@
 //     dQ added to global memory       arrive ds_full(i), dq_full
 //     arrive dq_empty
 //
-// dQ lags by two tiles so that the warpgroups need not meet: either may be more than a tile ahead. Plain calls issue dK
-// ahead of dQ (kDkFirst). VARLEN: packed [rows, heads, head_dim]; warp 3 walks cu_seqlens (scheduler/bwd_feed.cuh),
-// copies end with their sequence (params/attn_bwd.cuh). SOFTCAP, KEY_MASK: score modifications (attention/bwd_mods.cuh);
+// dQ lags by two tiles and warpgroups need not meet: either may be more than a tile ahead. Plain calls issue dK ahead
+// of dQ (kDkFirst). VARLEN: packed [rows, heads, head_dim]; warp 3 walks cu_seqlens (scheduler/bwd_feed.cuh), copies
+// end with their sequence (params/attn_bwd.cuh). SOFTCAP, KEY_MASK: score modifications (attention/bwd_mods.cuh);
 // dropout: attention/dropout.cuh. ORDERED: dQ is added to in a fixed order, the last queries first
-// (attention/bwd_ordered.cuh). Shared memory, bytes: VARLEN, ORDERED: tiles | K, V [128 * PANELS * 128] | Q [3][64 *
-// PANELS * 128] | dO [NUM_DO_STAGES][same] | dS [3][64 * 256] | dQ [2][256 * DQ_WIDTH] | lse2 [3][64 * 4] | delta
-// [NUM_DO_STAGES][64 * 4] | barriers. Tiles are panels of 64 columns with the 128-byte swizzle.
+// (attention/bwd_ordered.cuh). LISTS: a block mask (attention/bwd_listed.cuh). Shared memory, bytes: VARLEN, ORDERED,
+// LISTS: tiles | K, V [128 * PANELS * 128] | Q [3][64 * PANELS * 128] | dO [NUM_DO_STAGES][same] | dS [3][64 * 256] |
+// dQ [2][256 * DQ_WIDTH] | lse2 [3][64 * 4] | delta [NUM_DO_STAGES][64 * 4] | barriers. Panels: 64 columns, 128-byte
+// swizzle.
+#include "attention/bwd_listed.cuh"
 #include "attention/bwd_mods.cuh"
-#include "attention/bwd_roles.cuh"
 #include "attention/bwd_ordered.cuh"
 #include "attention/bwd_products.cuh"
 #include "attention/bwd_alternate.cuh"
-#include "attention/mask.cuh"
-#include "params/attn_bwd.cuh"
-#include "pipeline/ring.cuh"
-#include "ptx/cvt.cuh"
-#include "ptx/gpu_sync.cuh"
 #include "ptx/ldmatrix.cuh"
-#include "ptx/math.cuh"
-#include "ptx/mbarrier.cuh"
-#include "ptx/shared.cuh"
 #include "ptx/stmatrix.cuh"
-#include "ptx/tma.cuh"
 #include "ptx/warpgroup.cuh"
-#include "ptx/wgmma.cuh"
-#include "ptx/wgmma_bf16.cuh"
-#include "ptx/wgmma_fp16.cuh"
-#include "scheduler/bwd_tile.cuh"
-#include "attention/dropout.cuh"
 
 struct Config {
     using Io = IO_TYPE;
@@ -61,8 +48,9 @@ struct Config {
     static constexpr int kBlockM = 64;
     static constexpr int kBlockN = 64 * kConsumers;
     static constexpr int kQStages = 3, kDoStages = NUM_DO_STAGES, kDsStages = 3;
-    static constexpr bool kVarlen = VARLEN, kOrdered = ORDERED;  // packed sequences; dQ is added to in a fixed order
-    static constexpr bool kWalker = VARLEN || ORDERED;  // a warp hands the tiles of keys to the other roles
+    // Packed sequences; dQ is added to in a fixed order; a block mask.
+    static constexpr bool kVarlen = VARLEN, kOrdered = ORDERED, kLists = LISTS;
+    static constexpr bool kWalker = VARLEN || ORDERED || LISTS;  // a warp hands the tiles of keys to the other roles
     static constexpr bool kExponents = SOFTCAP || KEY_MASK;  // of P, made of scores before P is
     static constexpr bool kSoftcap = SOFTCAP, kKeyMask = KEY_MASK;  // the latter: the same for all queries, any dtype
     using Params = BwdSm90Params<kSoftcap>::Type;
@@ -70,13 +58,14 @@ struct Config {
     static constexpr int kPanels = kHeadDim / 64;
     // dK before dQ, whose operands are in shared memory; and warpgroup g makes dQ of tiles g, g + 2 .. of queries of a
     // tile of keys, not half of the columns of each.
-    static constexpr bool kDkFirst = !kWalker && !kExponents, kAlternate = kDkFirst && kHeadDim == 64;
+    static constexpr bool kDkFirst = !kVarlen && !kOrdered && !kExponents, kAlternate = kDkFirst && kHeadDim == 64;
     static constexpr int kDqWidth = kAlternate ? kHeadDim : kHeadDim / kConsumers;  // columns of dQ that it computes
     static constexpr int kProducerRegisters = kHeadDim == 64 ? 40 : 24;
     static constexpr int kConsumerRegisters = kHeadDim == 64 ? 232 : 240;
     // K and V as operands from registers: fewer reads of shared memory.
     static constexpr bool kKvInRegisters = kHeadDim == 64, kReadAhead = kHeadDim == 64;
     static_assert(kHeadDim == 64 || kHeadDim == 128, "dK and dV in registers");
+    static_assert(!kLists || !(kVarlen || kOrdered || kKeyMask || kHasDropout), "lists of batches, in any order");
 };
 
 using Layout = BwdLayout<Config>;
@@ -84,9 +73,11 @@ using SharedStorage = BwdStorage<Config>;
 using Barriers = BwdBarriers<Config>;
 using Rows = QueryTiles<Config::kBlockM, Config::kBlockN>;
 using PlainWriter = Select<Config::kAlternate, BwdAlternateWriter<Config>, BwdWriter<Config>>::Type;
-using Writer = Select<Config::kOrdered, BwdOrderedWriter<Config>, PlainWriter>::Type;
+using UnorderedWriter = Select<Config::kLists, BwdListedWriter<Config>, PlainWriter>::Type;
+using Writer = Select<Config::kOrdered, BwdOrderedWriter<Config>, UnorderedWriter>::Type;
 static_assert(sizeof(SharedStorage) == SMEM_BYTES, "the registry's smem_bytes must be this struct's size");
-class Consumer : BwdProducts<Config>, BackwardDropout<Config::kBlockM, Config::kHeadDim == 128> {
+using Dropping = BackwardDropout<Config::kBlockM, Config::kHeadDim == 128>;
+class Consumer : BwdProducts<Config>, Dropping {
     using Products = BwdProducts<Config>;
     using Products::issue_gradient, Products::issue_scores, Products::kSteps, Products::pack;
     using typename Products::Gradient, typename Products::KeyOperand, typename Products::Operand;
@@ -94,7 +85,7 @@ class Consumer : BwdProducts<Config>, BackwardDropout<Config::kBlockM, Config::k
 
   public:
     OA_DEVICE Consumer(const Config::Params& params, const Barriers& bars, int32 group)
-        : BackwardDropout<Config::kBlockM, Config::kHeadDim == 128>(params),
+        : Dropping(params),
           params_(params),
           p_(params.bwd.fwd),
           bars_(bars),
@@ -124,7 +115,7 @@ class Consumer : BwdProducts<Config>, BackwardDropout<Config::kBlockM, Config::k
             Work w;
 #pragma unroll
             for (int i = 0; i < Config::kHeadDim / 2; ++i) w.dk[i] = w.dv[i] = 0.0f;
-            if (!rows.is_empty()) {
+            if (Config::kLists ? t.steps > 0 : !rows.is_empty()) {
                 attend(t, rows, w);
                 kv_phase_ ^= 1;
             }
@@ -146,6 +137,7 @@ class Consumer : BwdProducts<Config>, BackwardDropout<Config::kBlockM, Config::k
         Gradient dk, dv;
         KeyOperand k, v;  // kKvInRegisters
         int32 m;  // tile of queries
+        bool hidden;  // kLists: from this warpgroup's keys
         int32 head;  // kKeyMask: of queries
         float key_bias[2];  // kKeyMask: of this thread's keys, in base 2
     };
@@ -186,8 +178,8 @@ class Consumer : BwdProducts<Config>, BackwardDropout<Config::kBlockM, Config::k
     }
 
     OA_DEVICE void attend(const BwdTile& t, const Rows& rows, Work& w) {
-        const int32 total = (p_.num_q_heads / p_.num_kv_heads) * (rows.end - rows.first);
-        w.m = first_queries<Config::kOrdered>(rows);
+        const int32 total = Config::kLists ? t.steps : (p_.num_q_heads / p_.num_kv_heads) * (rows.end - rows.first);
+        if constexpr (!Config::kLists) w.m = first_queries<Config::kOrdered>(rows);
         if constexpr (kHasDropout) begin_keys(t, p_.num_q_heads / p_.num_kv_heads, lane_, group_ * 4 + warp_);
         if constexpr (Config::kKeyMask) {
             w.head = t.kv_head_idx * (p_.num_q_heads / p_.num_kv_heads);
@@ -278,13 +270,13 @@ class Consumer : BwdProducts<Config>, BackwardDropout<Config::kBlockM, Config::k
     // P from S, in place. P: a template, because the plain kernel's Params have no mods.
     template <typename P, typename Row>
     OA_DEVICE void exponentiate(const P& params, const BwdTile& t, const Rows& rows, Work& w, const Row& lse2) const {
-        const bool hides = w.m < rows.full_first || w.m >= rows.full_end;
+        const bool hides = w.m < rows.full_first || w.m >= rows.full_end || (Config::kLists && w.hidden);
         [[maybe_unused]] const float c = p_.softmax_scale * kLog2e;
         if constexpr (Config::kSoftcap) {
             capped_exponents(w.s, params.mods, lse2);
-            if (hides) hide(w.s, t, w.m, 1.0f);
+            if (hides) hide(w, t, 1.0f);
         } else {
-            if (hides) hide(w.s, t, w.m, c);
+            if (hides) hide(w, t, c);
             if constexpr (Config::kKeyMask) biased_exponents(w.s, c, w.key_bias, lse2);
         }
 #pragma unroll
@@ -359,6 +351,7 @@ class Consumer : BwdProducts<Config>, BackwardDropout<Config::kBlockM, Config::k
         if (kBefore > 0) q_now.advance();
         bars_.q.wait(q_now);
         if constexpr (kDq) bars_.ds.wait(ds_read_);
+        [[maybe_unused]] const uint32 entry = entry_of_step<Config>(q_now.stage);
         wgmma_discard(w.s);
         if constexpr (kDq) wgmma_discard(w.dq);
         wgmma_fence();
@@ -367,6 +360,10 @@ class Consumer : BwdProducts<Config>, BackwardDropout<Config::kBlockM, Config::k
         if constexpr (kBefore > 0) issue_gradient(w.dk, w.ds16, q_trans_.next(q_at_.stage * Layout::kQBytes));
         if constexpr (kDq && Config::kDkFirst) issue_dq(w.dq, ds_read_.stage);
         wgmma_pin(w.s);
+        if constexpr (Config::kLists) {
+            const int32 now = uniform(int32(entry));  // behind the products, under which it arrives
+            w.m = listed_tile(now), w.hidden = is_hidden(now, group_);
+        }
         const typename Select<Config::kReadAhead, ReadRows, QueryRows>::Type lse2(lse2_of(q_now.stage));
         wgmma_wait<(kBefore > 0) + kDq>();
         wgmma_pin(w.s);
@@ -392,7 +389,7 @@ class Consumer : BwdProducts<Config>, BackwardDropout<Config::kBlockM, Config::k
         issue_dp(w, do_at_.stage);
         issue_gradient(w.dv, w.p16, do_trans_.next(do_at_.stage * Layout::kQBytes));
         wgmma_pin(w.dp);
-        w.m = next_queries<Config::kOrdered>(rows, w.m);
+        if constexpr (!Config::kLists) w.m = next_queries<Config::kOrdered>(rows, w.m);
         wgmma_wait<1>();
         wgmma_pin(w.dp);
         differentiate(params_, w, delta_of(do_at_.stage));
@@ -415,19 +412,20 @@ class Consumer : BwdProducts<Config>, BackwardDropout<Config::kBlockM, Config::k
     }
 
     // Scores of hidden pairs, and of keys behind the end, become what exp2 makes 0.
-    OA_DEVICE void hide(Scores& s, const BwdTile& t, int32 m, float c) const {
+    OA_DEVICE void hide(Work& w, const BwdTile& t, float c) const {
         const float hidden = c > 0.0f ? neg_inf() : -neg_inf();
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             int32 key = t.n0 + group_ * 64 + warp_ * 16 + (lane_ >> 2) + r * 8;
             QueryRange seen = visible_queries(key, t.seqlen_q, t.seqlen_k, p_.window_left, p_.window_right);
             uint32 len = key < t.seqlen_k ? uint32(max_of(seen.hi - seen.lo, 0)) : 0;
-            int32 first = m * Config::kBlockM + 2 * (lane_ & 3) - seen.lo;
+            if (Config::kLists && w.hidden) len = 0;
+            int32 first = w.m * Config::kBlockM + 2 * (lane_ & 3) - seen.lo;
 #pragma unroll
             for (int j = 0; j < Config::kBlockM / 8; ++j)
 #pragma unroll
                 for (int x = 0; x < 2; ++x)
-                    if (uint32(first + 8 * j + x) >= len) s[4 * j + 2 * r + x] = hidden;
+                    if (uint32(first + 8 * j + x) >= len) w.s[4 * j + 2 * r + x] = hidden;
         }
     }
 
@@ -491,6 +489,8 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, 1) attn_bwd_sm90(
         if ((threadIdx.x & 31) == 0 && 0 < warp && warp <= Config::kConsumers) Writer(params, bars, warp - 1).run();
         if (Config::kOrdered && warp > Config::kConsumers)
             keep_order<Config>(params.bwd);
+        else if (Config::kLists && warp > Config::kConsumers)
+            walk_listed_bwd_tiles<Config::kBlockN>(params.bwd);
         else if (Config::kVarlen && warp > Config::kConsumers)
             walk_bwd_tiles<Config::kBlockN>(params.bwd.fwd, item_counter(params.bwd));
     } else {

@@ -9,8 +9,9 @@
 //   dense    padded_begin(b) = b * round_up(seqlen_q, 128)
 //   packed   padded_begin(b) = round_down(cu_seqlens_q[b] + 128 * b, 128)
 // Rows between the sequences belong to nobody. Row r of head h is element h * rows_stride_h + r of lse2 and delta, and
-// elements (h * rows_stride_h + r) * dq_columns + (0 ... dq_columns - 1) of dq_accum. Of packed sequences delta has
-// one element more, behind the last head: how many tiles the CTAs of attn_bwd_sm90 have drawn, 0 before. With ORDERED
+// elements (h * rows_stride_h + r) * dq_columns + (0 ... dq_columns - 1) of dq_accum. Of packed sequences, and with
+// lists, delta has one element more, behind the last head: how many tiles the CTAs of attn_bwd_sm90 have drawn, 0
+// before. With ORDERED
 // it is there for dense batches too, and 2 * num_n_blocks * kv heads (times the dense batch) elements follow: of every
 // tile of keys how many steps of dQ either warpgroup has added (attention/bwd_ordered.cuh), 0 before.
 constexpr int kStrayRows = 64;  // padded rows to a number of stray_do
@@ -30,17 +31,24 @@ struct AttnBwdParams {
     // [num_q_heads][rows_stride_h / kStrayRows]: not 0 where a row that attends to nothing has a do with NaN or
     // infinity (attention/bwd_stray.cuh); null: every row attends to something.
     uint32* stray_do;
+    // Of a block mask: which tiles of 64 queries each tile of keys has to visit, a list for each query head, as
+    // mask_list_sm80 makes them with queries and keys exchanged. Of kernels of dq alone: which tiles of 64 keys each
+    // tile of queries has to. Null: all that the window leaves.
+    const int32* lists;
     int64 do_stride_b, do_stride_s, do_stride_h;
     int64 dq_stride_b, dq_stride_s, dq_stride_h;
     int64 dk_stride_b, dk_stride_s, dk_stride_h;
     int64 dv_stride_b, dv_stride_s, dv_stride_h;
     int64 dlse_stride_b, dlse_stride_h;  // contiguous along the sequence
     int64 dmask_stride_b, dmask_stride_h, dmask_stride_q, dmask_stride_k;
+    int64 lists_stride_b, lists_stride_h;  // 0 where the mask is broadcast
     int64 rows_stride_h;  // padded rows of a head
     int32 dq_columns;  // of dq_accum: head_dim rounded up to the kernel's width
     // Dense: tiles of keys of a (batch, kv head); varlen: upper bound over all sequences. Of attn_bwd_prepare: 0 unless
     // dQ is added to in an order.
     int32 num_n_blocks;
+    int32 num_list_tiles;  // one less than a list has elements
+    int32 zero;  // makes the size a multiple of 8
 };
 
 OA_DEVICE uint32* item_counter(const AttnBwdParams& p) {

@@ -28,10 +28,12 @@ struct BwdFeedStorage<true> {
     // Of the order of dQ (attention/bwd_ordered.cuh).
     uint64 steps_asked[2], steps_before[2];
     uint64 tiles_due;  // how many tiles the producer has as good as ended
+    int32 entries[4];  // of lists (attention/bwd_listed.cuh), one a stage of Q
 
     OA_DEVICE static Ring<kTileStages> ring() {
         return {smem_addr_at(&BwdFeedStorage::tile_full), smem_addr_at(&BwdFeedStorage::tile_empty)};
     }
+    OA_DEVICE static uint32 entry_at(int32 stage) { return smem_addr_at(&BwdFeedStorage::entries) + 4 * stage; }
     OA_DEVICE static uint32 due() { return smem_addr_at(&BwdFeedStorage::tiles_due); }
     template <typename Member>
     OA_DEVICE static Member* at(Member BwdFeedStorage::* member) {
@@ -73,6 +75,7 @@ class BwdFeed<kBlockN, kVarlen, kWarp, true> {
             t.k_begin = uniform(t.k_begin);
             t.seqlen_q = uniform(t.seqlen_q);
             t.seqlen_k = uniform(t.seqlen_k);
+            t.steps = uniform(t.steps);
         }
         Storage::ring().release(at_, kWarp ? int(threadIdx.x & 31) : 0);
         at_.advance();

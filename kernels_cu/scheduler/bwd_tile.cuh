@@ -13,6 +13,7 @@ struct BwdTile {
     int32 q_begin, k_begin;  // first row of the sequence in packed tensors; 0 for dense batches
     int32 sequence;
     int32 seqlen_q, seqlen_k;  // seqlen_q = kNoSequence: rows that only receive dk = dv = 0
+    int32 steps;  // of ListedBwdTiles (scheduler/bwd_lists.cuh): tiles of queries of all heads
 };
 
 // First padded row of a batch entry (params/attn_bwd.cuh).

@@ -44,12 +44,15 @@ class Problem:
         cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k; empty for a batch.
     mod : tuple, optional
         The `ScoreMod`, and a function of torch tensors that autograd can differentiate.
+    blocks : tuple, optional
+        A block mask (batch, heads, blocks of queries, blocks of keys), and (queries, keys) of a block.
     """
 
     arrays: Arrays
     options: dict[str, Any] = field(default_factory=dict)
     packed: dict[str, Any] = field(default_factory=dict)
     mod: tuple[Any, Any] | None = None
+    blocks: tuple[torch.Tensor, tuple[int, int]] | None = None
 
     @property
     def dtype(self) -> str:
@@ -66,6 +69,8 @@ class Problem:
     def forward_options(self) -> dict[str, Any]:
         """What forward and backward take alike."""
         given = {name: self.arrays[name] for name in ("mask", "sinks") if name in self.arrays}
+        if self.blocks is not None:
+            given |= dict(zip(("block_mask", "block_size"), self.blocks, strict=True))
         return {**self.options, **self.packed, **given, **({} if self.mod is None else {"score_mod": self.mod[0]})}
 
 
@@ -87,6 +92,7 @@ def make(
     sinks: Any = None,
     dlse: bool = False,
     mod: tuple[Any, Any] | None = None,
+    blocks: tuple[np.ndarray[Any, Any], tuple[int, int]] | None = None,
     seed: int = 0,
     **options: Any,
 ) -> Problem:
@@ -113,7 +119,8 @@ def make(
         arrays["sinks"] = put(np.asarray(sinks), "float32")
     if mask is not None:
         arrays["mask"] = put(mask, "bool" if mask.dtype == np.bool_ else mask_dtype or "float32")
-    return Problem(arrays, {"layout": layout, **options}, packed, mod)
+    placed = None if blocks is None else (put(blocks[0], "bool"), blocks[1])
+    return Problem(arrays, {"layout": layout, **options}, packed, mod, placed)
 
 
 def put(x: Any, dtype: str) -> torch.Tensor:
@@ -191,6 +198,10 @@ def _attend(
         hidden = hidden | (far < -left)
     if right >= 0:
         hidden = hidden | (far > right)
+    if problem.blocks is not None:
+        shown, (per_q, per_k) = problem.blocks
+        shown = shown[min(b, shown.shape[0] - 1)].repeat_interleave(per_q, -2).repeat_interleave(per_k, -1)
+        hidden = hidden | ~shown[:, :sq, :sk]
     mask = problem.arrays.get("mask")
     if mask is not None:
         own = leaves.get("mask", mask)

@@ -1,4 +1,4 @@
-"""Several GPUs. In one process the arrays' device decides, not the current one; two processes share a sequence."""
+"""Several GPUs. In one process the arrays' device decides, not the current one; processes share a sequence."""
 
 from __future__ import annotations
 
@@ -164,3 +164,12 @@ def test_context_parallel_by_nccl() -> None:
         for balance, length in ((True, 20), (False, 18), (True, 19), (False, 17))
     ]
     count(said, [*cases, *lengths, "refused"])
+
+
+def test_ring_attention_by_nccl() -> None:
+    """Schedules, masks, packed documents, 8 bits on the wire, streams; the same bits at every run."""
+    said = by_torchrun("tests/gpu/ring_child.py", seconds=150)
+    calls = [f"causal={causal} {rows}" for causal in (True, False) for rows in (1024, 777)]
+    calls += ["window", "softcap", "int8", "fp8"]
+    lines = [f"{schedule} {call}" for schedule in ("zigzag", "contiguous") for call in calls]
+    count(said, [*lines, "three rows", "documents", "heads", "streams"])

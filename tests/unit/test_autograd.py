@@ -234,11 +234,10 @@ def test_what_has_no_gradient() -> None:
     slopes = torch.ones(4, dtype=torch.float32, requires_grad=True)
     alibi = {"reference": lambda score, b, h, q, k, slopes: score + slopes[h] * (k - q), "slopes": slopes}
     one = {"grad": "1.0f", "reference_grad": lambda score, b, h, q, k, slopes: 1.0}
-    blocks = torch.ones(1, 1, 1, 1, dtype=torch.bool)
     cases: list[tuple[dict[str, Any], type[Exception], str]] = [
         ({"out": torch.empty(2, 3, 4, 8, dtype=torch.float64)}, ArgumentError, "'out'"),
         ({"stream": 7}, ArgumentError, "'stream'"),
-        ({"block_mask": blocks}, UnsupportedError, "block_mask"),
+        ({"precision": oa.Int8(sparse=oa.Sparse(topk=0.5))}, UnsupportedError, "sparse= of a precision"),
         ({"score_mod": oa.ScoreMod("score + slopes[h]", **alibi, **one)}, UnsupportedError, "'score_mod.slopes'"),
         ({"score_mod": oa.ScoreMod("score", reference=lambda score, *_: score)}, UnsupportedError, "grad="),
     ]

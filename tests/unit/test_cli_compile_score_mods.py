@@ -354,7 +354,7 @@ def test_every_backward_takes_rows_that_are_compiled(cc: tuple[int, int]) -> Non
         compiled = {spec.name for spec in rows_of_calls(calls, gpu, backward=True)}
         taken: set[str] = set()
         for _ in range(100):
-            p = replace(call_of(rng, calls), block_mask=None, lse=True, deterministic=rng.random() < 0.5)
+            p = replace(call_of(rng, calls), lse=True, deterministic=rng.random() < 0.5)
             s = p.strides
             assert s is not None
             dmask = p.mask in ("io", "float32") and rng.random() < 0.5

@@ -123,6 +123,25 @@ def test_o_is_what_is_kept(causal: bool) -> None:
     np.testing.assert_array_equal(lse, omniattn.attention(*arrays, causal=causal, return_lse=True)[1])
 
 
+def test_with_a_block_mask_it_is_what_a_mask_with_dropout_is() -> None:
+    """Forward and gradients; a score_mod beside both raises."""
+    x = _arrays(2, 150, 203, 4, 2, 8)
+    blocks = np.random.default_rng(3).random((2, 4, 3, 4)) < 0.6
+    visible = blocks.repeat(64, axis=2)[:, :, :150].repeat(64, axis=3)[..., :203]
+    own = {"causal": True, "dropout_p": 0.3, "dropout_rng": RNG}
+    made = []
+    for hidden in ({"block_mask": blocks, "block_size": 64}, {"mask": visible}):
+        o, lse = omniattn.attention(*x, return_lse=True, **own, **hidden)
+        made.append((o, lse, *omniattn.attention_backward(np.ones_like(o), *x, o, lse, **own, **hidden)))
+    for a, b in zip(*made, strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert all(np.abs(a).max() > 0 for a in made[0][2:])
+    o, lse = made[0][:2]
+    mod = omniattn.ScoreMod("score", reference=lambda s, *_: s, grad="1.0f", reference_grad=lambda s, *_: 1.0 + 0 * s)
+    with pytest.raises(UnsupportedError, match=r"dropout_p=0\.3 with score_mod"):
+        omniattn.attention_backward(o, *x, o, lse, block_mask=blocks, block_size=64, score_mod=mod, **own)
+
+
 def test_gradients_are_those_of_differences() -> None:
     """Of dq, dk, dv, dsinks and dmask, by central differences in one direction each."""
     q, k, v = _arrays(1, 20, 37, 2, 1, 8)

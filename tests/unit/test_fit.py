@@ -23,6 +23,7 @@ BY_CONSTANT: dict[str, Any] = {
     "SOFTCAP": lambda s: s.softcap != "never",
     "MASK_LISTS": lambda s: s.lists,
     "BLOCK_MASK": lambda s: s.block_masks,
+    "LISTS": lambda s: s.lists and s.block_masks,
     "KEY_MASK": lambda s: s.masks == "keys",
     "PAGED": lambda s: s.paged,
     "VARLEN": lambda s: s.sequences == "packed",

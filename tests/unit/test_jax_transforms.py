@@ -275,14 +275,14 @@ def test_backwards_under_jit() -> None:
 
 def test_what_has_no_gradient() -> None:
     q, k, v = _qkv()
-    blocks = jnp.ones((1, 1, 1, 1), bool)
+    predicts = oa.Int8(sparse=oa.Sparse(topk=0.5))
     lse = jnp.zeros((2, 4, 6))
     places = {"cu_seqlens_q": jnp.array([0, 6]), "seqused_k": jnp.array([9]), "block_table": jnp.array([[1]])}
     cases: dict[str, Callable[[Any], Any]] = {
         "which block_table does not have": lambda q: oa.attention_varlen(
             q[0], k, v, **places, max_seqlen_q=6, max_seqlen_k=9
         ).sum(),
-        "which block_mask does not have": lambda q: oa.attention(q, k, v, block_mask=blocks).sum(),
+        "which sparse= of a precision does not have": lambda q: oa.attention(q, k, v, precision=predicts).sum(),
         "merge_states.*no derivative": lambda q: oa.merge_states(q, lse, q, lse)[0].sum(),
         "quantize_v.*no derivative": lambda q: oa.quantize_v(q).v_scale.sum(),
         "attention.*no second derivatives": lambda q: jax.grad(lambda q: oa.attention(q, k, v).sum())(q).sum(),

@@ -15,7 +15,7 @@ from omniattn.plan.backward import plan_backward
 from omniattn.plan.engine import Launches
 from omniattn.problems import AttentionStrides, Int8, Target
 from omniattn.problems.backward import BackwardProblem, BackwardStrides
-from omniattn.problems.score_mod import ScoreModProblem
+from omniattn.problems.score_mod import BlockMaskProblem, ScoreModProblem
 from omniattn.runtime.record import LaunchRecord
 from tests.unit.launch_fakes import fields_of_record
 from tests.unit.test_select_backward import FORWARD, GPUS
@@ -49,6 +49,7 @@ def of(record: LaunchRecord) -> dict[str, Any]:
 
 
 PREPARE, FINISH = "attn_bwd_prepare_sm80", "attn_bwd_finish_sm80"
+LISTS, BLOCKS = ("tile_kinds_sm80", "mask_list_sm80"), BlockMaskProblem((2, 1), (40, 0, 8, 1))
 
 
 @pytest.mark.parametrize(
@@ -81,6 +82,20 @@ PREPARE, FINISH = "attn_bwd_prepare_sm80", "attn_bwd_finish_sm80"
         (HOPPER, ALL, {"mask": "bool", "strides": MANY_ROWS}, [PREPARE, "attn_bwd_sm80_d128_mods", FINISH]),
         (HOPPER, ALL, {"mask": "io"}, [PREPARE, "attn_bwd_sm90_d128_keys", f"{FINISH}_fragments"]),
         (HOPPER, (*ALL, "dmask"), {"mask": "float32"}, [PREPARE, "attn_bwd_sm80_d128_dmask", FINISH]),
+        (HOPPER, ALL, {"block_mask": BLOCKS}, [*LISTS, PREPARE, "attn_bwd_sm90_d128_blocks", f"{FINISH}_fragments"]),
+        (HOPPER, ALL, {"block_mask": BLOCKS, "softcap": 5.0},
+         [*LISTS, PREPARE, "attn_bwd_sm90_d128_softcap_blocks", f"{FINISH}_fragments"]),
+        (HOPPER, ALL, {"block_mask": BLOCKS, "deterministic": True},
+         [*LISTS, *LISTS, PREPARE, "attn_bwd_sm90_d128_blocks", "attn_bwd_dq_sm90_d128_blocks"]),
+        (HOPPER, ALL, {"block_mask": BLOCKS, "head_dim": 256},
+         [*LISTS, *LISTS, PREPARE, "attn_bwd_dkdv_sm90_d256_blocks", "attn_bwd_dq_sm90_d256_blocks"]),
+        (HOPPER, ALL, {"block_mask": BLOCKS, "mask": "io"}, [*LISTS, PREPARE, "attn_bwd_sm80_d128_mods", FINISH]),
+        (AMPERE, ALL, {"block_mask": BLOCKS, "head_dim": 64}, [*LISTS, PREPARE, "attn_bwd_sm80_d64_m64_mods", FINISH]),
+        (AMPERE, ("dq",), {"block_mask": BLOCKS}, [*LISTS, PREPARE, "attn_bwd_dq_sm80_d128_mods"]),
+        (AMPERE, ("dk",), {"block_mask": BLOCKS, "head_dim": 512},
+         [*LISTS, PREPARE, "attn_bwd_wide_sm80_d512_s1_mods"]),
+        (HOPPER, ALL, {"block_mask": BLOCKS, "seqlen_k": 0}, [PREPARE, f"{FINISH}_fragments"]),
+        (HOPPER, ALL, {"block_mask": BLOCKS, "seqlen_q": 0}, [LISTS[1], PREPARE, "attn_bwd_sm90_d128_blocks"]),
         (AMPERE, ALL, {"seqlen_q": 0}, ["attn_bwd_sm80_d128"]),
         (AMPERE, ALL, {"seqlen_k": 0}, [PREPARE, FINISH]),
         (AMPERE, ALL, {"batch": 0}, []),

@@ -10,8 +10,9 @@ from ..arrays import Tensor
 from ..errors import ArgumentError, DtypeError, ShapeError, StrideError, UnsupportedError
 from ..plan.engine import Call
 from ..problems import GRADIENTS, AttentionProblem, BackwardProblem, BackwardStrides
+from ..problems.score_mod import ScoreModProblem
 from . import attention as checks
-from . import dropout, extras, values
+from . import extras, values
 
 #: What a gradient that the caller gives an array for is called among the arrays of a call.
 GIVEN = {"dq": "given.dq", "dk": "given.dk", "dv": "given.dv"}
@@ -44,12 +45,6 @@ class BackwardOptions(NamedTuple):
     out_dtype: Any = None
 
 
-class Dropped(NamedTuple):
-    """`Call.facts` of a call with dropout by p."""
-
-    p: float
-
-
 def check_wanted(wanted: Any, with_sinks: bool, function: str) -> tuple[str, ...]:
     """Names of gradients, in the caller's order; all but dmask unless given."""
     if wanted is None:
@@ -75,11 +70,8 @@ def check_backward(call: Call, tensors: dict[str, Tensor]) -> BackwardProblem:
         if array in tensors and name not in wanted:
             raise ArgumentError(name, f"None, because {name!r} is not in wanted", "an array", function=function)
     forward = _with_rows(forward, tensors, function)
-    if isinstance(call.facts, Dropped):
-        made = dropout.check_dropout(forward, tensors, call.facts.p, False, function)
-        forward = replace(forward, dropout=made)
-    elif call.facts is not None:
-        forward = replace(forward, score_mod=_check_score_mod(forward, call, tensors, function))
+    if call.facts is not None:
+        forward = extras.with_extras(forward, call, tensors, _check_score_mod)
     problem = BackwardProblem(
         forward, tuple(name for name in GRADIENTS if name in wanted), "dlse" in tensors,
         tuple(mask.shape) if mask is not None and "dmask" in wanted else (), forward.deterministic,
@@ -140,8 +132,8 @@ def _with_rows(forward: AttentionProblem, tensors: dict[str, Tensor], function: 
     return replace(forward, lse=True, tensor_maps=maps, strides=strides)
 
 
-def _check_score_mod(forward: AttentionProblem, call: Call, tensors: dict[str, Tensor], function: str) -> Any:
-    mod, on_cpu = call.subject, tensors["q"].device == "cpu"
+def _check_score_mod(forward: AttentionProblem, call: Call, tensors: dict[str, Tensor], texts: Any) -> ScoreModProblem:
+    function, mod, on_cpu = call.operation.name, call.subject, tensors["q"].device == "cpu"
     if mod.grad is None and not (on_cpu and mod.reference_grad is not None):
         raise UnsupportedError(
             f"{function}(): a score_mod without its derivative",
@@ -153,7 +145,7 @@ def _check_score_mod(forward: AttentionProblem, call: Call, tensors: dict[str, T
             f"{function}(): arrays on the CPU, and a score_mod whose derivative only a GPU can compute",
             instead="ScoreMod(..., reference_grad=a NumPy function of the same), or arrays on a GPU",
         )
-    found = extras.check_score_mod(forward, call, tensors, call.facts)
+    found = extras.check_score_mod(forward, call, tensors, texts)
     return replace(found, grad=mod.grad)
 
 

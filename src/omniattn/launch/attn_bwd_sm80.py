@@ -14,6 +14,7 @@ from ..runtime.record import LaunchRecord
 from .attn_fwd import forward_values, tile_launches
 from .dropout import dropout_values
 from .host_struct import At, member, strides
+from .masks import MaskPlaces
 from .numbers import MAX_GRID_X
 from .score_mod import array_values
 from .structs import ATTN_BWD, ATTN_BWD_DROPOUT, ATTN_BWD_USER_MOD
@@ -62,7 +63,7 @@ def _every_query_sees_a_key(f: AttentionProblem) -> bool:
 
 def _every_query_attends(f: AttentionProblem) -> bool:
     """Whether besides nothing hides what it sees."""
-    return _every_query_sees_a_key(f) and f.mask == "none" and f.score_mod is None
+    return _every_query_sees_a_key(f) and f.mask == "none" and f.score_mod is None and f.block_mask is None
 
 
 def places(problem: BackwardProblem, dq_columns: int, n_blocks: int = 0) -> BackwardPlaces:
@@ -102,8 +103,9 @@ def backward_values(
     m_blocks: int = 0,
     n_blocks: int = 0,
     tile_offset: int = 0,
+    lists: MaskPlaces | None = None,
 ) -> dict[str, object]:
-    """The fields of AttnBwdParams."""
+    """The fields of AttnBwdParams. lists: of tiles that a block mask leaves, of a kernel that passes over others."""
     f, s = problem.forward, problem.strides
     assert s is not None, "a problem without strides describes a call, it cannot be launched"
     fwd = forward_values(f, m_blocks, mask_extent=f.mask_extent, tile_offset=tile_offset)
@@ -128,6 +130,11 @@ def backward_values(
         "rows_stride_h": problem.padded_rows,
         "dq_columns": dq_columns,
         "num_n_blocks": n_blocks,
+        "lists": None if lists is None else lists.lists,
+        "lists_stride_b": 0 if lists is None else lists.lists_stride_b,
+        "lists_stride_h": 0 if lists is None else lists.lists_stride_h,
+        "num_list_tiles": 0 if lists is None else lists.num_tiles,
+        "zero": 0,
     }
 
 
@@ -143,25 +150,37 @@ def _tiles(spec: KernelSpec, problem: BackwardProblem, values: dict[str, object]
     return LaunchRecord(spec, (count, 1, 1), 32 * spec.num_warps, *layout.pack(values))
 
 
-def build(spec: KernelSpec, problem: BackwardProblem, at: BackwardPlaces, dq_columns: int) -> tuple[LaunchRecord, ...]:
-    """The launches that make dk and dv, and the sums of dq where there is a place for them."""
+def build(
+    spec: KernelSpec,
+    problem: BackwardProblem,
+    at: BackwardPlaces,
+    dq_columns: int,
+    lists: MaskPlaces | None = None,
+) -> tuple[LaunchRecord, ...]:
+    """The launches that make dk and dv, and the sums of dq where there is a place for them.
+
+    lists: of tiles of queries, with a block mask.
+    """
     f = problem.forward
     blocks = num_n_blocks(f, spec.block_n)
     tiles = blocks * f.num_kv_heads * (1 if f.varlen else f.batch)
     return tuple(
         _tiles(spec, problem,
-               backward_values(problem, at, dq_columns=dq_columns, n_blocks=blocks, tile_offset=first), count)
+               backward_values(
+                   problem, at, dq_columns=dq_columns, n_blocks=blocks, tile_offset=first, lists=lists), count)
         for first, count in tile_launches(tiles)
     )  # fmt: skip
 
 
-def build_dq(spec: KernelSpec, problem: BackwardProblem, at: BackwardPlaces) -> tuple[LaunchRecord, ...]:
-    """The launches that make dq alone."""
+def build_dq(
+    spec: KernelSpec, problem: BackwardProblem, at: BackwardPlaces, lists: MaskPlaces | None = None
+) -> tuple[LaunchRecord, ...]:
+    """The launches that make dq alone. lists: of tiles of keys, with a block mask."""
     f = problem.forward
     blocks = num_m_blocks(f, spec.block_m)
     tiles = blocks * f.num_q_heads * (1 if f.varlen else f.batch)
     return tuple(
-        _tiles(spec, problem, backward_values(problem, at, m_blocks=blocks, tile_offset=first), count)
+        _tiles(spec, problem, backward_values(problem, at, m_blocks=blocks, tile_offset=first, lists=lists), count)
         for first, count in tile_launches(tiles)
     )
 
@@ -194,9 +213,9 @@ def build_prepare(
     """The launch that makes lse2, delta and the sums of sinks, and clears what is added to.
 
     n_blocks: as of `places`. With an order the first of the sums of dq is stored: cleared are they only if there may
-    be rows that get none.
+    be rows that get none. Lists of a block mask are in none.
     """
-    if n_blocks and _every_query_sees_a_key(problem.forward):
+    if n_blocks and problem.forward.block_mask is None and _every_query_sees_a_key(problem.forward):
         at = replace(at, dq_accum=None)
     blocks = problem.padded_rows // ROW_PADDING * problem.forward.num_q_heads
     # Without queries a mask may still have a gradient to clear, and packed keys a counter.

@@ -11,6 +11,7 @@ from .attn_bwd_sm80 import BackwardPlaces, backward_values
 from .attn_fwd_sm90 import PANEL, mapped, operand_map, tile_values
 from .dropout import dropout_values
 from .host_struct import member
+from .masks import MaskPlaces
 from .score_mods import finite, score_mod_values
 from .structs import ATTN_BWD_DROPOUT_SM90, ATTN_BWD_MODS_SM90, ATTN_BWD_SM90
 
@@ -86,20 +87,28 @@ def build(
     *,
     tiles: TileList,
     overlap: bool = False,
+    lists: MaskPlaces | None = None,
 ) -> tuple[LaunchRecord, ...]:
     """The launch that makes dk and dv, and the sums of dq where there is a place for them; none without keys.
 
-    tiles: of keys. overlap: it may begin before the kernel ahead has ended, which is ``attn_bwd_prepare``.
+    tiles: of keys. overlap: it may begin before the kernel ahead has ended, which is ``attn_bwd_prepare``. lists: of
+    tiles of queries, with a block mask.
     """
     blocks = num_n_blocks(problem.forward, spec.block_n)
-    values = backward_values(problem, at, dq_columns=dq_columns, n_blocks=blocks)
+    values = backward_values(problem, at, dq_columns=dq_columns, n_blocks=blocks, lists=lists)
     return _launch(spec, problem, target, tiles, values, overlap and spec.waits_ahead)
 
 
 def build_dq(
-    spec: KernelSpec, problem: BackwardProblem, at: BackwardPlaces, target: Target, *, tiles: TileList
+    spec: KernelSpec,
+    problem: BackwardProblem,
+    at: BackwardPlaces,
+    target: Target,
+    *,
+    tiles: TileList,
+    lists: MaskPlaces | None = None,
 ) -> tuple[LaunchRecord, ...]:
-    """The launch that makes dq alone; none without queries. tiles: of queries."""
+    """The launch that makes dq alone; none without queries. tiles: of queries. lists: of keys, with a block mask."""
     blocks = num_m_blocks(problem.forward, spec.block_m)
-    values = backward_values(problem, at, m_blocks=blocks)
+    values = backward_values(problem, at, m_blocks=blocks, lists=lists)
     return _launch(spec, problem, target, tiles, values)

@@ -88,11 +88,11 @@ ATTN_FWD_SPLIT_MODS_SM90 = HostStruct(
 
 ATTN_BWD = HostStruct(
     "AttnBwdParams", (ATTN_FWD, "fwd"),
-    ("P", "d_o dlse dq dk dv dsinks dmask lse2 delta dq_accum sink_partials stray_do"),
+    ("P", "d_o dlse dq dk dv dsinks dmask lse2 delta dq_accum sink_partials stray_do lists"),
     ("q", "do_stride_b do_stride_s do_stride_h dq_stride_b dq_stride_s dq_stride_h dk_stride_b dk_stride_s"
      " dk_stride_h dv_stride_b dv_stride_s dv_stride_h dlse_stride_b dlse_stride_h dmask_stride_b"
-     " dmask_stride_h dmask_stride_q dmask_stride_k rows_stride_h"),
-    ("i", "dq_columns num_n_blocks"),
+     " dmask_stride_h dmask_stride_q dmask_stride_k lists_stride_b lists_stride_h rows_stride_h"),
+    ("i", "dq_columns num_n_blocks num_list_tiles zero"),
 )
 
 ATTN_BWD_SM90 = HostStruct(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ..problems import AttentionProblem
 from ..problems.quantize import carve
 from ..problems.score_mod import ScoreModProblem
@@ -20,6 +22,25 @@ _NO_ARRAYS = ScoreModProblem("", None, ())
 def wanted(problem: AttentionProblem) -> bool:
     """Whether there is something to find out about tiles, and nothing else (a packed mask) that finds it out."""
     return problem.finds_tiles
+
+
+def of_queries(problem: AttentionProblem) -> AttentionProblem:
+    """The call with its block mask alone, of which a tile of queries has a list of tiles of keys."""
+    return replace(problem, score_mod=None)
+
+
+def of_keys(problem: AttentionProblem) -> AttentionProblem:
+    """The same with queries and keys exchanged: a tile of keys has a list of tiles of queries.
+
+    A key is seen by queries to its left as a query sees keys to its right.
+    """
+    p = problem
+    assert p.block_mask is not None
+    (rows, keys), (b, h, q, k) = p.block_mask.size, p.block_mask.strides
+    return replace(
+        p, score_mod=None, seqlen_q=p.seqlen_k, seqlen_k=p.seqlen_q, window_left=p.window_right,
+        window_right=p.window_left, block_mask=replace(p.block_mask, size=(keys, rows), strides=(b, h, k, q)),
+    )  # fmt: skip
 
 
 def extents(problem: AttentionProblem) -> MaskExtents:

@@ -13,15 +13,13 @@ from ..checks.attention import AttentionOptions
 from ..checks.memory import check_memory
 from ..errors import ArgumentError, UnsupportedError
 from ..frameworks import FUNCTIONS, compiling
-from ..launch.dropout import RNG
-from ..launch.score_mod import PREFIX
 from ..plan.attention import plan_attention
 from ..plan.engine import Call, Operation, repeated, run
 from ..plan.with_cache import plan_varlen
 from ..problems import OPERANDS, Auto, Fp8, Int4, Int8
-from ..runtime import env
 from . import dropout, factors, on_cpu
 from .attention_backward import backward_call
+from .extras import Extras
 from .score_mod import ScoreMod
 from .traced import run_traced
 
@@ -92,34 +90,13 @@ def _with_arrays(name: str, more: tuple[str, ...]) -> Operation:
     )  # fmt: skip
 
 
-def _with_extras(call: Call, mod: Any, block_mask: Any, block_size: Any, p: float = 0.0, rng: Any = None) -> Call:
-    """``call`` with a score modification, a block mask or dropout, or some of them. p, rng: as of `dropout.of_call`."""
+def _with_extras(call: Call, more: Extras) -> Call:
+    """``call`` with a score modification, a block mask or dropout, or some of them."""
     function = call.operation.name
-    if mod is not None and not isinstance(mod, ScoreMod):
-        raise ArgumentError("score_mod", "an omniattn.ScoreMod", type(mod).__name__, function=function)
-    for name, x in zip("qkv", call.objects, strict=False):
-        if x.__class__ in OPERANDS:
-            raise ArgumentError(
-                name, "an array that is not quantized, with score_mod, block_mask or dropout_p", type(x).__name__,
-                function=function,
-            )  # fmt: skip
-    names: tuple[str, ...] = ()
-    arrays: tuple[Any, ...] = ()
-    size = texts = None
-    if block_mask is not None:
-        names, arrays = ("block_mask",), (block_mask,)
-        size = extras.check_block_size(128 if block_size is None else block_size, function)
-    elif block_size is not None:
-        raise ArgumentError("block_size", "nothing, without block_mask", repr(block_size), function=function)
-    if mod is not None:
-        names += tuple(PREFIX + name for name in mod.arrays)
-        arrays += tuple(mod.arrays.values())
-        texts = (mod.expression, mod.mask, env.get("OMNIATTN_CHECK_SCORE_MOD"), mod.reference is None)
-    if p:
-        names += (RNG,)
-        arrays += (rng,)
+    more.check_kinds(function, *call.objects[:3])
+    names, arrays, facts = more.operands(function, gradients=False)
     operation = _with_arrays(function, names)
-    return Call(operation, (*call.objects, *arrays), call.options, call.stream, None, (texts, size, p), mod)
+    return Call(operation, (*call.objects, *arrays), call.options, call.stream, None, facts, more.score_mod)
 
 
 #: The operations on arrays in e4m3 with factors.
@@ -145,15 +122,11 @@ def _with_descales(call: Call, factors: tuple[Any, ...], more: bool) -> Call:
     return Call(_WITH_DESCALES[function], (*call.objects, *factors), call.options, call.stream)
 
 
-def _with_more(
-    call: Call, descales: tuple[Any, ...], mod: Any, block_mask: Any, block_size: Any, p: float, rng: Any
-) -> Call:
+def _with_more(call: Call, descales: tuple[Any, ...], more: Extras) -> Call:
     """``call`` with what plain ones have not."""
     if any(x is not None for x in descales):
-        call = _with_descales(call, descales, mod is not None or block_mask is not None or p > 0)
-    if mod is not None or block_mask is not None or block_size is not None or p:
-        call = _with_extras(call, mod, block_mask, block_size, p, rng)
-    return call
+        call = _with_descales(call, descales, more.has_any())
+    return _with_extras(call, more) if more.has_any() else call
 
 
 # A third of what the class of a NamedTuple takes.
@@ -300,8 +273,8 @@ def attention(
         descales = factors.as_arrays(q, descales, "attention")
     if compiling():
         return _compiled(
-            "attention", q, k, v, score_mod, p, rng, return_rng, options=AttentionOptions(*said), mask=mask,
-            sinks=sinks, block_mask=block_mask, block_size=block_size, out=out, stream=stream, descales=descales,
+            "attention", q, k, v, Extras(score_mod, block_mask, block_size, p, rng), return_rng,
+            options=AttentionOptions(*said), mask=mask, sinks=sinks, out=out, stream=stream, descales=descales,
         )  # fmt: skip
     objects = (q, k, v, out, None, None, mask, sinks)
     if plain and not return_rng:
@@ -310,7 +283,7 @@ def attention(
             return results[0] if len(results) == 1 else tuple(results)
     call = Call(_ATTENTION, objects, _new(AttentionOptions, said), stream)
     if not plain:
-        call = _with_more(call, descales, score_mod, block_mask, block_size, p, rng)
+        call = _with_more(call, descales, Extras(score_mod, block_mask, block_size, p, rng))
     return _one_or_more(run(call, is_asked=plain and not return_rng), (rng,) if return_rng else ())
 
 
@@ -415,10 +388,10 @@ def attention_varlen(
     )  # fmt: skip
     if compiling():
         return _compiled(
-            "attention_varlen", q, k, v, score_mod, p, rng, return_rng, options=AttentionOptions(*said),
-            cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
-            seqused_q=seqused_q, seqused_k=seqused_k, block_table=block_table, mask=mask, sinks=sinks, out=out,
-            stream=stream, descales=descales,
+            "attention_varlen", q, k, v, Extras(score_mod, dropout=p, rng=rng), return_rng,
+            options=AttentionOptions(*said), cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
+            max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, seqused_q=seqused_q, seqused_k=seqused_k,
+            block_table=block_table, mask=mask, sinks=sinks, out=out, stream=stream, descales=descales,
         )  # fmt: skip
     objects = (q, k, v, out, cu_seqlens_q, cu_seqlens_k, mask, sinks, seqused_q, seqused_k, block_table)
     if plain and not return_rng:
@@ -427,24 +400,18 @@ def attention_varlen(
             return results[0] if len(results) == 1 else tuple(results)
     call = Call(_ATTENTION_VARLEN, objects, _new(AttentionOptions, said), stream)
     if not plain:
-        call = _with_more(call, descales, score_mod, None, None, p, rng)
+        call = _with_more(call, descales, Extras(score_mod, dropout=p, rng=rng))
     return _one_or_more(run(call, is_asked=plain and not return_rng), (rng,) if return_rng else ())
 
 
-def _compiled(
-    function: str, q: Any, k: Any, v: Any, mod: Any, p: float, rng: Any, return_rng: bool, **others: Any
-) -> Any:
+def _compiled(function: str, q: Any, k: Any, v: Any, more: Extras, return_rng: bool, **others: Any) -> Any:
     """A call that torch.compile reads: its operator."""
     from ..frameworks.torch.tracing import trace
 
-    if mod is not None:
-        others["score_mod"], others["arrays"] = mod.facts
-    if p:
-        others["dropout"] = (p, rng)
-    results = trace(function, q, k, v, **others)
+    results = trace(function, q, k, v, **others, **more.traced())
     if not return_rng:
         return results
-    return (*results, rng) if isinstance(results, tuple) else (results, rng)
+    return (*results, more.rng) if isinstance(results, tuple) else (results, more.rng)
 
 
 def call_of(q: Any, k: Any, v: Any, *, causal: bool = False, precision: Any = "exact") -> Call:

@@ -8,18 +8,16 @@ from typing import Any
 from .. import arrays
 from ..checks import attention as forward_checks
 from ..checks import backward as checks
-from ..checks.backward import BackwardOptions, Dropped
+from ..checks.backward import BackwardOptions
 from ..checks.dropout import EXPECTED
 from ..checks.memory import check_memory
-from ..errors import ArgumentError, UnsupportedError
+from ..errors import ArgumentError
 from ..frameworks import FUNCTIONS, compiling
-from ..launch.dropout import RNG
-from ..launch.score_mod import PREFIX
 from ..plan.backward import plan_backward
 from ..plan.engine import Call, Operation, run
 from ..problems import GRADIENTS, OPERANDS
-from ..runtime import env
-from . import dropout, on_cpu
+from . import dropout, extras, on_cpu
+from .extras import Extras
 from .score_mod import ScoreMod
 from .traced import run_traced
 
@@ -31,7 +29,7 @@ def arrays_of(name: str) -> tuple[str, ...]:
 
 @functools.lru_cache(maxsize=256)
 def _operation(name: str, more: tuple[str, ...] = ()) -> Operation:
-    """The operation ``name`` on more arrays: those of a score modification, or seed and offset."""
+    """The operation ``name`` on more arrays: a block mask, those of a score modification, seed and offset."""
     return Operation(
         name, (*arrays_of(name), *more), checks.check_backward, check_memory, plan_backward,
         on_cpu.attention_backward, checks.REQUIRED, checks.ALIGNED, checks.LABELS,
@@ -41,34 +39,23 @@ def _operation(name: str, more: tuple[str, ...] = ()) -> Operation:
 
 
 def call_of(
-    function: str, objects: tuple[Any, ...], options: BackwardOptions, score_mod: Any, stream: Any = None,
-    p: float = 0.0, rng: Any = None,
-) -> Call:  # fmt: skip
-    """A call as data. objects: in the order of `arrays_of`; do and dlse with any strides. p, rng: of dropout."""
-    if score_mod is not None and not isinstance(score_mod, ScoreMod):
-        raise ArgumentError("score_mod", "an omniattn.ScoreMod", type(score_mod).__name__, function=function)
+    function: str, objects: tuple[Any, ...], options: BackwardOptions, more: Extras, stream: Any = None
+) -> Call:
+    """A call as data. objects: in the order of `arrays_of`; do and dlse with any strides."""
     for name, x in zip("qkv", objects, strict=False):
         if x.__class__ in OPERANDS:
             raise ArgumentError(
                 name, "an array that is not quantized: quantized attention has no gradient", type(x).__name__,
                 function=function,
             )  # fmt: skip
+    more.check_kinds(function, *objects[:3])
     q, k, v, do, o, lse, dlse, *others = objects
     objects = (q, k, v, arrays.with_plain_rows(do), o, lse, arrays.with_plain_rows(dlse, 4), *others)
-    if p:
-        if score_mod is not None:
-            raise UnsupportedError(f"{function}(): dropout_p={p:g} with score_mod", instead="dropout_p=0.0")
-        return Call(_operation(function, (RNG,)), (*objects, rng), options, stream, None, Dropped(p))
-    if score_mod is None:
+    if not more.has_any():
         return Call(_operation(function), objects, options, stream)
-    names = tuple(PREFIX + name for name in score_mod.arrays)
-    missing = score_mod.reference is None
-    texts = (
-        score_mod.expression, score_mod.mask, env.get("OMNIATTN_CHECK_SCORE_MOD"), missing, score_mod.grad,
-        score_mod.reference_grad is None,
-    )  # fmt: skip
-    objects = (*objects, *score_mod.arrays.values())
-    return Call(_operation(function, names), objects, options, stream, None, texts, score_mod)
+    names, arrays_of_more, facts = more.operands(function, gradients=True)
+    objects = (*objects, *arrays_of_more)
+    return Call(_operation(function, names), objects, options, stream, None, facts, more.score_mod)
 
 
 def backward_call(
@@ -89,8 +76,8 @@ def backward_call(
     )  # fmt: skip
     if call.operation.name == "attention_varlen":
         objects += (given["seqused_q"], given["seqused_k"])
-    p = call.facts[2] if call.facts is not None else 0.0
-    return call_of(f"{call.operation.name}_backward", objects, options, call.subject, None, p, given.get(RNG))
+    more = extras.of_forward(call, given)
+    return call_of(f"{call.operation.name}_backward", objects, options, more)
 
 
 def attention_backward(
@@ -113,6 +100,8 @@ def attention_backward(
     softcap: float = 0.0,
     mask: Any = None,
     score_mod: ScoreMod | None = None,
+    block_mask: Any = None,
+    block_size: int | tuple[int, int] | None = None,
     sinks: Any = None,
     dropout_p: float = 0.0,
     dropout_rng: Any = None,
@@ -148,8 +137,9 @@ def attention_backward(
     wanted : tuple of str, optional
         Which gradients to compute, of "dq", "dk", "dv", "dsinks", "dmask"; only those are. Unless given: dq, dk, dv,
         and with sinks dsinks.
-    layout, causal, window, softmax_scale, softcap, mask, score_mod, sinks
-        Those of the forward. A score_mod needs its ``grad``, the derivative of the new score by the old one.
+    layout, causal, window, softmax_scale, softcap, mask, score_mod, block_mask, block_size, sinks
+        Those of the forward. A score_mod needs its ``grad``, the derivative of the new score by the old one. Tiles that
+        a block_mask hides are neither loaded nor computed; keys that no block shows get dk = dv = 0.
     dropout_p, dropout_rng
         Those of the forward, which hands out what it drew with ``return_rng``.
     stream : optional
@@ -177,16 +167,16 @@ def attention_backward(
     Notes
     -----
     GPUs: compute capability 8.0 and newer; arrays on the CPU run the NumPy reference. FlashAttention-2 (Dao 2023),
-    algorithm 2. There is neither block_mask nor a low precision. Gradients of a score_mod's arrays are not computed.
+    algorithm 2. There is no low precision. Gradients of a score_mod's arrays are not computed.
     docs/backward.md has the workspaces.
     """
     asked = checks.check_wanted(wanted, sinks is not None, "attention_backward")
     options = BackwardOptions(layout, causal, window, softmax_scale, softcap, deterministic, asked)
     objects = (q, k, v, do, o, lse, dlse, None, None, mask, sinks, dq, dk, dv)
-    p, rng = _dropped(q, dropout_p, dropout_rng, "attention_backward")
+    more = Extras(score_mod, block_mask, block_size, *_dropped(q, dropout_p, dropout_rng, "attention_backward"))
     if compiling():
-        return _compiled("attention_backward", objects, options, score_mod, stream, p, rng)
-    return in_order(run(call_of("attention_backward", objects, options, score_mod, stream, p, rng)), asked)
+        return _compiled("attention_backward", objects, options, more, stream)
+    return in_order(run(call_of("attention_backward", objects, options, more, stream)), asked)
 
 
 def attention_varlen_backward(
@@ -251,10 +241,10 @@ def attention_varlen_backward(
     objects = (
         q, k, v, do, o, lse, dlse, cu_seqlens_q, cu_seqlens_k, mask, sinks, dq, dk, dv, seqused_q, seqused_k,
     )  # fmt: skip
-    p, rng = _dropped(q, dropout_p, dropout_rng, "attention_varlen_backward")
+    more = Extras(score_mod, None, None, *_dropped(q, dropout_p, dropout_rng, "attention_varlen_backward"))
     if compiling():
-        return _compiled("attention_varlen_backward", objects, options, score_mod, stream, p, rng)
-    return in_order(run(call_of("attention_varlen_backward", objects, options, score_mod, stream, p, rng)), asked)
+        return _compiled("attention_varlen_backward", objects, options, more, stream)
+    return in_order(run(call_of("attention_varlen_backward", objects, options, more, stream)), asked)
 
 
 def _dropped(q: Any, p: Any, rng: Any, function: str) -> tuple[float, Any]:
@@ -262,25 +252,15 @@ def _dropped(q: Any, p: Any, rng: Any, function: str) -> tuple[float, Any]:
     p = dropout.check_p(p, function)
     if p and rng is None:
         raise ArgumentError("dropout_rng", EXPECTED, "None", function=function)
-    return dropout.of_call(q, p, rng, function) if p else (p, rng)
+    return dropout.of_call(q, p, rng, function) if p else (p, None)
 
 
-def _compiled(
-    function: str, objects: tuple[Any, ...], options: BackwardOptions, mod: Any, stream: Any, p: float, rng: Any
-) -> Any:
+def _compiled(function: str, objects: tuple[Any, ...], options: BackwardOptions, more: Extras, stream: Any) -> Any:
     """A call that torch.compile reads: its operator."""
     from ..frameworks.torch.tracing import trace_backward
 
     given = dict(zip(arrays_of(function), objects, strict=True))
-    if p:
-        parts = mod if mod is None else mod.facts[0]
-        return in_order(
-            trace_backward(function, given, options, parts, stream=stream, dropout=(p, rng)), options.wanted
-        )
-    if mod is None:
-        return in_order(trace_backward(function, given, options, stream=stream), options.wanted)
-    parts, arrays = mod.facts
-    results = trace_backward(function, given, options, parts, arrays, stream)
+    results = trace_backward(function, given, options, stream=stream, **more.traced())
     return in_order(results, options.wanted)
 
 

@@ -76,8 +76,6 @@ def _attend(
     from .. import reference
 
     options = _options(problem, tensors, max_q, max_k, used)
-    if problem.block_mask is not None:
-        options["mask"] = _without_hidden_blocks(problem, _blocks(problem, tensors), options["mask"])
     if problem.descales is not None:
         from ..reference import e4m3_arrays
 
@@ -91,8 +89,6 @@ def _attend(
         return low_precision.attention(*inputs, precision=problem.precision, **options)
     if problem.score_mod is not None:
         options["score_mod"] = functools.partial(mod.reference, **_mod_arrays(mod, tensors))
-    if problem.dropout is not None:
-        options["dropout"] = reference_of(problem.dropout, tensors[RNG])
     function = reference.attention_varlen if problem.varlen else reference.attention
     return function(*inputs, compute_dtype="float64" if problem.dtype == "float64" else "float32", **options)
 
@@ -121,7 +117,10 @@ def _options(
         starts: dict[str, Any] = {name: arrays.to_numpy(tensors[name]) for name in names}
         options |= starts if used is None else used.starts
         options |= {"max_seqlen_q": max_q, "max_seqlen_k": max_k}
-    return options
+    if problem.block_mask is not None:
+        options["mask"] = _without_hidden_blocks(problem, _blocks(problem, tensors), options["mask"])
+    own = {} if problem.dropout is None else {"dropout": reference_of(problem.dropout, tensors[RNG])}
+    return options | own
 
 
 def _mod_arrays(mod: Any, tensors: Tensors) -> dict[str, Any]:
@@ -143,8 +142,6 @@ def attention_backward(call: Call, problem: BackwardProblem, tensors: Tensors) -
         read = _mod_arrays(mod, tensors)
         options["score_mod"] = functools.partial(mod.reference, **read)
         options["score_mod_grad"] = functools.partial(mod.reference_grad, **read)
-    if forward.dropout is not None:
-        options["dropout"] = reference_of(forward.dropout, tensors[RNG])
     function = reference.attention_varlen_backward if forward.varlen else reference.attention_backward
     try:
         made = function(
@@ -156,6 +153,8 @@ def attention_backward(call: Call, problem: BackwardProblem, tensors: Tensors) -
         )
     except ArgumentError as error:  # in the contents of an array
         raise error.named(call.operation.name) from None
+    if forward.block_mask is not None and "dmask" in made:
+        made["dmask"] = _summed_to(made["dmask"], tuple(tensors["mask"].shape))
     if used is not None:
         spread = {"dq": used.spread_q, "dk": used.spread_k, "dv": used.spread_k}
         made = {name: spread[name](x, 0.0) if name in spread else x for name, x in made.items()}
@@ -181,6 +180,12 @@ def _without_hidden_blocks(problem: AttentionProblem, blocks: Any, mask: Any) ->
     blocks = np.broadcast_to(blocks, (*(1,) * (4 - blocks.ndim), *blocks.shape)[:2] + shape)
     visible = blocks.repeat(rows, axis=2)[:, :, : problem.seqlen_q].repeat(keys, axis=3)[..., : problem.seqlen_k]
     return visible if mask is None else np.where(visible, mask, np.asarray(-np.inf, dtype=mask.dtype))
+
+
+def _summed_to(x: Any, shape: tuple[int, ...]) -> Any:
+    """The gradient of what has been broadcast from ``shape`` to x's shape."""
+    axes = tuple(i for i, n in enumerate((1,) * (x.ndim - len(shape)) + shape) if n == 1 < x.shape[i])
+    return x.sum(axis=axes, keepdims=True).reshape(shape)
 
 
 def attention_on_operands(call: Call, problem: AttentionProblem, tensors: Tensors) -> list[Any]:

@@ -152,8 +152,7 @@ def rows_of_calls(calls: ModCalls, target: Target, *, backward: bool = False) ->
     found: dict[str, KernelSpec] = {}
     refused: UnsupportedError | None = None
     target = replace(target, sm_count=_SMS)
-    made = replace(calls, options=calls.options - {"block_mask"}) if backward else calls
-    for problem in _problems(made):
+    for problem in _problems(calls):
         try:
             for launches in (_backward_plans if backward else _plans)(problem, target):
                 found.update((record.spec.name, record.spec) for record in launches.records)

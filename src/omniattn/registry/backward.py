@@ -97,6 +97,7 @@ def _attn_bwd_sm80(tile: _BwdTile, dtype: str, score_mods: bool, dmask: bool) ->
         masks="any" if score_mods else "none",
         score_mod=score_mods,
         dropout=not tile.wide,
+        lists=score_mods and not tile.joint,
         dq=True,
         dmask=dmask,
     )
@@ -163,6 +164,7 @@ def _attn_bwd_dq_sm80(tile: _DqTile, dtype: str, score_mods: bool) -> KernelSpec
         masks="any" if score_mods else "none",
         score_mod=score_mods,
         dropout=tile.head_dim <= 256,
+        lists=score_mods,
         dq=True,
     )
 
@@ -180,10 +182,13 @@ _BWD_SM90_MODS: dict[str, tuple[Use, Masks]] = {
 }
 
 
-def _attn_bwd_sm90(head_dim: int, dtype: str, varlen: bool, mod: str, ordered: bool = False) -> KernelSpec:
+def _attn_bwd_sm90(
+    head_dim: int, dtype: str, varlen: bool, mod: str, ordered: bool = False, lists: bool = False
+) -> KernelSpec:
     """mod: ``"softcap"``, ``"keys"`` (a mask that is the same for all queries), or empty.
 
-    ordered: additions to dq in a fixed order, so that it has the same bits in every run.
+    ordered: additions to dq in a fixed order, so that it has the same bits in every run. lists: of tiles of queries,
+    which a block mask leaves.
     """
     short, tag = IO_TYPES[dtype]
     softcap, masks = _BWD_SM90_MODS[mod]
@@ -194,10 +199,14 @@ def _attn_bwd_sm90(head_dim: int, dtype: str, varlen: bool, mod: str, ordered: b
     whole_tiles = head_dim == 64 and not (varlen or ordered or mod)  # two dQ tiles in flight, not halves
     smem_bytes += 2 * ds_stages * block_m * block_n + 4 * block_m * head_dim * (1 + whole_tiles)
     smem_bytes += 8 * (3 + 2 * q_stages + 2 * do_stages + 2 * ds_stages + 5)
-    # And where a warp walks over tiles a tile of 32 bytes, 32 sequences of 20 bytes, barriers.
-    smem_bytes = _up(smem_bytes) + (1024 if varlen or ordered else 0)
+    # And where a warp walks over tiles a tile of 36 bytes, 32 sequences of 20 bytes, barriers, entries of a list.
+    smem_bytes = _up(smem_bytes) + (1024 if varlen or ordered or lists else 0)
     return KernelSpec(
-        name=f"attn_bwd_sm90_{short}_d{head_dim}" + "_varlen" * varlen + "_ordered" * ordered + f"_{mod}" * bool(mod),
+        name=f"attn_bwd_sm90_{short}_d{head_dim}"
+        + "_varlen" * varlen
+        + "_ordered" * ordered
+        + f"_{mod}" * bool(mod)
+        + "_blocks" * lists,
         family="attn_bwd_sm90",
         op="attention_backward",
         source="entry/attn_bwd_sm90.cu",
@@ -210,6 +219,7 @@ def _attn_bwd_sm90(head_dim: int, dtype: str, varlen: bool, mod: str, ordered: b
             ("ORDERED", str(int(ordered))),
             ("SOFTCAP", str(int(mod == "softcap"))),
             ("KEY_MASK", str(int(mod == "keys"))),
+            ("LISTS", str(int(lists))),
             ("SMEM_BYTES", str(smem_bytes)),
         ),
         dtype=dtype,
@@ -225,22 +235,24 @@ def _attn_bwd_sm90(head_dim: int, dtype: str, varlen: bool, mod: str, ordered: b
         waits_ahead=True,
         softcap=softcap,
         masks=masks,
-        dropout=not mod,
+        dropout=not (mod or lists),  # with lists a step has a head that the list alone knows
         dq=True,
         ordered_dq=ordered,
+        lists=lists,
+        block_masks=lists,
         any_scale=False,
     )
 
 
-def _attn_bwd_dkdv_sm90(head_dim: int, dtype: str) -> KernelSpec:
-    """dk and dv alone, where sums of dq in global memory would take too long."""
+def _attn_bwd_dkdv_sm90(head_dim: int, dtype: str, lists: bool) -> KernelSpec:
+    """dk and dv alone, where sums of dq in global memory would take too long. lists: as of `_attn_bwd_sm90`."""
     short, tag = IO_TYPES[dtype]
     block, num_stages = 64, 2
     tile = 2 * block * head_dim
-    # K and V, Q and dO, P of two steps, numbers of the rows of Q and dO, barriers.
-    smem_bytes = _up(2 * tile + 2 * num_stages * tile + 4 * block * block + 8 * num_stages * block + 136)
+    # K and V, Q and dO, P of two steps, numbers of the rows of Q and dO, barriers, entries of a list.
+    smem_bytes = _up(2 * tile + 2 * num_stages * tile + 4 * block * block + 8 * num_stages * block + 144)
     return KernelSpec(
-        name=f"attn_bwd_dkdv_sm90_{short}_d{head_dim}",
+        name=f"attn_bwd_dkdv_sm90_{short}_d{head_dim}" + "_blocks" * lists,
         family="attn_bwd_dkdv_sm90",
         op="attention_backward",
         source="entry/attn_bwd_dkdv_sm90.cu",
@@ -249,6 +261,7 @@ def _attn_bwd_dkdv_sm90(head_dim: int, dtype: str) -> KernelSpec:
             ("IO_TYPE", tag),
             ("HEAD_DIM", str(head_dim)),
             ("CLUSTER", "1"),
+            ("LISTS", str(int(lists))),
             ("NUM_STAGES", str(num_stages)),
             ("SMEM_BYTES", str(smem_bytes)),
         ),
@@ -262,17 +275,20 @@ def _attn_bwd_dkdv_sm90(head_dim: int, dtype: str) -> KernelSpec:
         arch_specific=True,
         sequences="dense",
         tensor_maps=True,
+        lists=lists,
+        block_masks=lists,
         any_scale=False,
     )
 
 
-def _attn_bwd_dq_sm90(head_dim: int, dtype: str) -> KernelSpec:
+def _attn_bwd_dq_sm90(head_dim: int, dtype: str, lists: bool) -> KernelSpec:
+    """dq alone. lists: of tiles of keys, which a block mask leaves."""
     short, tag = IO_TYPES[dtype]
     k_stages, v_stages = {64: (4, 4), 128: (3, 3), 192: (3, 2), 256: (2, 1)}[head_dim]
     tile = 2 * 64 * head_dim
-    smem_bytes = _up(4 * tile + (k_stages + v_stages) * tile + 8 * (4 + 2 * k_stages + 2 * v_stages))
+    smem_bytes = _up(4 * tile + (k_stages + v_stages) * tile + 8 * (4 + 2 * k_stages + 2 * v_stages) + 4 * k_stages)
     return KernelSpec(
-        name=f"attn_bwd_dq_sm90_{short}_d{head_dim}",
+        name=f"attn_bwd_dq_sm90_{short}_d{head_dim}" + "_blocks" * lists,
         family="attn_bwd_dq_sm90",
         op="attention_backward_dq",
         source="entry/attn_bwd_dq_sm90.cu",
@@ -282,6 +298,7 @@ def _attn_bwd_dq_sm90(head_dim: int, dtype: str) -> KernelSpec:
             ("HEAD_DIM", str(head_dim)),
             ("NUM_K_STAGES", str(k_stages)),
             ("NUM_V_STAGES", str(v_stages)),
+            ("LISTS", str(int(lists))),
             ("SMEM_BYTES", str(smem_bytes)),
         ),
         dtype=dtype,
@@ -295,6 +312,8 @@ def _attn_bwd_dq_sm90(head_dim: int, dtype: str) -> KernelSpec:
         sequences="dense",
         tensor_maps=True,
         dq=True,
+        lists=lists,
+        block_masks=lists,
         any_scale=False,
     )
 
@@ -334,8 +353,11 @@ def backward_rows() -> Iterator[KernelSpec]:
             if mod == "keys" and varlen:  # consumers would spill 300 bytes at d128
                 continue
             yield from (_attn_bwd_sm90(head_dim, dtype, varlen, mod, ordered) for head_dim in (64, 128))
-        yield from (_attn_bwd_dkdv_sm90(head_dim, dtype) for head_dim in (192, 256))
-        yield from (_attn_bwd_dq_sm90(head_dim, dtype) for head_dim in (64, 128, 192, 256))
+        for mod in ("", "softcap"):
+            yield from (_attn_bwd_sm90(head_dim, dtype, False, mod, lists=True) for head_dim in (64, 128))
+        for lists in (False, True):
+            yield from (_attn_bwd_dkdv_sm90(head_dim, dtype, lists) for head_dim in (192, 256))
+            yield from (_attn_bwd_dq_sm90(head_dim, dtype, lists) for head_dim in (64, 128, 192, 256))
         yield _of_rows("attention_backward_prepare", "prepare", dtype, ())
         for family, quads in (("attn_bwd_sm80", 1), ("attn_bwd_sm90", 0)):
             layout = (("QUADS", str(quads)), ("FRAGMENTS", str(1 - quads)))

@@ -92,10 +92,10 @@ class KernelSpec:
     dropout : bool
         It can be compiled with dropout.
     lists : bool
-        It passes over tiles of keys by a list of those that a mask, a block_mask or a score_mod leaves. Others visit
-        all tiles.
+        It passes over tiles of keys by a list of those that a mask, a block_mask or a score_mod leaves; of the backward
+        over tiles of queries or keys, by one of those that a block_mask leaves. Others visit all tiles.
     block_masks : bool
-        Of attention on quantized operands: it takes a block_mask, and no call without one.
+        Of attention on quantized operands, and of the backward: it takes a block_mask, and no call without one.
     lse : bool
         Of attention and of what merges its results: it makes an LSE.
     smooth_q : str

@@ -332,6 +332,8 @@ def _unfit_backward(row: KernelSpec, problem: BackwardProblem) -> str | None:
         return "it makes no gradient of a mask"
     if "dmask" not in problem.wanted and row.dmask:
         return "it adds to the gradient of a mask, which is not wanted"
+    if (reason := _unfit_blocks(row, f)) is not None:
+        return reason
     if row.ordered_dq and not (problem.deterministic and "dq" in problem.wanted):
         return "it adds to dq in a fixed order, which deterministic=True asks for"
     if (reason := _unfit_sequences(row, f.varlen)) is not None:
@@ -343,8 +345,19 @@ def _unfit_backward(row: KernelSpec, problem: BackwardProblem) -> str | None:
     return _unfit_tiles(row, f, max(f.seqlen_q, f.seqlen_k))
 
 
+def _unfit_blocks(row: KernelSpec, f: AttentionProblem) -> str | None:
+    """Why a row of the backward cannot take the block mask of a call, or needs one."""
+    if f.block_mask is None:
+        return "it is for calls with a block_mask" if row.block_masks else None
+    if not row.lists:
+        return "it visits every tile"
+    if max(f.seqlen_q, f.seqlen_k) > MASK_TILE * MAX_TILES:
+        return f"lists count tiles up to {MAX_TILES}"
+    return None
+
+
 def needs_mods(problem: BackwardProblem) -> bool:
-    """Whether a backward has to form scores one by one; a scale of any sign and size needs nothing."""
+    """Whether a backward has to form scores one by one; a scale of any sign and size and a block mask need nothing."""
     f = problem.forward
     return f.softcap > 0.0 or f.mask != "none" or f.score_mod is not None
 

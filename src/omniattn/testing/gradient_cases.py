@@ -37,7 +37,12 @@ _OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "packed": ("short", {"packed": True, "causal": True}),
     "packed, softcap": ("short", {"packed": True, "softcap": 3.0}),
     "mask of keys": ("short", {"keys": True}),
+    "blocks": ("long", {"blocks": True}),
+    "blocks, causal": ("short", {"blocks": True, "causal": True}),
+    "blocks, softcap": ("short", {"blocks": True, "softcap": 3.0, "window": (120, 40)}),
 }
+#: Queries and keys of a block.
+_BLOCK = 64
 _STARTS_Q, _STARTS_K = [0, 70, 70, 150], [0, 131, 136, 203]
 
 
@@ -68,7 +73,9 @@ class GradientCase:
         extents, options = _OPTIONS[self.name]
         batch, seqlen_q, seqlen_k, heads, kv_heads = _EXTENTS[extents]
         options = dict(options)
-        packed, masked, keys, sinks = (options.pop(name, False) for name in ("packed", "mask", "keys", "sinks"))
+        packed, masked, keys, sinks, blocks = (
+            options.pop(name, False) for name in ("packed", "mask", "keys", "sinks", "blocks")
+        )
         rng = np.random.default_rng((self.head_dim, len(self.name)))
         lead = () if packed else (batch,)
 
@@ -88,6 +95,13 @@ class GradientCase:
         if keys:
             bias = rng.standard_normal((batch, 1, 1, seqlen_k))
             arrays["mask"] = np.where(rng.random(bias.shape) < 0.8, bias, -np.inf).astype(np.float32)
+        hidden: dict[str, Any] = {}
+        if blocks:
+            shown = rng.random((batch, heads, -(-seqlen_q // _BLOCK), -(-seqlen_k // _BLOCK))) < 0.5
+            shown[:, :, 1], shown[..., 2] = False, False  # rows that attend to nothing, keys that nobody sees
+            hidden["block_mask"] = shown
+            # What the reference is told in its place.
+            arrays["mask"] = shown.repeat(_BLOCK, 2)[:, :, :seqlen_q].repeat(_BLOCK, 3)[..., :seqlen_k]
         if sinks:
             arrays["sinks"] = rng.standard_normal(heads).astype(np.float32)
         if packed:
@@ -101,14 +115,20 @@ class GradientCase:
         gradients = backward(
             made["do"].astype(np.float64), q, k, v, o, lse, **arrays, **options, wanted=wanted, compute_dtype=np.float64
         )
-        return {**made, **arrays}, {**options, "wanted": wanted}, gradients
+        if blocks:
+            del arrays["mask"]
+            options["block_size"] = _BLOCK
+        return {**made, **arrays, **hidden}, {**options, "wanted": wanted}, gradients
 
     def check(
         self, framework: Framework, prepared: tuple[dict[str, Values], dict[str, Any], dict[str, Values]]
     ) -> tuple[float, str]:
         """Call the public function and compare."""
         numbers, options, expected = prepared
-        own = {**dict.fromkeys(("lse", "mask", "sinks"), "float32"), "cu_seqlens_q": "int32", "cu_seqlens_k": "int32"}
+        own = dict.fromkeys(("lse", "mask", "sinks"), "float32") | dict.fromkeys(
+            ("cu_seqlens_q", "cu_seqlens_k"), "int32"
+        )
+        own["block_mask"] = "bool"
         arrays = {name: framework.array(x, own.get(name, self.dtype)) for name, x in numbers.items()}
         if self.dq:
             options = {**options, "wanted": ("dq",)}

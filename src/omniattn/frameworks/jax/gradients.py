@@ -44,7 +44,7 @@ def attend(signature: Signature, operands: Sequence[Any]) -> tuple[Any, ...]:
     Raises
     ------
     UnsupportedError
-        What has no gradient: block masks, arrays of a score modification, and these without ``grad``.
+        What has no gradient: predicted block masks, arrays of a score modification, and these without ``grad``.
     """
     return tuple(bind(signature, operands))
 
@@ -112,11 +112,10 @@ def _check(signature: Signature, moving: Sequence[str]) -> None:
                 "and mask have",
                 instead="jax.lax.stop_gradient of it",
             )
-    sparse = getattr(getattr(signature.options, "precision", None), "sparse", None) is not None
-    if "block_mask" in signature.names or sparse:
+    if getattr(getattr(signature.options, "precision", None), "sparse", None) is not None:
         raise UnsupportedError(
-            f"{function}(): a gradient is asked for, which {'sparse=' if sparse else 'block_mask'} does not have",
-            instead="the blocks in mask, or a ScoreMod with mask= and grad=",
+            f"{function}(): a gradient is asked for, which sparse= of a precision does not have",
+            instead="block_mask=sparse_blocks(...)",
         )
     if "block_table" in signature.names:
         raise UnsupportedError(

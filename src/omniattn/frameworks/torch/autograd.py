@@ -41,7 +41,7 @@ def run_with_gradients(call: Call, backward: Backward) -> list[Any]:
     Raises
     ------
     UnsupportedError
-        What has no gradient: a block mask, arrays of a score modification; ``out`` and ``stream``;
+        What has no gradient: a predicted block mask, arrays of a score modification; ``out`` and ``stream``;
         forward-mode derivatives.
     """
     _check(call)
@@ -235,11 +235,10 @@ def _check(call: Call) -> None:
             raise ArgumentError(
                 name, f"None, because argument {first!r} requires a gradient", "one", function=function, hint=hint
             )
-    if given.get("block_mask") is not None or getattr(call.options.precision, "sparse", None) is not None:
-        what = "block_mask" if given.get("block_mask") is not None else "sparse= of a precision"
+    if getattr(call.options.precision, "sparse", None) is not None:
         raise UnsupportedError(
-            f"{function}(): argument {first!r} requires a gradient, which {what} does not have",
-            instead="the blocks in mask, or a ScoreMod with mask= and grad=",
+            f"{function}(): argument {first!r} requires a gradient, which sparse= of a precision does not have",
+            instead="block_mask=sparse_blocks(...)",
         )
     if given.get("block_table") is not None:
         raise UnsupportedError(

@@ -32,7 +32,8 @@ _SCHEMAS = {
     "attention": f"({_QKV}, Tensor? block_mask, {_ARRAYS}, {_OPTIONS}, {_FORWARD}, SymInt[]? block_size) "
     "-> (Tensor, Tensor)",
     "attention_varlen": f"({_QKV}, {_OF_FORWARD}, {_ARRAYS}, {_OPTIONS}, {_FORWARD}) -> (Tensor, Tensor)",
-    "attention_backward": f"({_GRADIENTS.format(_QKV)}, {_ARRAYS}, {_OPTIONS}, str[] wanted) -> Tensor[]",
+    "attention_backward": f"({_GRADIENTS.format(_QKV)}, Tensor? block_mask, {_ARRAYS}, {_OPTIONS}, str[] wanted, "
+    "SymInt[]? block_size) -> Tensor[]",
     "attention_varlen_backward": f"({_GRADIENTS.format(_QKV)}, {_OF_BACKWARD}, {_ARRAYS}, {_OPTIONS}, str[] wanted) "
     "-> Tensor[]",
     "merge_states": "(Tensor o_a, Tensor lse_a, Tensor o_b, Tensor lse_b) -> (Tensor, Tensor)",
@@ -126,14 +127,16 @@ def _attention_varlen(
 
 
 def _attention_backward(
-    do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, dlse: Any, mask: Any, sinks: Any, arrays: Any, *more: Any
-) -> list[torch.Tensor]:
-    *score, wanted = more
+    do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, dlse: Any, block_mask: Any, mask: Any, sinks: Any, arrays: Any,
+    *more: Any,
+) -> list[torch.Tensor]:  # fmt: skip
+    *score, wanted, block_size = more
     return list(
         FUNCTIONS["attention_backward"](
-            do, q, k, v, o, lse, dlse=dlse, mask=mask, sinks=sinks, wanted=tuple(wanted), **_options(score, arrays)
+            do, q, k, v, o, lse, dlse=dlse, block_mask=block_mask, mask=mask, sinks=sinks, wanted=tuple(wanted),
+            block_size=None if block_size is None else tuple(block_size), **_options(score, arrays),
         )
-    )
+    )  # fmt: skip
 
 
 def _attention_varlen_backward(
@@ -206,9 +209,10 @@ def _gradients_shapes(q: Any, k: Any, v: Any, mask: Any, sinks: Any, wanted: Seq
 
 
 def _backward_shapes(
-    do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, dlse: Any, mask: Any, sinks: Any, arrays: Any, *more: Any
-) -> Any:
-    return _gradients_shapes(q, k, v, mask, sinks, more[-1])
+    do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, dlse: Any, block_mask: Any, mask: Any, sinks: Any, arrays: Any,
+    *more: Any,
+) -> Any:  # fmt: skip
+    return _gradients_shapes(q, k, v, mask, sinks, more[-2])
 
 
 def _varlen_backward_shapes(

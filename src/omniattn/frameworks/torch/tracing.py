@@ -136,12 +136,12 @@ def trace(
         if padded is not None:
             q, k, v = padded[:3]
             options = options._replace(softmax_scale=padded.softmax_scale)
-        check_differentiable(function, score_mod, arrays, block_mask, options.precision)
+        check_differentiable(function, score_mod, arrays, options.precision)
     score_mod, arrays = _scores_of(function, score_mod, arrays, dropout)
     score = _score(options, score_mod)
     forward = (precision_text(options.precision, function), with_lse)
     if function == "attention":
-        size = None if block_size is None else [block_size] * 2 if isinstance(block_size, int) else list(block_size)
+        size = _size(block_size)
         o, lse = transforms.call(function, (q, k, v, block_mask, mask, sinks, list(arrays), *score, *forward, size))
     else:
         packed = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, block_table, max_seqlen_q, max_seqlen_k)
@@ -151,14 +151,10 @@ def trace(
     return (o, lse) if options.return_lse else o
 
 
-def check_differentiable(
-    function: str, score_mod: Any, arrays: Sequence[Any], block_mask: Any, precision: Any = None
-) -> None:
+def check_differentiable(function: str, score_mod: Any, arrays: Sequence[Any], precision: Any = None) -> None:
     """Raise for what has no gradient."""
-    if block_mask is not None:
-        transforms.refuse_block_mask(function)
     if getattr(precision, "sparse", None) is not None:
-        transforms.refuse_block_mask(function, "sparse=")
+        transforms.refuse_sparse(function)
     if score_mod is not None and score_mod[3] is None:
         fail(
             "unsupported",
@@ -193,22 +189,16 @@ def run_call(call: Call) -> list[Any]:
             if x is not None:
                 fail("argument", name, "None in a traced or compiled call", "one", function=function)
         return list(transforms.call(function, [given[name] for name in ("o_a", "lse_a", "o_b", "lse_b")]))
-    mod = call.subject
-    names = [name for name in given if name.startswith(PREFIX)]
-    arrays = [given[name] for name in names]
-    parts = None if mod is None else mod.facts[0]
-    is_backward = function.endswith("_backward")
-    dropout = (call.facts.p if is_backward else call.facts[2], given[RNG]) if RNG in given else None
-    if is_backward:
-        return trace_backward(function, given, call.options, parts, arrays, call.stream, dropout)
+    changes = _changes_of(call, given)
+    if function.endswith("_backward"):
+        return trace_backward(function, given, call.options, stream=call.stream, **changes)
     o = trace(
         function, given["q"], given["k"], given["v"], cu_seqlens_q=given["cu_seqlens_q"],
         cu_seqlens_k=given["cu_seqlens_k"], seqused_q=given.get("seqused_q"), seqused_k=given.get("seqused_k"),
         block_table=given.get("block_table"), max_seqlen_q=call.options.max_seqlen_q,
         max_seqlen_k=call.options.max_seqlen_k, mask=given["mask"], sinks=given["sinks"],
-        block_mask=given.get("block_mask"), block_size=call.facts[1] if "block_mask" in given else None,
-        score_mod=parts, arrays=arrays, options=call.options, out=given["out"], stream=call.stream,
-        descales=[given.get(name) for name in ("descale_q", "descale_k", "descale_v")], dropout=dropout,
+        options=call.options, out=given["out"], stream=call.stream,
+        descales=[given.get(name) for name in ("descale_q", "descale_k", "descale_v")], **changes,
     )  # fmt: skip
     return list(o) if call.options.return_lse else [o]
 
@@ -220,6 +210,8 @@ def trace_backward(
     score_mod: Any = None,
     arrays: Sequence[Any] = (),
     stream: Any = None,
+    block_mask: Any = None,
+    block_size: Any = None,
     dropout: tuple[float, Any] | None = None,
 ) -> list[Any]:
     """`attention_backward` or `attention_varlen_backward` by their operators: what is wanted, in order of `GRADIENTS`.
@@ -228,32 +220,49 @@ def trace_backward(
     ----------
     arrays_by_name : dict
         As in `checks.backward.PACKED_ARRAYS`.
-    score_mod, arrays, dropout
+    score_mod, arrays, block_mask, block_size, dropout
         As in `trace`.
     options : BackwardOptions
     """
     score_mod, arrays = _scores_of(function, score_mod, arrays, dropout)
-    given, options = arrays_by_name, plain(options)
+    given, options, block_size = arrays_by_name, plain(options), plain(block_size)
     for name in ("given.dq", "given.dk", "given.dv"):
         if given[name] is not None:
             fail("argument", name[6:], "None in a traced or compiled call", "one", function=function)
     if stream is not None:
         fail("argument", "stream", "None in a traced or compiled call", "one", function=function)
-    packed: tuple[Any, ...] = ()
+    before: tuple[Any, ...] = (block_mask,)
+    size: tuple[Any, ...] = (_size(block_size),)
     if "varlen" in function:
-        packed = (
+        size = ()
+        before = (
             given["cu_seqlens_q"], given["cu_seqlens_k"], given["seqused_q"], given["seqused_k"],
             options.max_seqlen_q, options.max_seqlen_k,
         )  # fmt: skip
     results = transforms.call(
         function,
         (
-            given["do"], given["q"], given["k"], given["v"], given["o"], given["lse"], given["dlse"], *packed,
+            given["do"], given["q"], given["k"], given["v"], given["o"], given["lse"], given["dlse"], *before,
             given["mask"], given["sinks"], list(arrays), *_score(plain(options), score_mod),
-            [name for name in GRADIENTS if name in options.wanted],
+            [name for name in GRADIENTS if name in options.wanted], *size,
         ),
     )  # fmt: skip
     return list(results)
+
+
+def _changes_of(call: Call, given: dict[str, Any]) -> dict[str, Any]:
+    """Keywords of `trace` and `trace_backward`: what changes scores and probabilities of a call."""
+    mod, (_, size, p) = call.subject, call.facts or (None, None, 0.0)
+    return {
+        "score_mod": None if mod is None else mod.facts[0],
+        "arrays": [x for name, x in given.items() if name.startswith(PREFIX)],
+        "block_mask": given.get("block_mask"), "block_size": size, "dropout": (p, given[RNG]) if p else None,
+    }  # fmt: skip
+
+
+def _size(block_size: Any) -> Any:
+    """Queries and keys of a block, as operators take them."""
+    return None if block_size is None else [block_size] * 2 if isinstance(block_size, int) else list(block_size)
 
 
 def _scores_of(

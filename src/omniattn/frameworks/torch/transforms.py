@@ -14,7 +14,7 @@ from .operators import operator
 
 #: What has a gradient, by the name of its gradient.
 _OF = {"q": "dq", "k": "dk", "v": "dv", "sinks": "dsinks", "mask": "dmask"}
-_TENSORS = ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "mask", "sinks")
+_TENSORS = ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "mask", "sinks", "block_mask")
 
 
 @functools.cache
@@ -31,8 +31,8 @@ def _remember(function: str, ctx: Any, inputs: Sequence[Any], output: tuple[Any,
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*output, *(given.get(name) for name in _TENSORS), *given["arrays"])
     ctx.options = Score(*(given[name] for name in Score._fields))
-    predicted = ", sparse=(" in (given.get("precision") or "")
-    ctx.has_blocks = "block_mask" if given.get("block_mask") is not None else "sparse=" if predicted else ""
+    ctx.predicts_blocks = ", sparse=(" in (given.get("precision") or "")
+    ctx.block_size = given.get("block_size")
     ctx.has_pages = given.get("block_table") is not None
     ctx.longest = tuple(given[name] for name in ("max_seqlen_q", "max_seqlen_k") if name in given)
 
@@ -44,20 +44,21 @@ def _gradients(function: str, ctx: Any, do: Any, dlse: Any, needed: dict[str, An
     wanted = [gradient for name, gradient in _OF.items() if needed[name] is True]
     made: dict[str, Any] = {}
     if wanted and not (do is None and dlse is None):
-        if ctx.has_blocks:
-            refuse_block_mask(function, ctx.has_blocks)
+        if ctx.predicts_blocks:
+            refuse_sparse(function)
         if ctx.has_pages:
             refuse_pages(function)
         options = ctx.options
         always = torch.are_deterministic_algorithms_enabled()
         if always and not torch.is_deterministic_algorithms_warn_only_enabled():
             options = options._replace(deterministic=True)
-        packed = (*(given[name] for name in _TENSORS[3:7]), *ctx.longest) if ctx.longest else ()
+        packed = bool(ctx.longest)
+        before = (*(given[name] for name in _TENSORS[3:7]), *ctx.longest) if packed else (given["block_mask"],)
         results = call(
             f"{function}_backward",
             (
-                torch.zeros_like(o) if do is None else do, given["q"], given["k"], given["v"], o, lse, dlse, *packed,
-                given["mask"], given["sinks"], arrays, *options, wanted,
+                torch.zeros_like(o) if do is None else do, given["q"], given["k"], given["v"], o, lse, dlse, *before,
+                given["mask"], given["sinks"], arrays, *options, wanted, *(() if packed else (ctx.block_size,)),
             ),
         )  # fmt: skip
         for gradient, name in zip(wanted, (name for name in _OF if needed[name] is True), strict=True):
@@ -66,11 +67,11 @@ def _gradients(function: str, ctx: Any, do: Any, dlse: Any, needed: dict[str, An
     return tuple(nothing if name == "arrays" else made.get(name) for name in _names(function))
 
 
-def refuse_block_mask(function: str, what: str = "block_mask") -> None:
-    """Raise, because blocks have no gradient."""
+def refuse_sparse(function: str) -> None:
+    """Raise, because a block mask that a precision predicts is not there any more."""
     fail(
-        "unsupported", f"{function}(): an argument requires a gradient, which {what} does not have",
-        instead="the blocks in mask, or a ScoreMod with mask= and grad=",
+        "unsupported", f"{function}(): an argument requires a gradient, which sparse= of a precision does not have",
+        instead="block_mask=sparse_blocks(...)",
     )  # fmt: skip
 
 
@@ -183,7 +184,7 @@ def call(function: str, arguments: Sequence[Any]) -> Any:
 #: Dense operators: arguments whose first dimension is the batch, which a mapped dimension is made part of.
 _BATCHED = {
     "attention": ("q", "k", "v", "mask", "block_mask"),
-    "attention_backward": ("do", "q", "k", "v", "o", "lse", "dlse", "mask"),
+    "attention_backward": ("do", "q", "k", "v", "o", "lse", "dlse", "mask", "block_mask"),
     "merge_states": ("o_a", "lse_a", "o_b", "lse_b"),
 }  # fmt: skip
 

@@ -59,6 +59,8 @@ def draw(d: Draw, *, packed: bool) -> dict[str, Any]:
     _, rows, keys = attention.extents(facts)
     if d.chance(0.05) and min(rows, keys) > 0:
         facts["score_mod"] = d.pick(MODS)
+    if not packed and d.chance(0.06) and arrays.get("mask", {}).get("dtype") != "bool":
+        attention.draw_block_mask(d, facts)
     return facts
 
 

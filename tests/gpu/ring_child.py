@@ -1,0 +1,144 @@
+"""Ring and head-parallel attention by NCCL: ``torchrun --nproc-per-node N ring_child.py``.
+
+Every rank has the whole tensors, from one seed, and compares its part with attention on its own GPU.
+"""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import omniattn as oa
+from omniattn.distributed import ring_attention, ring_attention_varlen, shard, ulysses_attention, unshard
+
+#: Largest difference of bf16 results, beside a rounding of each.
+BOUNDS = {"o": 2e-2, "lse": 2e-3, "dq": 6e-2, "dk": 6e-2, "dv": 6e-2}
+#: Largest relative L1 of a low precision, beside exact attention.
+LOW_ERROR = 0.1
+
+
+def say(text: str) -> None:
+    """A line of this process, by one write."""
+    os.write(1, f"rank {dist.get_rank()}: {text}\n".encode())
+
+
+def near(name: str, found: Any, expected: Any, bound: float) -> None:
+    """Equal within rounding, infinities where they belong. NaN fails."""
+    assert found.shape == expected.shape, (name, found.shape, expected.shape)
+    assert found.dtype == expected.dtype, (name, found.dtype, expected.dtype)
+    if not found.numel():
+        return
+    assert torch.equal(torch.isinf(found), torch.isinf(expected)), name
+    error = (found.double() - expected.double()).abs() - expected.double().abs() / 128
+    worst = float(torch.where(torch.isinf(expected), 0.0, error).max())
+    assert worst <= bound, f"{name}: {worst:.3e} > {bound:.3e}"
+
+
+def inputs(rows: int, heads: tuple[int, int], head_dim: int, batch: int = 2) -> list[Any]:
+    """q, k, v and the gradient of o, the same on all ranks."""
+    made = torch.Generator().manual_seed(rows)
+    found = [torch.randn(batch, rows, h, head_dim, generator=made) for h in (heads[0], heads[1], heads[1], heads[0])]
+    return [x.to("cuda", torch.bfloat16) for x in found]
+
+
+def results(o: Any, lse: Any, do: Any, *leaves: Any) -> dict[str, Any]:
+    """By name, after a backward through o."""
+    (o * do).sum().backward()
+    dq, dk, dv = (x.grad for x in leaves)
+    return {"o": o.detach(), "lse": lse.detach(), "dq": dq, "dk": dk, "dv": dv}
+
+
+def ring(name: str, rows: int, schedule: str, *, precision: str = "exact", head_dim: int = 128, **said: Any) -> None:
+    """Forward, and for exact attention backward, of one call; twice, with the same bits."""
+    tensors = inputs(rows, (8, 2), head_dim)
+    wanted = [x.clone().requires_grad_() for x in tensors[:3]]
+    expected = results(*oa.attention(*wanted, return_lse=True, **said), tensors[3], *wanted)
+    found = []
+    for _ in range(2):
+        q, k, v = (shard(x, 1, schedule=schedule).requires_grad_() for x in tensors[:3])
+        o, lse = ring_attention(
+            q, k, v, schedule=schedule, seqlen_q=rows, seqlen_k=rows, return_lse=True, precision=precision,
+            deterministic=True, **said,
+        )  # fmt: skip
+        found.append(results(o, lse, shard(tensors[3], 1, schedule=schedule), q, k, v))
+    for key, x in found[0].items():
+        assert torch.equal(x, found[1][key]), (name, key, "other bits at the second run")
+        part = shard(expected[key], 2 if key == "lse" else 1, schedule=schedule)
+        if precision == "exact":
+            near(f"{name} {key}", x, part, BOUNDS[key])
+        else:
+            error = float((x.double() - part.double()).abs().sum() / part.double().abs().sum())
+            assert error <= LOW_ERROR, f"{name} {key}: relative L1 {error:.3e} > {LOW_ERROR}"
+    say(name)
+
+
+def documents() -> None:
+    """Packed documents of all lengths, some cut by ranks."""
+    starts = [0, 70, 71, 900, 1500, 1536]
+    tensors = [x[0] for x in inputs(starts[-1], (8, 2), 64, batch=1)]
+    at = torch.tensor(starts, dtype=torch.int32, device="cuda")
+    sizes = {"cu_seqlens_q": at, "cu_seqlens_k": at, "max_seqlen_q": 829, "max_seqlen_k": 829}
+    wanted = [x.clone().requires_grad_() for x in tensors[:3]]
+    expected = results(*oa.attention_varlen(*wanted, causal=True, return_lse=True, **sizes), tensors[3], *wanted)
+    q, k, v = (shard(x, 0).requires_grad_() for x in tensors[:3])
+    o, lse = ring_attention_varlen(q, k, v, cu_seqlens=starts, causal=True, return_lse=True)
+    for key, x in results(o, lse, shard(tensors[3], 0), q, k, v).items():
+        near(f"documents {key}", x, shard(expected[key], 1 if key == "lse" else 0), BOUNDS[key])
+    say("documents")
+
+
+def heads() -> None:
+    """All-to-all over heads; every precision, as one rank has it."""
+    size = dist.get_world_size()
+    for precision in ("exact", "int8", "fp8"):
+        tensors = inputs(1024, (8, size), 128)
+        q, k, v = (shard(x, 1, schedule="contiguous") for x in tensors[:3])
+        o = ulysses_attention(q, k, v, causal=True, precision=precision)
+        expected = oa.attention(*tensors[:3], causal=True, precision=precision)
+        near(f"heads {precision}", unshard(o, 1, schedule="contiguous"), expected, BOUNDS["o"] * 2)
+    say("heads")
+
+
+def streams() -> None:
+    """A call on a stream of the caller's, whose inputs are changed right after it: the stream orders both."""
+    tensors = inputs(2048, (8, 2), 128)
+    expected = shard(oa.attention(*tensors[:3], causal=True), 1)
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(5):
+            q, k, v = (shard(x, 1).clone() for x in tensors[:3])
+            o = ring_attention(q, k, v, causal=True)
+            for x in (q, k, v):
+                x.fill_(float("nan"))
+    stream.synchronize()
+    near("streams", o, expected, BOUNDS["o"])
+    say("streams")
+
+
+def main() -> None:
+    """Every case once."""
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl", timeout=timedelta(seconds=60))
+    for schedule in ("zigzag", "contiguous"):
+        for causal in (True, False):
+            ring(f"{schedule} causal={causal} 1024", 1024, schedule, causal=causal)
+            ring(f"{schedule} causal={causal} 777", 777, schedule, causal=causal, head_dim=64)
+        ring(f"{schedule} window", 1024, schedule, causal=True, window=(300, -1))
+        ring(f"{schedule} softcap", 512, schedule, causal=True, softcap=20.0)
+        for precision in ("int8", "fp8"):
+            ring(f"{schedule} {precision}", 1024, schedule, causal=True, precision=precision)
+    ring("three rows", 3, "zigzag", causal=True)
+    documents()
+    heads()
+    streams()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
