@@ -16,6 +16,7 @@
 #include "scheduler/bwd_tile.cuh"
 #include "scheduler/padded_rows.cuh"
 #include "tile/panel.cuh"
+#include "attention/dropout.cuh"
 
 // A step: a tile of queries of a query head. entry: of a list; without one every group of keys sees the tile.
 struct Place {
@@ -120,6 +121,13 @@ struct BwdKeys {
         uint32 smem;
         int64 padded;  // first padded row of the sequence
         int warp_idx, lane, group;  // group: in the half of the warps
+        const TileDropout& dropout;
+        // Of a step.
+        OA_DEVICE TileDropout dropout_of(const Place& step, int own_lane) const {
+            TileDropout made = dropout;
+            made.begin(t.sequence, step.head, own_lane);
+            return made;
+        }
         // Shared address of a member.
         template <typename Member>
         OA_DEVICE uint32 at(Member SharedStorage::* member) const {
@@ -313,6 +321,7 @@ struct BwdKeys {
         Steps steps(p, t, tiles, t.kv_head_idx * group_heads, group_heads);
         if (!owned) steps.left = 0;
         int half = warp_idx / (Config::kWarps / 2);
+        const TileDropout dropout(params);
         Work w{p,
                arrays_of(params),
                t,
@@ -321,7 +330,8 @@ struct BwdKeys {
                owned ? padded_begin(f, t.sequence, t.q_begin) : 0,
                warp_idx,
                lane,
-               warp_idx % (Config::kWarps / 2)};
+               warp_idx % (Config::kWarps / 2),
+               dropout};
         Output o;
 #pragma unroll
         for (int i = 0; i < Config::kOutKTiles; ++i)
@@ -345,7 +355,7 @@ struct BwdKeys {
         int64 stride = half == 0 ? p.dv_stride_s : p.dk_stride_s;
         to += half == 0 ? t.batch_idx * p.dv_stride_b + t.kv_head_idx * p.dv_stride_h + row * stride
                         : t.batch_idx * p.dk_stride_b + t.kv_head_idx * p.dk_stride_h + row * stride;
-        store_tile(o, half == 0 ? 1.0f : f.softmax_scale, half == 0 ? smem.v : smem.k, to, stride, rows, f.head_dim,
-                   w.group, lane);
+        store_tile(o, half == 0 ? dropout.scaled(1.0f) : f.softmax_scale, half == 0 ? smem.v : smem.k, to, stride, rows,
+                   f.head_dim, w.group, lane);
     }
 };

@@ -4,13 +4,24 @@
 //   softcap   S = cap * tanh(S / cap);  P = exp2(S - lse2);  dS = P (dP - delta) (1 - (S / cap)^2)
 //   keys      P = exp2(c S + bias of the key - lse2)
 #pragma once
+#include "attention/dropout.cuh"
+#include "attention/dropout_mode.cuh"
 #include "attention/mask.cuh"
 #include "attention/score_mods.cuh"
+#include "params/attn_bwd.cuh"
 #include "params/attn_fwd.cuh"
 #include "ptx/math.cuh"
 #include "ptx/min_nan.cuh"
 #include "ptx/shared.cuh"
 #include "ptx/types.cuh"
+
+// Arguments of attn_bwd_sm90.
+template <bool kSoftcap>
+struct BwdSm90Params {
+    using Scores = typename Select<kSoftcap, AttnBwdModsSm90Params, AttnBwdSm90Params>::Type;
+    using Type = typename Select<kHasDropout, AttnBwdDropoutSm90Params, Scores>::Type;
+    static_assert(!(kHasDropout && kSoftcap), "there are no arguments with both");
+};
 
 // Of the queries of this thread's columns of scores, two of each 8: lse2 or delta, kBlockM floats a stage.
 template <int kBlockM>

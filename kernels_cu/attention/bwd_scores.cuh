@@ -3,6 +3,7 @@
 //   S = softmax_scale * Q K^T;  S = softcap * tanh(S / softcap);  S = expression(S);  S += mask, or -inf where it hides
 //   P = exp(S - LSE);  slope = dS / d(softmax_scale * Q K^T)
 #pragma once
+#include "attention/dropout_mode.cuh"
 #include "attention/mask.cuh"
 #include "attention/score_mod.cuh"
 #include "params/attn_bwd.cuh"
@@ -70,9 +71,13 @@ OA_DEVICE bool forms_scores(const AttnFwdParams& p) {
     return kHasScoreMod || p.softcap > 0.0f || p.mask_kind != kMaskNone;
 }
 
-// What the kernels are told, with a user's score modification and without.
-using BwdParams = Select<kHasScoreMod, AttnBwdUserModParams, AttnBwdParams>::Type;
+// What the kernels are told, with a user's score modification, with dropout, and without.
+using BwdScoreParams = Select<kHasScoreMod, AttnBwdUserModParams, AttnBwdParams>::Type;
+using BwdParams = Select<kHasDropout, AttnBwdDropoutParams, BwdScoreParams>::Type;
+static_assert(!(kHasScoreMod && kHasDropout), "there is no text with both");
 OA_DEVICE const AttnBwdParams& backward_of(const AttnBwdParams& params) { return params; }
 OA_DEVICE const AttnBwdParams& backward_of(const AttnBwdUserModParams& params) { return params.call; }
+OA_DEVICE const AttnBwdParams& backward_of(const AttnBwdDropoutParams& params) { return params.call; }
 OA_DEVICE const ScoreModArrays* arrays_of(const AttnBwdParams&) { return nullptr; }
+OA_DEVICE const ScoreModArrays* arrays_of(const AttnBwdDropoutParams&) { return nullptr; }
 OA_DEVICE const ScoreModArrays* arrays_of(const AttnBwdUserModParams& params) { return &params.arrays; }

@@ -2,6 +2,7 @@
 // FlashAttention-2 (Dao 2023), algorithm 2, with the loops exchanged.
 //
 //   S = Q K^T;  P = exp2(c S - lse2);  dP = dO V^T;  dS = P (dP - delta);  dQ = softmax_scale * dS K
+//   with dropout (attention/dropout.cuh)  dP = Z / keep (dO V^T)
 //
 // q, do, dq: [batch, seqlen_q, num_q_heads, head_dim]   k, v: [batch, seqlen_k, num_kv_heads, head_dim]   any strides,
 // last dimension contiguous; with cu_seqlens: packed [rows, heads, head_dim]. lse2, delta: padded rows
@@ -35,6 +36,7 @@
 #include "scheduler/fwd_tile.cuh"
 #include "scheduler/padded_rows.cuh"
 #include "tile/panel.cuh"
+#include "attention/dropout.cuh"
 
 struct Config {
     using Io = IO_TYPE;  // Half or BFloat16
@@ -149,8 +151,8 @@ OA_DEVICE int chunk_of(int own, int channel_warp) {
 // formed one by one.
 template <bool kForms>
 OA_DEVICE void make_ds(Scores& s, const Scores& dp, const AttnFwdParams& f, const BwdScores<Config::Io>& scores,
-                       const FwdTile& t, const float (&lse2)[2], const float (&delta)[2], int32 row, int32 key,
-                       bool hides, bool all) {
+                       const TileDropout& dropout, const FwdTile& t, const float (&lse2)[2], const float (&delta)[2],
+                       int32 row, int32 key, bool hides, bool all) {
     float c = f.softmax_scale * kLog2e;
     KeyRange visible[2];
 #pragma unroll
@@ -161,19 +163,21 @@ OA_DEVICE void make_ds(Scores& s, const Scores& dp, const AttnFwdParams& f, cons
                              ? visible_keys(row + 8 * r, t.seqlen_q, t.seqlen_k, f.window_left, f.window_right)
                              : KeyRange{0, 0};
     }
+    TileDropout::Kept kept;
 #pragma unroll
     for (int x = 0; x < Config::kNTiles * 4; ++x) {
         int r = x >> 1 & 1;
+        if (x % 16 == 0) dropout.find<ColumnPairs>(kept, row / 16, key / 16 + x / 8);
         int32 k = key + 8 * (x >> 2) + (x & 1);
         bool see = k >= visible[r].lo && k < visible[r].hi;
         float p;
         if constexpr (kForms) {
             ScoreGrad g = scores.at(s[x], lse2[r], row + 8 * r, k, see);
             p = g.p * g.slope;
-            s[x] = p == 0.0f ? 0.0f : p * (dp[x] - delta[r]);
+            s[x] = p == 0.0f ? 0.0f : p * dropout.change(dp[x], delta[r], kept, x / 8 % 2, r + x / 4 % 2 * 2, x & 1);
         } else {
             p = exp2_approx(fmaf(s[x], c, -lse2[r]));
-            s[x] = p * (dp[x] - delta[r]);
+            s[x] = p * dropout.change(dp[x], delta[r], kept, x / 8 % 2, r + x / 4 % 2 * 2, x & 1);
             // Where a key is hidden, dO or V may be NaN and yet not count.
             if (hides) s[x] = see && p != 0.0f ? s[x] : 0.0f;
         }
@@ -224,6 +228,8 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, MIN_CTAS) attn_bw
         int32 row = t.m0 + row_warp * 16 + (lane >> 2);
         int64 padded = t.head_idx * p.rows_stride_h + padded_begin(f, t.sequence, t.q_begin) + row;
         float lse2[2] = {p.lse2[padded], p.lse2[padded + 8]}, delta[2] = {p.delta[padded], p.delta[padded + 8]};
+        TileDropout dropout(params);
+        dropout.begin(t.sequence, t.head_idx, lane);
         BwdScores<Config::Io> scores(f, arrays_of(params), t.sequence, t.head_idx, t.seqlen_q, t.seqlen_k);
         QLane a_lane(row_warp * 16 + (lane & 15), lane >> 4);
         KvLane b_lane((lane & 7) + ((lane >> 4) << 3), (lane >> 3) & 1), k_lane(lane & 15, lane >> 4);
@@ -250,9 +256,9 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, MIN_CTAS) attn_bw
             const int32 key = n * Config::kBlockN + own + 2 * (lane & 3);
             const bool hides = n < keys.full_first || n >= keys.full_end || hides_all;
             if (Config::kScoreMods && (!Config::kLists || forms_scores(f)))
-                make_ds<Config::kScoreMods>(s, dp, f, scores, t, lse2, delta, row, key, hides, hides_all);
+                make_ds<Config::kScoreMods>(s, dp, f, scores, dropout, t, lse2, delta, row, key, hides, hides_all);
             else
-                make_ds<false>(s, dp, f, scores, t, lse2, delta, row, key, hides, hides_all);
+                make_ds<false>(s, dp, f, scores, dropout, t, lse2, delta, row, key, hides, hides_all);
             if constexpr (Config::kIsWide) {
                 exchange_ds(s, ds_of(smem), row_warp, channel_warp, lane);
                 add_half_dq(dq, ds_of(smem), smem_k + tile + channel_warp * KvTile::kPanelBytes, k_lane,

@@ -3,6 +3,7 @@
 // algorithm 2.
 //
 //   S = Q K^T;  P = exp2(c S - lse2);  dP = dO V^T;  dS = P (dP - delta);  dV = P^T dO;  dK = scale dS^T Q;  dQ = dS K
+//   with dropout (attention/dropout.cuh)  dP = Z / keep (dO V^T);  dV = (P Z / keep)^T dO
 //
 // One CTA takes BLOCK_N keys of one kv head and walks the tiles of BLOCK_M queries that see them. Heads of 64 columns
 // leave room for dK and dV of 32 keys in the registers of a warp: no probability ever crosses to another warp. Warp w
@@ -41,7 +42,7 @@ struct Config {
     static constexpr int kKeyRows = kBlockN / kKeyGroups;  // keys of a warp
     static constexpr int kKTiles = kKeyRows / 16;
     // Queries of which a warp makes scores at a time; the derivatives of scores take as many registers as scores do.
-    static constexpr int kQueries = kScoreMods ? 16 : 32;
+    static constexpr int kQueries = kScoreMods || kHasDropout ? 16 : 32;
     static constexpr int kQTiles = kQueries / 8;
     static constexpr int kParts = kBlockM / 2 / kQueries;
     static constexpr int kOutKTiles = kKTiles, kOutDTiles = kHeadDim / 8;  // of dV and dK
@@ -71,11 +72,14 @@ static_assert(2 * sizeof(Output) * 32 * Config::kKeyGroups <=
 // P^T of kQueries queries from m0 on, of which kHides hides a part, in `s`; packed for dV. slope, with score
 // modifications: the derivative of the scores.
 template <bool kHides>
-OA_DEVICE void make_p(const Work& w, Scores& s, Scores& slope, Packed& packed, int32 head, int32 m0, uint32 lse2_at) {
+OA_DEVICE void make_p(const Work& w, Scores& s, Scores& slope, Packed& packed, TileDropout::Kept& kept,
+                      const Place& step, int32 m0, uint32 lse2_at) {
     int lane = in_register(w.lane);
     int32 key = w.t.n0 + w.group * Config::kKeyRows + (lane >> 2), query = m0 + 2 * (lane & 3);
     [[maybe_unused]] float c = w.p.fwd.softmax_scale * kLog2e;
-    BwdScores<Config::Io> scores(w.p.fwd, w.arrays, w.t.sequence, head, w.t.seqlen_q, w.t.seqlen_k);
+    BwdScores<Config::Io> scores(w.p.fwd, w.arrays, w.t.sequence, step.head, w.t.seqlen_q, w.t.seqlen_k);
+    const TileDropout dropout = w.dropout_of(step, lane);
+    dropout.find<ColumnPairs, true, true>(kept, (w.t.n0 + w.group * Config::kKeyRows) / 16, m0 / 16);
 #pragma unroll
     for (int i = 0; i < Config::kKTiles; ++i)
 #pragma unroll
@@ -100,7 +104,7 @@ OA_DEVICE void make_p(const Work& w, Scores& s, Scores& slope, Packed& packed, i
                     x = exp2_approx(fmaf(x, c, -lse2.x)), y = exp2_approx(fmaf(y, c, -lse2.y));
                     if (kHides) x = see0 ? x : 0.0f, y = see1 ? y : 0.0f;
                 }
-                packed[i][2 * n + r] = pack2(Config::Io{}, x, y);
+                packed[i][2 * n + r] = dropout.drop_pair(pack2(Config::Io{}, x, y), kept, i, n % 2 + 2 * r);
             }
         }
 }
@@ -109,7 +113,7 @@ OA_DEVICE void make_p(const Work& w, Scores& s, Scores& slope, Packed& packed, i
 // not count. n0: the first of these tiles of 8 queries.
 template <bool kHides>
 OA_DEVICE void make_ds(const Work& w, const Scores& p, const Scores& slope, const Scores& dp, Packed& packed,
-                       int32 head, int32 m0, uint32 delta_at, uint32 smem_ds, int n0) {
+                       const TileDropout::Kept& kept, int32 head, int32 m0, uint32 delta_at, uint32 smem_ds, int n0) {
     int lane = in_register(w.lane);
     int32 key = w.group * Config::kKeyRows + (lane >> 2);
 #pragma unroll
@@ -120,7 +124,9 @@ OA_DEVICE void make_ds(const Work& w, const Scores& p, const Scores& slope, cons
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
                 int x = 4 * n + 2 * r;
-                float d0 = dp[i][x] - delta.x, d1 = dp[i][x + 1] - delta.y, a = p[i][x] * d0, b = p[i][x + 1] * d1;
+                float d0 = w.dropout.change(dp[i][x], delta.x, kept, i, n % 2 + 2 * r, 0);
+                float d1 = w.dropout.change(dp[i][x + 1], delta.y, kept, i, n % 2 + 2 * r, 1);
+                float a = p[i][x] * d0, b = p[i][x + 1] * d1;
                 if (kHides) a = p[i][x] == 0.0f ? 0.0f : a, b = p[i][x + 1] == 0.0f ? 0.0f : b;
                 if constexpr (Config::kDMask) {
                     float* to = w.p.dmask + w.t.sequence * w.p.dmask_stride_b + head * w.p.dmask_stride_h +
@@ -149,12 +155,15 @@ OA_DEVICE void make_part(const Work& w, Output& dv, Output& dk, const Place& at,
     Keys::QLane s_lane((lane & 7) + ((lane >> 4) << 3), (lane >> 3) & 1), o_lane(lane & 15, lane >> 4);
     Scores p, slope, dp;
     Packed packed;
+    TileDropout::Kept kept;  // of 32 keys
+    static_assert(!kHasDropout || (Config::kQTiles == 2 && Config::kKTiles == 2), "two squares");
     Keys::mma_scores(p, w.at(&SharedStorage::k), a_lane, smem_q, s_lane);
-    make_p<kHides>(w, p, slope, packed, at.head, m0, w.at(&SharedStorage::lse2) + numbers);
+    make_p<kHides>(w, p, slope, packed, kept, at, m0, w.at(&SharedStorage::lse2) + numbers);
     if (kAll || w.p.dv != nullptr) Keys::mma_output(dv, packed, smem_do, o_lane);
     if (!kAll && !wants_ds) return;
     Keys::mma_scores(dp, w.at(&SharedStorage::v), a_lane, smem_do, s_lane);
-    make_ds<kHides>(w, p, slope, dp, packed, at.head, m0, w.at(&SharedStorage::delta) + numbers, smem_ds, first / 8);
+    make_ds<kHides>(w, p, slope, dp, packed, kept, at.head, m0, w.at(&SharedStorage::delta) + numbers, smem_ds,
+                    first / 8);
     if (kAll || w.p.dk != nullptr) Keys::mma_output(dk, packed, smem_q, o_lane);
 }
 

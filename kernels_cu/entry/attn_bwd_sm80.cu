@@ -2,6 +2,7 @@
 // FlashAttention-2 (Dao 2023), algorithm 2.
 //
 //   S = Q K^T;  P = exp2(c S - lse2);  dP = dO V^T;  dS = P (dP - delta);  dV = P^T dO;  dK = scale dS^T Q;  dQ = dS K
+//   with dropout (attention/dropout.cuh)  dP = Z / keep (dO V^T);  dV = (P Z / keep)^T dO
 //
 // q, o, do, dq: [batch, seqlen_q, num_q_heads, head_dim]   k, v, dk, dv: [batch, seqlen_k, num_kv_heads, head_dim]
 // any strides, last dimension contiguous; with cu_seqlens: packed [rows, heads, head_dim]. lse2, delta, dq_accum (whose
@@ -12,7 +13,7 @@
 // transposed, S^T = K Q^T, so that P^T and dS^T are operands of dV and dK where they are. The warps of the first half
 // (role 0) make S, P and dV, those of the second half (role 1) dP, dS and dK, of the same keys: half the accumulators
 // and twice the keys a warp of one that makes both. P, times the derivative of the scores, crosses as 16 bits from
-// thread to same thread through the shared tile where dS is to lie. dQ of a step is made in the next one, while its dS
+// thread to same thread through the shared tile where dS is to lie; with dropout it is negative where it is dropped. dQ of a step is made in the next one, while its dS
 // is one of two: a single barrier a step.
 //
 // step i, role 0:  bar | copy Q,dO(i+1) | S(i)  P(i) -> ds[i%2]  arrive(pair) | dV += P dO | dQ(i-1) += ds[(i-1)%2] K
@@ -95,10 +96,17 @@ OA_DEVICE void make_p(const Work& w, Scores& s, Packed& packed, const Place& at,
                                                                w.p.fwd.window_right)
                                              : QueryRange{0, 0};
         }
+    const TileDropout dropout = w.dropout_of(at, lane);
+    // Of two squares a word at a time: of 32 keys, or of 32 queries.
+    constexpr bool kDown = Config::kKTiles == 2;
+    static_assert(!kHasDropout || Config::kKTiles <= 2, "squares of a warp's keys");
+    TileDropout::Kept kept;
 #pragma unroll
     for (int n = 0; n < Config::kQTiles; ++n) {
         float2 lse2 = load_shared_float2(lse2_at + n * 32);
         int32 row = m0 + 8 * n + query;
+        if (n % (kDown ? 2 : 4) == 0)
+            dropout.find<ColumnPairs, true, kDown>(kept, (w.t.n0 + first_key(w)) / 16, m0 / 16 + n / 2);
 #pragma unroll
         for (int i = 0; i < Config::kKTiles; ++i)
 #pragma unroll
@@ -120,7 +128,9 @@ OA_DEVICE void make_p(const Work& w, Scores& s, Packed& packed, const Place& at,
                     cross = packed[i][2 * n + r] = pack2(Config::Io{}, a, b);
                 }
                 if constexpr (Config::kDsTiles == 3) store_shared(plain_p(w) + to, packed[i][2 * n + r]);
-                store_shared(smem_ds + to, cross);
+                const int square = kDown ? i : n / 2 % 2, byte = n % 2 + 2 * r;
+                packed[i][2 * n + r] = dropout.drop_pair(packed[i][2 * n + r], kept, square, byte);
+                store_shared(smem_ds + to, dropout.marked(cross, kept, square, byte));
             }
     }
 }
@@ -141,7 +151,9 @@ OA_DEVICE void make_ds(const Work& w, const Scores& dp, Packed& packed, const Pl
             for (int r = 0; r < 2; ++r) {
                 uint32 word = Keys::ds_word(key + 16 * i + 8 * r, n, lane);
                 float2 p = unpack2(Config::Io{}, load_shared(smem_ds + word));
-                float d0 = dp[i][4 * n + 2 * r] - delta.x, d1 = dp[i][4 * n + 2 * r + 1] - delta.y;
+                float d0 = w.dropout.change(dp[i][4 * n + 2 * r], delta.x, p.x);
+                float d1 = w.dropout.change(dp[i][4 * n + 2 * r + 1], delta.y, p.y);
+                p = w.dropout.unmarked(p);
                 float a = p.x * d0, b = p.y * d1;
                 if (kHides) a = p.x == 0.0f ? 0.0f : a, b = p.y == 0.0f ? 0.0f : b;
                 packed[i][2 * n + r] = pack2(Config::Io{}, a, b);

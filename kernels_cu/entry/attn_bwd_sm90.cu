@@ -2,16 +2,14 @@
 // 2023), algorithm 2; FlashAttention-3 (Shah et al. 2024), section 3.
 //
 //   P = exp2(c Q K^T - lse2);  dV = P^T dO;  dS = P (dO V^T - delta);  dK = scale dS^T Q;  dQ = scale dS K
-//   lse2 = lse * log2(e), delta = rowsum(dO * O) - dlse: of attn_bwd_prepare; dQ without the scale in fp32, rounded by
-//   attn_bwd_finish.
+//   lse2 = lse * log2(e), delta = rowsum(dO * O) - dlse: of attn_bwd_prepare; attn_bwd_finish scales and rounds dQ
 //
 // q, do: [batch, seqlen_q, num_q_heads, head_dim]   k, v: [batch, seqlen_k, num_kv_heads, head_dim]. Where head_dim is
-// below HEAD_DIM, TMA fills with zeros.
-//
-// A persistent kernel, one CTA an SM, walks over tiles of 128 keys of one kv head; each of two consumer warpgroups owns
-// 64 of them, their dK and dV in registers. Tiles of 64 queries, of all query heads of the kv head, come by. Scores are
-// transposed, keys times queries, so that P^T and dS^T are operands from registers; dS goes through shared memory too,
-// for dQ, of whose columns either warpgroup computes half, or all of every other tile of queries (kAlternate).
+// below HEAD_DIM, TMA fills with zeros. A persistent kernel, one CTA an SM, walks over tiles of 128 keys of one kv head;
+// each of two consumer warpgroups owns 64 of them, their dK and dV in registers. Tiles of 64 queries, of all query heads
+// of the kv head, come by. Scores are transposed, keys times queries, so that P^T and dS^T are operands from registers;
+// dS goes through shared memory too, for dQ, of whose columns either warpgroup computes half, or all of every other tile
+// of queries (kAlternate).
 //   warpgroup 0: producer, one lane copies; a lane for each consumer adds its dQ     warpgroups 1, 2: consumers
 //
 //   producer                          consumer g, tile i of queries
@@ -26,22 +24,20 @@
 //     dQ added to global memory       arrive ds_full(i), dq_full
 //     arrive dq_empty
 //
-// dQ lags by two tiles so that the warpgroups need not meet: either may be more than a tile ahead. Plain calls issue dK
-// ahead of dQ (kDkFirst).
-//
-// VARLEN: packed [rows, heads, head_dim]; warp 3 walks cu_seqlens (scheduler/bwd_feed.cuh), copies end with their
-// sequence (params/attn_bwd.cuh). SOFTCAP, KEY_MASK: score modifications (attention/bwd_mods.cuh). ORDERED: dQ is added
-// to in a fixed order, the last queries first (attention/bwd_ordered.cuh). LISTS: a block mask
-// (attention/bwd_listed.cuh). Shared memory, bytes: VARLEN, ORDERED, LISTS: tiles | K, V [128 * PANELS * 128] | Q [3][64 * PANELS * 128] | dO [NUM_DO_STAGES][same]
-// | dS [3][64 * 256] | dQ [2][256 * DQ_WIDTH] | lse2 [3][64 * 4] | delta [NUM_DO_STAGES][64 * 4] | barriers. Tiles are
-// panels of 64 columns with the 128-byte swizzle.
+// dQ lags by two tiles and warpgroups need not meet: either may be more than a tile ahead. Plain calls issue dK ahead
+// of dQ (kDkFirst). VARLEN: packed [rows, heads, head_dim]; warp 3 walks cu_seqlens (scheduler/bwd_feed.cuh), copies
+// end with their sequence (params/attn_bwd.cuh). SOFTCAP, KEY_MASK: score modifications (attention/bwd_mods.cuh);
+// dropout: attention/dropout.cuh. ORDERED: dQ is added to in a fixed order, the last queries first
+// (attention/bwd_ordered.cuh). LISTS: a block mask (attention/bwd_listed.cuh). Shared memory, bytes: VARLEN, ORDERED,
+// LISTS: tiles | K, V [128 * PANELS * 128] | Q [3][64 * PANELS * 128] | dO [NUM_DO_STAGES][same] | dS [3][64 * 256] |
+// dQ [2][256 * DQ_WIDTH] | lse2 [3][64 * 4] | delta [NUM_DO_STAGES][64 * 4] | barriers. Panels: 64 columns, 128-byte
+// swizzle.
 #include "attention/bwd_listed.cuh"
 #include "attention/bwd_mods.cuh"
 #include "attention/bwd_ordered.cuh"
 #include "attention/bwd_products.cuh"
 #include "attention/bwd_alternate.cuh"
 #include "ptx/ldmatrix.cuh"
-#include "ptx/math.cuh"
 #include "ptx/stmatrix.cuh"
 #include "ptx/warpgroup.cuh"
 
@@ -52,12 +48,12 @@ struct Config {
     static constexpr int kBlockM = 64;
     static constexpr int kBlockN = 64 * kConsumers;
     static constexpr int kQStages = 3, kDoStages = NUM_DO_STAGES, kDsStages = 3;
-    static constexpr bool kVarlen = VARLEN, kOrdered = ORDERED;  // packed sequences; dQ is added to in a fixed order
-    static constexpr bool kLists = LISTS;  // a block mask
+    // Packed sequences; dQ is added to in a fixed order; a block mask.
+    static constexpr bool kVarlen = VARLEN, kOrdered = ORDERED, kLists = LISTS;
     static constexpr bool kWalker = VARLEN || ORDERED || LISTS;  // a warp hands the tiles of keys to the other roles
     static constexpr bool kExponents = SOFTCAP || KEY_MASK;  // of P, made of scores before P is
     static constexpr bool kSoftcap = SOFTCAP, kKeyMask = KEY_MASK;  // the latter: the same for all queries, any dtype
-    using Params = Select<kSoftcap, AttnBwdModsSm90Params, AttnBwdSm90Params>::Type;
+    using Params = BwdSm90Params<kSoftcap>::Type;
     static constexpr int kThreads = 128 * (1 + kConsumers);
     static constexpr int kPanels = kHeadDim / 64;
     // dK before dQ, whose operands are in shared memory; and warpgroup g makes dQ of tiles g, g + 2 .. of queries of a
@@ -69,7 +65,7 @@ struct Config {
     // K and V as operands from registers: fewer reads of shared memory.
     static constexpr bool kKvInRegisters = kHeadDim == 64, kReadAhead = kHeadDim == 64;
     static_assert(kHeadDim == 64 || kHeadDim == 128, "dK and dV in registers");
-    static_assert(!kLists || !(kVarlen || kOrdered || kKeyMask), "lists of dense batches, in no order");
+    static_assert(!kLists || !(kVarlen || kOrdered || kKeyMask || kHasDropout), "lists of batches, in any order");
 };
 
 using Layout = BwdLayout<Config>;
@@ -80,8 +76,8 @@ using PlainWriter = Select<Config::kAlternate, BwdAlternateWriter<Config>, BwdWr
 using UnorderedWriter = Select<Config::kLists, BwdListedWriter<Config>, PlainWriter>::Type;
 using Writer = Select<Config::kOrdered, BwdOrderedWriter<Config>, UnorderedWriter>::Type;
 static_assert(sizeof(SharedStorage) == SMEM_BYTES, "the registry's smem_bytes must be this struct's size");
-
-class Consumer : BwdProducts<Config> {
+using Dropping = BackwardDropout<Config::kBlockM, Config::kHeadDim == 128>;
+class Consumer : BwdProducts<Config>, Dropping {
     using Products = BwdProducts<Config>;
     using Products::issue_gradient, Products::issue_scores, Products::kSteps, Products::pack;
     using typename Products::Gradient, typename Products::KeyOperand, typename Products::Operand;
@@ -89,7 +85,8 @@ class Consumer : BwdProducts<Config> {
 
   public:
     OA_DEVICE Consumer(const Config::Params& params, const Barriers& bars, int32 group)
-        : params_(params),
+        : Dropping(params),
+          params_(params),
           p_(params.bwd.fwd),
           bars_(bars),
           group_(group),
@@ -123,8 +120,8 @@ class Consumer : BwdProducts<Config> {
                 kv_phase_ ^= 1;
             }
             if (params_.bwd.dv != nullptr)
-                store(w.dv, 1.0f, params_.bwd.dv, params_.bwd.dv_stride_b, params_.bwd.dv_stride_s,
-                      params_.bwd.dv_stride_h, t);
+                store(w.dv, kHasDropout ? this->scaled(1.0f) : 1.0f, params_.bwd.dv, params_.bwd.dv_stride_b,
+                      params_.bwd.dv_stride_s, params_.bwd.dv_stride_h, t);
             if (params_.bwd.dk != nullptr)
                 store(w.dk, p_.softmax_scale, params_.bwd.dk, params_.bwd.dk_stride_b, params_.bwd.dk_stride_s,
                       params_.bwd.dk_stride_h, t);
@@ -183,6 +180,7 @@ class Consumer : BwdProducts<Config> {
     OA_DEVICE void attend(const BwdTile& t, const Rows& rows, Work& w) {
         const int32 total = Config::kLists ? t.steps : (p_.num_q_heads / p_.num_kv_heads) * (rows.end - rows.first);
         if constexpr (!Config::kLists) w.m = first_queries<Config::kOrdered>(rows);
+        if constexpr (kHasDropout) begin_keys(t, p_.num_q_heads / p_.num_kv_heads, lane_, group_ * 4 + warp_);
         if constexpr (Config::kKeyMask) {
             w.head = t.kv_head_idx * (p_.num_q_heads / p_.num_kv_heads);
             load_key_bias(w, t);
@@ -308,8 +306,8 @@ class Consumer : BwdProducts<Config> {
             for (int r = 0; r < 2; ++r) {
                 float* ds = w.dp + 4 * j + 2 * r;
                 const float* p = w.s + 4 * j + 2 * r;
-                ds[0] = p[0] * (ds[0] - row.x);
-                ds[1] = p[1] * (ds[1] - row.y);
+                if constexpr (!kHasDropout) ds[0] = p[0] * (ds[0] - row.x), ds[1] = p[1] * (ds[1] - row.y);
+                if constexpr (kHasDropout) score_gradients(ds, p, row, j, r);
                 if constexpr (Config::kSoftcap) {
                     ds[0] = uncap(ds[0], p[0], params.inv_factor2, lse.x);
                     ds[1] = uncap(ds[1], p[1], params.inv_factor2, lse.y);
@@ -383,6 +381,7 @@ class Consumer : BwdProducts<Config> {
             ds_read_.advance();  // the other warpgroup's
         }
         pack(w.p16, w.s);
+        if constexpr (kHasDropout) drop(w.p16, w.s, w.m);
         bars_.d_o.wait(do_at_);
         wgmma_discard(w.dp);
         if constexpr (Config::kKeyMask && kBefore == 0) wgmma_pin(w.dv);  // else zeroed behind the fence
@@ -403,6 +402,7 @@ class Consumer : BwdProducts<Config> {
         if constexpr (Config::kKeyMask)
             if (w.m == first_queries<Config::kOrdered>(rows) && ++w.head < p_.num_q_heads && p_.mask_stride_h != 0)
                 load_key_bias(w, t);
+        if constexpr (kHasDropout) next_head(w.m == first_queries<Config::kOrdered>(rows));
     }
 
     OA_DEVICE void load_key_bias(Work& w, const BwdTile& t) const {

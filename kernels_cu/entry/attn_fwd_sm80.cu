@@ -1,7 +1,7 @@
 // Exact attention forward on mma.sync, any GPU from sm_80 on. Source: FlashAttention-2 (Dao 2023), algorithm 1.
 //
 //   S = softmax_scale * Q K^T;  S = softcap * tanh(S / softcap);  S += mask;  P = softmax([S, sink]);  O = P V
-//   LSE = log(sum(exp(S)) + exp(sink)), natural logarithm, fp32
+//   LSE = log(sum(exp(S)) + exp(sink)), natural logarithm, fp32;  with dropout P is P * Z / keep (attention/dropout.cuh)
 //
 // q, o: [batch, seqlen_q, num_q_heads, head_dim]   k, v: [batch, seqlen_k, num_kv_heads, head_dim]   any strides, last
 // dimension contiguous; with cu_seqlens: packed [rows, heads, head_dim]. lse: [batch, num_q_heads, seqlen_q] or [heads,
@@ -47,6 +47,7 @@
 #include "scheduler/page_table.cuh"
 #include "scheduler/fwd_tile.cuh"
 #include "tile/panel.cuh"
+#include "attention/dropout.cuh"
 
 struct Config {
     using Io = IO_TYPE;  // Half or BFloat16
@@ -70,12 +71,15 @@ struct Config {
     static_assert(kBlockM * kChannelWarps == kMTiles * kWarps * 16 && kBlockN % 16 == 0 && kHeadDim % 32 == 0,
                   "whole MMA tiles");
     static_assert(kStages == 1 || kStages == 2, "single or double buffer");
+    static_assert(!kHasDropout || !(kSplitKeys || kPaged || kIsWide), "dropout of whole calls");
     static_assert(!kIsWide || (kStages == 1 && kMTiles == 1 && kOwnHeadDimV && !kQInRegisters),
                   "scores are exchanged at the second barrier of a tile");
 };
 
 using ModsParams = Select<kHasScoreMod, AttnFwdUserModSm80Params, AttnFwdModsSm80Params>::Type;
-using CallParams = Select<Config::kScoreMods, ModsParams, AttnFwdParams>::Type;
+using ScoreParams = Select<Config::kScoreMods, ModsParams, AttnFwdParams>::Type;
+using DropoutParamsOf = Select<Config::kScoreMods, AttnFwdModsDropoutSm80Params, AttnFwdDropoutSm80Params>::Type;
+using CallParams = Select<kHasDropout, DropoutParamsOf, ScoreParams>::Type;
 using SplitModsParams = Select<kHasScoreMod, AttnFwdSplitUserModSm80Params, AttnFwdSplitModsSm80Params>::Type;
 using SplitParams = Select<Config::kScoreMods, SplitModsParams, AttnFwdSplitSm80Params>::Type;
 using Params = Select<Config::kSplitKeys, SplitParams, CallParams>::Type;
@@ -185,12 +189,15 @@ OA_DEVICE void take_scores(Scores& s, uint32 smem_scores, int lane) {
 // that the products of these leave.
 // channels: of V, from this warp's first panel on.
 OA_DEVICE void exp_and_mma_pv(Scores& s, Output& o, OnlineSoftmax<Config::kMTiles>& softmax, float c, uint32 smem_v,
-                              const KvLane& v_lane, int32 channels) {
+                              const KvLane& v_lane, int32 channels, const TileDropout& dropout, int32 first_row,
+                              int32 first_key) {
+    TileDropout::Kept kept[Config::kMTiles];
 #pragma unroll
     for (int n = 0; n < Config::kNTiles; n += 2) {
         uint32 p[Config::kMTiles][4];
 #pragma unroll
         for (int i = 0; i < Config::kMTiles; ++i) {
+            if (n % 4 == 0) dropout.find<KeyColumns>(kept[i], first_row / 16 + i, first_key / 16 + n / 2);
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 float e[4];
@@ -202,6 +209,7 @@ OA_DEVICE void exp_and_mma_pv(Scores& s, Output& o, OnlineSoftmax<Config::kMTile
                 p[i][2 * half] = pack2(Config::Io{}, e[0], e[1]);
                 p[i][2 * half + 1] = pack2(Config::Io{}, e[2], e[3]);
             }
+            dropout.drop(p[i], kept[i], n / 2 % 2);
         }
         if constexpr (Config::kIsWide) {
             add_wide_output<Config::Io, Config::kChannelWarps>(o[0], p[0], smem_v, v_lane, n * 8, channels);
@@ -223,7 +231,7 @@ OA_DEVICE void exp_and_mma_pv(Scores& s, Output& o, OnlineSoftmax<Config::kMTile
 // O / l through shared memory (the rows of Q that only this warp has read; two warps with the same rows are done with
 // them since the last barrier) to 16-byte stores, and the LSE. warp_idx: of those with rows of their own.
 OA_DEVICE void epilogue(Output& o, OnlineSoftmax<Config::kMTiles>& softmax, const AttnFwdParams& p, const FwdTile& t,
-                        uint8* q_smem, int warp_idx, int channel_warp, int lane) {
+                        uint8* q_smem, int warp_idx, int channel_warp, int lane, const TileDropout& dropout) {
     softmax.reduce_denominator();
     float sink2 = sink_log2<Config::Io>(p, t);
     constexpr int kWarpRows = Config::kMTiles * 16;
@@ -236,6 +244,7 @@ OA_DEVICE void epilogue(Output& o, OnlineSoftmax<Config::kMTiles>& softmax, cons
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             RowResult res = finish_row(softmax.m2[i][r], softmax.l[i][r], sink2);
+            res.o_scale = dropout.scaled(res.o_scale);
             int row = warp_idx * kWarpRows + i * 16 + (lane >> 2) + r * 8;
             if (lse != nullptr && channel_warp == 0 && (lane & 3) == 0 && t.m0 + row < t.seqlen_q)
                 lse[t.m0 + row] = res.lse;
@@ -375,6 +384,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, MIN_CTAS) attn_fw
     OnlineSoftmax<Config::kMTiles> softmax;
     softmax.init();
     float c = p.softmax_scale * kLog2e;  // score units -> base-2 exponent
+    TileDropout dropout(params);
 
     Steps steps(call, t, keys, warp_idx);
     if (!steps.done()) {
@@ -396,6 +406,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, MIN_CTAS) attn_fw
         int32 warp_row = t.m0 + row_warp * kWarpRows;
         // Few queries leave warps without rows: these copy, and keep step.
         const bool has_rows = !Config::kSplitKeys || warp_row < t.seqlen_q;
+        dropout.begin(t.sequence, t.head_idx, lane);
         ScoreChanges changes(call, arrays_of(without_partial(params)), t, smem, warp_row, warp_idx, lane);
         changes.begin(steps);
         // ldmatrix lanes: Q (A fragments) and V (B, transposed) walk 16 rows by 2 chunks; K (B) 2 x 8 rows by 2 chunks.
@@ -459,12 +470,12 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, MIN_CTAS) attn_fw
             softmax.update(s, o, c);
             constexpr uint32 kPanel = KvTile::kPanelBytes;
             exp_and_mma_pv(s, o, softmax, c, smem_v + stage * KvTile::kBytes + channel_warp * kPanel, v_lane,
-                           p.head_dim - channel_warp * 64);
+                           p.head_dim - channel_warp * 64, dropout, warp_row, n0);
             if (Config::kStages == 2) stage ^= 1;
         }
     }
     if constexpr (Config::kSplitKeys)
         split_epilogue(o, softmax, params, p, t, row_warp, channel_warp, lane);
     else
-        epilogue(o, softmax, p, t, smem.q, row_warp, channel_warp, lane);
+        epilogue(o, softmax, p, t, smem.q, row_warp, channel_warp, lane, dropout);
 }

@@ -27,9 +27,9 @@
 // attn_combine_packed_sm90 merges. CTAS_PER_SM: of more than one, each with one warp that copies, behind its consumers,
 // and no ping-pong. SCORE_MODS: softcap, masks and any softmax_scale between product and softmax
 // (attention/tile_score_mods.cuh). Steps are those of a list where a mask hides whole tiles; what it needs is copied
-// beside K (attention/mask_copies.cuh). What comes next is looked up under the products. Shared memory, bytes: masks,
-// if any | Q [NUM_Q_STAGES][BLOCK_M * PANELS * 128] | K [NUM_STAGES][BLOCK_N * PANELS * 128] | V [same, with V's
-// panels] | barriers. Panels: 64 columns, 128-byte swizzle; those beyond the head's are not read.
+// beside K (attention/mask_copies.cuh). Shared memory, bytes: masks, if any | Q [NUM_Q_STAGES][BLOCK_M * PANELS * 128] |
+// K [NUM_STAGES][BLOCK_N * PANELS * 128] | V [same, with V's panels] | barriers. Panels: 64 columns, 128-byte swizzle;
+// those beyond the head's are not read. Dropout: attention/dropout.cuh.
 #include "attention/fwd_modes.cuh"
 #include "attention/fwd_products.cuh"
 #include "attention/fwd_roles.cuh"
@@ -47,6 +47,7 @@
 #include "ptx/warpgroup.cuh"
 #include "ptx/wgmma.cuh"
 #include "scheduler/persistent.cuh"
+#include "attention/dropout.cuh"
 
 struct Config {
     using Io = IO_TYPE;
@@ -80,14 +81,9 @@ struct Config {
     static_assert((kCtas == 1 ? 2 : 1) <= kConsumers && kConsumers <= 4, "64 query rows each");
 };
 
-// Arguments by mode, and by what is done to scores.
-using Mode = Select<Config::kSplitKeys, Select<Config::kVarlen, StreamK, SplitKeys>::Type, WholeKeys>::Type;
-using ModsParams = Select<kHasScoreMod, Mode::UserMod, Mode::ScoreMods>::Type;
-using Params = Select<Config::kScoreMods, ModsParams, Mode::Plain>::Type;
+using Params = FwdSm90Params<Config, kHasScoreMod>::Type;
 using Tile = TileOf<Config>;
 using Masks = MaskTiles<Config>;
-struct Nothing {};
-
 struct SharedStorage : Select<Config::kScoreMods, MaskTiles<Config>::Storage, Nothing>::Type {
     alignas(1024) uint8 q[Config::kOuterStages][Config::kBlockM * Config::kPanels * 128];
     alignas(1024) uint8 k[Config::kInnerStages][Config::kBlockN * Config::kPanels * 128];
@@ -95,7 +91,6 @@ struct SharedStorage : Select<Config::kScoreMods, MaskTiles<Config>::Storage, No
     RoleStorage<Config> roles;
 };
 static_assert(sizeof(SharedStorage) == SMEM_BYTES, "the registry's smem_bytes must be this struct's size");
-
 constexpr uint32 kQBytes = Config::kBlockM * Config::kPanels * 128;
 constexpr uint32 kKBytes = Config::kBlockN * Config::kPanels * 128;
 constexpr uint32 kVBytes = Config::kBlockN * Config::kPanelsV * 128;
@@ -185,7 +180,7 @@ class Producer : public ForwardProducer<Config, Producer> {
     Pages pages_;
 };
 
-class Consumer : public ForwardConsumer<Config, Consumer>, FwdProducts<Config> {
+class Consumer : public ForwardConsumer<Config, Consumer>, FwdProducts<Config>, ForwardDropout<Config::kBlockN> {
     using Base = ForwardConsumer<Config, Consumer>;
     using Products = FwdProducts<Config>;
     using Steps = StepCursor<Config::kLists>;
@@ -205,6 +200,7 @@ class Consumer : public ForwardConsumer<Config, Consumer>, FwdProducts<Config> {
 
     OA_DEVICE Consumer(const Params& params, SharedStorage& smem, const RoleBarriers<Config>& bars, int32 group)
         : ForwardConsumer(params.fwd, params.tiles, smem.roles, bars, group),
+          ForwardDropout<Config::kBlockN>(params),
           params_(params),
           q_(wgmma_descriptor(smem_addr_at(&SharedStorage::q) + group * 64 * 128, 16, 1024)),
           k_(wgmma_descriptor(smem_addr_at(&SharedStorage::k), 16, 1024)),
@@ -233,18 +229,20 @@ class Consumer : public ForwardConsumer<Config, Consumer>, FwdProducts<Config> {
         Scores s;
         Probabilities probs;
         float alpha[2], sum[2];
+        begin_tile(t.sequence, t.head_idx, lane_, warp_row / 16, keys.end - 1 - i);
         wait_outer();
         wait_inner();
         ping_pong_.wait();
         issue_qk(s, q, k_.next(inner_at_.stage * kKBytes));
         ping_pong_.pass_on();
+        find_next();
         wgmma_wait<0>();
         wgmma_pin(s);
         release_inner();
         if (i == num_tiles - 1) release_outer();
         if (is_masked(keys, i)) mask_edges(s, p_, t, warp_row, (keys.end - 1 - i) * Config::kBlockN, lane_);
         rows.raise(s, c, alpha);
-        probabilities(rows, s, c, probs, sum);
+        probabilities(rows, s, c, probs, sum), drop(probs);
         rows.add(sum);
         clear_foreign_rows(t, keys.end - 1 - i);
 
@@ -253,6 +251,7 @@ class Consumer : public ForwardConsumer<Config, Consumer>, FwdProducts<Config> {
             ping_pong_.wait();
             issue_qk(s, q, k_.next(inner_at_.stage * kKBytes));
             issue_pv(o, probs, v_.next(inner_at_.stage * kVBytes), pass_on);
+            find_next();  // under the products
             wgmma_wait<0>();
             wgmma_pin(s);
             wgmma_pin(o);
@@ -261,7 +260,7 @@ class Consumer : public ForwardConsumer<Config, Consumer>, FwdProducts<Config> {
         auto redo = [&] {
             rows.raise(s, c, alpha);
             rescale(o, alpha);
-            probabilities(rows, s, c, probs, sum);
+            probabilities(rows, s, c, probs, sum), drop(probs);
         };
         int32 special = next_special(keys, i);
         bool is_full = false;
@@ -273,7 +272,7 @@ class Consumer : public ForwardConsumer<Config, Consumer>, FwdProducts<Config> {
                 if (i == num_tiles - 1) release_outer();
                 if (is_masked(keys, i)) mask_edges(s, p_, t, warp_row, (keys.end - 1 - i) * Config::kBlockN, lane_);
                 special = next_special(keys, i);
-                probabilities(rows, s, c, probs, sum);
+                probabilities(rows, s, c, probs, sum), drop(probs);
                 if (__any_sync(0xffffffffu, RowState<>::too_large(sum, own))) redo();
                 is_full = is_inner_full();
             } else {
@@ -282,7 +281,7 @@ class Consumer : public ForwardConsumer<Config, Consumer>, FwdProducts<Config> {
                 bool again;
                 for (;;) {
                     products();
-                    probabilities(rows, s, c, probs, sum);
+                    probabilities(rows, s, c, probs, sum), drop(probs);
                     is_full = is_inner_full();
                     again = RowState<>::too_large(sum, own);
                     if (__any_sync(0xffffffffu, again || !is_full || i + 1 >= special)) break;
@@ -310,6 +309,7 @@ class Consumer : public ForwardConsumer<Config, Consumer>, FwdProducts<Config> {
             store_split_rows<Config::Io>(state.o, rows.m2, rows.l, params_, p_, t, t.num_splits,
                                          first_partial_row<Config::kBlockM>(p_, list_, t), warp_row, lane_);
         } else {
+            if constexpr (kHasDropout) scale(state.o);
             store_rows<Config::Io>(state.o, rows.m2, rows.l, {0.0f, 0.0f}, p_, t, warp_row, lane_);
         }
     }

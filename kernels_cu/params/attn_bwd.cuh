@@ -1,6 +1,7 @@
 // Arguments of the backward kernels. Strides in elements.
 #pragma once
 #include "params/attn_fwd.cuh"
+#include "params/dropout.cuh"
 #include "params/score_mod.cuh"
 #include "ptx/tma.cuh"
 #include "ptx/types.cuh"
@@ -84,4 +85,16 @@ struct AttnBwdModsSm90Params {
 struct AttnBwdUserModParams {
     AttnBwdParams call;
     ScoreModArrays arrays;
+};
+
+// With dropout.
+struct AttnBwdDropoutParams {
+    AttnBwdParams call;
+    DropoutParams dropout;
+};
+struct AttnBwdDropoutSm90Params {
+    TensorMap map_q, map_k, map_v, map_do;
+    AttnBwdParams bwd;
+    TileList tiles;
+    DropoutParams dropout;
 };

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from .ops.calibrate_sparse import calibrate_sparse
     from .ops.choose_runs import choose_shared_runs
     from .ops.decode import decode
+    from .ops.dropout import dropout_mask
     from .ops.explain import Explanation, explain
     from .ops.index_logits import index_logits
     from .ops.merge import merge_states
@@ -79,6 +80,7 @@ _ROOMS = {
     "copy_blocks": "ops",
     "copy_recent": "ops",
     "decode": "ops",
+    "dropout_mask": "ops.dropout",
     "errors": "",
     "explain": "ops",
     "index_logits": "ops",
@@ -123,6 +125,7 @@ __all__ = [
     "copy_blocks",
     "copy_recent",
     "decode",
+    "dropout_mask",
     "errors",
     "explain",
     "index_logits",

@@ -13,6 +13,7 @@ from omniattn.checks import backward as checks
 from omniattn.checks.backward import ARRAYS, GIVEN, BackwardOptions
 from omniattn.errors import ArgumentError, DeviceError, DtypeError, ShapeError, StrideError, UnsupportedError
 from omniattn.ops.attention_backward import arrays_of, call_of
+from omniattn.ops.extras import Extras
 from omniattn.plan import engine
 from omniattn.plan.engine import PLANS, operand_names
 from omniattn.problems import BackwardProblem
@@ -320,7 +321,7 @@ def problem_of(function: str = "attention_backward", **changes: Any) -> Backward
     mod = changes.pop("score_mod", None)
     for name, value in changes.items():
         (fields if name in fields else objects)[GIVEN.get(name, name)] = value
-    call = call_of(function, tuple(objects.values()), BackwardOptions(**fields), mod)
+    call = call_of(function, tuple(objects.values()), BackwardOptions(**fields), Extras(mod))
     tensors = engine.describe(call, None)
     problem: BackwardProblem = checks.check_backward(call, tensors)
     return problem
@@ -416,7 +417,7 @@ def test_arrays_on_two_devices() -> None:
 def test_names_of_a_programs_operands() -> None:
     """Results have the names of `BackwardProblem.wanted`, whether the caller gives arrays for them or not."""
     problem = BackwardProblem(oa.explain(oa.attention, *with_results(inputs())[1:4]).problem, ("dq", "dv", "dsinks"))
-    call = call_of("attention_backward", (None,) * 14, BackwardOptions(*[None] * 6, ()), None)
+    call = call_of("attention_backward", (None,) * 14, BackwardOptions(*[None] * 6, ()), Extras())
     names = operand_names(call.operation, False, problem)
     assert names == (*ARRAYS, "dq", "dv", "dsinks", "workspace")
     assert len(set(names)) == len(names)

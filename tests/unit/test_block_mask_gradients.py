@@ -14,6 +14,7 @@ from omniattn.launch import tile_kinds
 from omniattn.launch.host_struct import At
 from omniattn.launch.structs import MASK_LIST, TILE_KINDS
 from omniattn.plan.backward import plan_backward
+from omniattn.problems.dropout import DropoutProblem
 from omniattn.problems.score_mod import BlockMaskProblem
 from omniattn.reference import mask_tiles
 from omniattn.registry import REGISTRY
@@ -214,3 +215,15 @@ def test_rows_for_block_masks() -> None:
     assert fit(plain_row, call, HOPPER) == "it visits every tile"
     longest = dataclasses.replace(call, forward=dataclasses.replace(call.forward, seqlen_q=(64 << 22) + 1))
     assert "lists count tiles" in str(fit(of_hopper[0], longest, HOPPER)) or of_hopper[0].dtype != "bfloat16"
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_dropout_takes_the_general_kernels(deterministic: bool) -> None:
+    call = dataclasses.replace(
+        problem(block_mask=BlockMaskProblem((2, 1), (40, 0, 8, 1)), dropout=DropoutProblem(26), head_dim=128),
+        deterministic=deterministic,
+    )
+    names = [record.spec.name for record in plan_backward(call, HOPPER, None).records]
+    of_gradients = [name for name in names if name.endswith("_dropout")]
+    assert len(of_gradients) == 1 + deterministic
+    assert all("_sm80_" in name and "_mods" in name for name in of_gradients)

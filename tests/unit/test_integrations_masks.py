@@ -240,7 +240,6 @@ def test_value_heads_of_another_size(head_dim_v: int) -> None:
 @pytest.mark.parametrize(
     ("options", "error", "says"),
     [
-        ({"dropout": 0.1}, UnsupportedError, "dropout=0.1"),
         ({"output_attentions": True}, UnsupportedError, "never formed"),
         ({"cache": object()}, UnsupportedError, "continuous batching"),
         ({"indices": torch.zeros(1)}, UnsupportedError, "sparse"),
@@ -300,8 +299,22 @@ def test_models_say_what_they_do_not_serve() -> None:
     model.set_attn_implementation("omniattn")
     with pytest.raises(UnsupportedError, match="output_attentions"):
         model(tokens(), output_attentions=True)
-    with pytest.raises(UnsupportedError, match="attention_dropout"):
-        model.train()(tokens())
+
+
+def test_models_in_training_drop() -> None:
+    """With padding, another result each time, the same one by the same seed, and gradients."""
+    model = decoder("llama", attention_dropout=0.3).train()
+    model.set_attn_implementation("omniattn")
+    seen = []
+    for seed in (0, 1, 0):
+        torch.manual_seed(seed)
+        seen.append(model(tokens(), attention_mask=padding("left")).logits)
+    assert torch.equal(seen[0], seen[2])
+    assert not torch.allclose(seen[0], seen[1])
+    seen[0].square().mean().backward()
+    assert all(x.grad is not None and bool(x.grad.isfinite().all()) for x in model.parameters())
+    model.eval()
+    assert torch.equal(model(tokens()).logits, model(tokens()).logits)
 
 
 def test_torch_compile_of_a_model_and_of_its_layers() -> None:

@@ -163,7 +163,7 @@ def _call(**changes: Any) -> Callable[[], Any]:
         ({"attn_mask": torch.ones(5, 5).half()}, DtypeError, "'attn_mask'"),
         ({"attn_mask": torch.ones(5, 6)}, ShapeError, "'attn_mask': expected a shape that broadcasts"),
         ({"attn_mask": torch.ones(5, 5, device="meta")}, DeviceError, "'attn_mask'"),
-        ({"dropout_p": 0.1}, UnsupportedError, "dropout_p=0.0"),
+        ({"dropout_p": 0.1, "precision": "int8"}, UnsupportedError, "dropout_p=0.1 with precision='int8'"),
         ({"dropout_p": 1.5}, ArgumentError, "'dropout_p': expected a probability"),
         ({"key": torch.randn(2, 4, 5, 16)}, ShapeError, "'key': expected head_dim 8"),
         ({"key": torch.randn(2, 4, 5, 8).double()}, DtypeError, "'key'"),

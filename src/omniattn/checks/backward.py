@@ -10,6 +10,7 @@ from ..arrays import Tensor
 from ..errors import ArgumentError, DtypeError, ShapeError, StrideError, UnsupportedError
 from ..plan.engine import Call
 from ..problems import GRADIENTS, AttentionProblem, BackwardProblem, BackwardStrides
+from ..problems.score_mod import ScoreModProblem
 from . import attention as checks
 from . import extras, values
 
@@ -69,12 +70,8 @@ def check_backward(call: Call, tensors: dict[str, Tensor]) -> BackwardProblem:
         if array in tensors and name not in wanted:
             raise ArgumentError(name, f"None, because {name!r} is not in wanted", "an array", function=function)
     forward = _with_rows(forward, tensors, function)
-    texts, size = call.facts or (None, None)
-    if size is not None:
-        block_mask = extras.check_block_mask(forward, tensors["block_mask"], size, function)
-        forward = replace(forward, block_mask=block_mask)
-    if texts is not None:
-        forward = replace(forward, score_mod=_check_score_mod(forward, call, tensors, function))
+    if call.facts is not None:
+        forward = extras.with_extras(forward, call, tensors, _check_score_mod)
     problem = BackwardProblem(
         forward, tuple(name for name in GRADIENTS if name in wanted), "dlse" in tensors,
         tuple(mask.shape) if mask is not None and "dmask" in wanted else (), forward.deterministic,
@@ -135,8 +132,8 @@ def _with_rows(forward: AttentionProblem, tensors: dict[str, Tensor], function: 
     return replace(forward, lse=True, tensor_maps=maps, strides=strides)
 
 
-def _check_score_mod(forward: AttentionProblem, call: Call, tensors: dict[str, Tensor], function: str) -> Any:
-    mod, on_cpu = call.subject, tensors["q"].device == "cpu"
+def _check_score_mod(forward: AttentionProblem, call: Call, tensors: dict[str, Tensor], texts: Any) -> ScoreModProblem:
+    function, mod, on_cpu = call.operation.name, call.subject, tensors["q"].device == "cpu"
     if mod.grad is None and not (on_cpu and mod.reference_grad is not None):
         raise UnsupportedError(
             f"{function}(): a score_mod without its derivative",
@@ -148,7 +145,7 @@ def _check_score_mod(forward: AttentionProblem, call: Call, tensors: dict[str, T
             f"{function}(): arrays on the CPU, and a score_mod whose derivative only a GPU can compute",
             instead="ScoreMod(..., reference_grad=a NumPy function of the same), or arrays on a GPU",
         )
-    found = extras.check_score_mod(forward, call, tensors, call.facts[0])
+    found = extras.check_score_mod(forward, call, tensors, texts)
     return replace(found, grad=mod.grad)
 
 

@@ -1,8 +1,8 @@
-"""What calls of attention with a score modification or a block mask may be given."""
+"""What calls of attention with a score modification, a block mask or dropout may be given."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -15,10 +15,12 @@ from ..problems import AttentionProblem
 from ..problems.score_mod import MAX_DIMS, MAX_POSITIONS, BlockMaskProblem, ModArray, ScoreModProblem
 from ..registry.masks import MASK_TILE
 from . import attention as checks
-from . import values
+from . import dropout, values
 
 #: Expression, mask, whether indices are checked, whether the CPU's function is missing; more of a backward.
 ScoreModFacts = tuple[Any, ...]
+#: (problem, call, tensors, facts) -> the score modification.
+CheckScoreMod = Callable[[AttentionProblem, Call, dict[str, Tensor], ScoreModFacts], ScoreModProblem]
 
 
 def check_block_size(value: Any, function: str) -> tuple[int, int]:
@@ -38,7 +40,7 @@ def check_call(call: Call, tensors: dict[str, Tensor]) -> AttentionProblem:
     """The problem of a call."""
     function = call.operation.name
     problem = checks.check_attention(call, tensors)
-    texts, size = call.facts
+    texts, size, _ = call.facts
     # Of what is quantized in the call a block mask leaves whole tiles, whose scores are formed as without one.
     e4m3 = problem.descales is not None
     given = ["score_mod"] * (texts is not None) + ["block_mask"] * (size is not None and (texts is not None or e4m3))
@@ -51,11 +53,23 @@ def check_call(call: Call, tensors: dict[str, Tensor]) -> AttentionProblem:
             instead="precision='exact'",
         )
     if problem.alternatives is not None:
-        problem = checks.exact_for(problem, "it is not weighed with score_mod and block_mask")
+        problem = checks.exact_for(problem, "it is not weighed with score_mod, block_mask and dropout")
+    return with_extras(problem, call, tensors, check_score_mod)
+
+
+def with_extras(
+    problem: AttentionProblem, call: Call, tensors: dict[str, Tensor], check_mod: CheckScoreMod
+) -> AttentionProblem:
+    """The problem with what `Call.facts` tell of, of a forward or a backward."""
+    function = call.operation.name
+    texts, size, p = call.facts
     if size is not None:
         problem = replace(problem, block_mask=check_block_mask(problem, tensors["block_mask"], size, function))
     if texts is not None:
-        problem = replace(problem, score_mod=check_score_mod(problem, call, tensors, texts))
+        problem = replace(problem, score_mod=check_mod(problem, call, tensors, texts))
+    if p:
+        made = dropout.check_dropout(problem, tensors, p, texts is not None, function)
+        problem = replace(problem, dropout=made)
     return problem
 
 

@@ -13,13 +13,13 @@ import torch
 from torch.nn import functional
 
 from .. import arguments
+from ..checks.dropout import check_p
 from ..errors import ArgumentError, DtypeError, ShapeError, UnsupportedError
+from ..frameworks.torch.dropout import rng_of
 from ..ops import ScoreMod, attention, attention_backward, attention_varlen, attention_varlen_backward
 
 #: Why there is no dropout.
-NO_DROPOUT = (
-    "the kernels draw no random numbers, and what the forward pass drops the backward pass would have to drop again"
-)
+NO_DROPOUT = "kernels for these operands have none"
 
 
 def refuse_dropout(dropout_p: Any, function: str) -> None:
@@ -152,6 +152,7 @@ def attend(
     deterministic: Any = False,
     return_lse: bool = False,
     descales: tuple[Any, Any, Any] = (None, None, None),
+    dropout: dict[str, Any] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """`attention`, or with ``packed`` `attention_varlen`, with FlashAttention's arguments; LSE as ours."""
     check_tensors(function, q=q, k=k, v=v)
@@ -159,7 +160,7 @@ def attend(
     of_keys = "(blocks, tokens, heads, head_dim)" if packed is not None and "block_table" in packed else dims
     for name, x, names in (("q", q, dims), ("k", k, of_keys), ("v", v, of_keys)):
         check_rank(x, name, names, function)
-    options = options_of(function, q, softmax_scale, causal, window_size, softcap, deterministic)
+    options = options_of(function, q, softmax_scale, causal, window_size, softcap, deterministic) | (dropout or {})
     if alibi_slopes is not None:
         options["score_mod"] = alibi_of(function, q, k, alibi_slopes, packed)
     if any(x is not None for x in descales):
@@ -278,6 +279,11 @@ def _counted(cu_seqlens_q: Any, cu_seqlens_k: Any, function: str) -> torch.Tenso
     return counts
 
 
+def check_dropout(dropout_p: Any, function: str) -> dict[str, Any]:
+    """What `attention` calls it, if there is any."""
+    return {"dropout_p": dropout_p} if check_p(dropout_p, function) else {}
+
+
 def func(
     function: str,
     q: Any,
@@ -289,7 +295,8 @@ def func(
     **options: Any,
 ) -> Any:
     """out, or (out, LSE, S_dmask)."""
-    refuse_dropout(dropout_p, function)
+    if dropout := check_dropout(dropout_p, function):
+        options["dropout"] = dropout | options.pop("rng", {})
     if not flag(return_attn_probs, "return_attn_probs", function):
         return attend(function, q, k, v, packed=packed, **options)[0]
     causal = options["causal"] = flag(options["causal"], "causal", function)
@@ -316,17 +323,25 @@ def forward(
         function, "the probabilities are never in memory", "return_softmax=False, as without dropout",
         return_softmax=(return_softmax, False),
     )  # fmt: skip
+    check_tensors(function, q=q)
+    if check_dropout(dropout_p, function):
+        rng = rng_of(q, None, function)
+        options["rng"] = {"dropout_rng": rng}
+    else:
+        rng = q.new_empty((2,), dtype=torch.int64)
     out, lse, none = func(function, q, k, v, packed, dropout_p, True, **options)
-    return out, lse, none, q.new_empty((2,), dtype=torch.int64)
+    return out, lse, none, rng
 
 
 @torch.no_grad()
 def backward(
     function: str, dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, into: tuple[Any, Any, Any],
-    packed: dict[str, Any] | None, dropout_p: Any, alibi_slopes: Any, score: tuple[Any, ...],
+    packed: dict[str, Any] | None, dropout_p: Any, alibi_slopes: Any, score: tuple[Any, ...], rng_state: Any = None,
 ) -> None:  # fmt: skip
-    """Gradients into the tensors of ``into`` that are not None."""
-    refuse_dropout(dropout_p, function)
+    """Gradients into the tensors of ``into`` that are not None. rng_state: what `forward` returned."""
+    dropout = check_dropout(dropout_p, function)
+    if dropout and rng_state is None:
+        raise ArgumentError("rng_state", "what the forward returned, with dropout_p", "None", function=function)
     check_tensors(function, dout=dout, q=q, k=k, v=v, out=out, softmax_lse=lse)
     given = {name: x for name, x in zip(("dq", "dk", "dv"), into, strict=True) if x is not None}
     if not given:
@@ -335,7 +350,9 @@ def backward(
     dims = "(batch, seqlen, heads, head_dim)" if packed is None else "(total, heads, head_dim)"
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_rank(x, name, dims, function)
-    options = options_of(function, q, *score)
+    options = options_of(function, q, *score) | dropout
+    if dropout:
+        options["dropout_rng"] = rng_state
     if alibi_slopes is not None:
         options["score_mod"] = alibi_of(function, q, k, alibi_slopes, packed)
     q, k, v, out = (contiguous_rows(x) for x in (q, k, v, out))

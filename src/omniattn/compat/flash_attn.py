@@ -5,7 +5,8 @@ Tensors are torch's, on a GPU float16 or bfloat16, on the CPU (NumPy reference) 
 
 Differences
 -----------
-- ``dropout_p`` above 0 raises.
+- ``dropout_p`` is rounded to a multiple of 1/256, and drops what `omniattn.dropout_mask` says: other scores than the
+  original. With ``alibi_slopes`` it raises. S_dmask is empty.
 - LSE of a row that attends to nothing is +inf, as in the original; the functions take +inf and -inf.
 - LSE can be differentiated. With ``alibi_slopes`` it is that of the biased scores, as the documentation of the original
   has them; the kernels of the original leave out a constant of each row with ``causal``.
@@ -58,7 +59,7 @@ def flash_attn_func(
     k, v : tensor, (batch, seqlen_k, nheads_k, headdim)
         nheads_k divides nheads.
     dropout_p : float
-        0.
+        Share of the probabilities that are dropped, drawn from torch's generator (`omniattn.attention`).
     softmax_scale : float, optional
         1 / sqrt(headdim) unless given.
     causal : bool
@@ -339,7 +340,7 @@ def _flash_attn_forward(
     alibi_slopes: torch.Tensor | None,
     return_softmax: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """out, LSE, S_dmask (empty) and rng_state (of no meaning without dropout) of `flash_attn_func`."""
+    """out, LSE, S_dmask (empty) and rng_state (seed and offset; of no meaning without dropout) of `flash_attn_func`."""
     return common.forward(
         "_flash_attn_forward", q, k, v, None, dropout_p, return_softmax, softmax_scale=softmax_scale, causal=causal,
         window_size=(window_size_left, window_size_right), softcap=softcap, alibi_slopes=alibi_slopes,
@@ -414,7 +415,7 @@ def _flash_attn_backward(
     """
     common.backward(
         "_flash_attn_backward", dout, q, k, v, out, softmax_lse, (dq, dk, dv), None, dropout_p, alibi_slopes,
-        (softmax_scale, causal, (window_size_left, window_size_right), softcap, deterministic),
+        (softmax_scale, causal, (window_size_left, window_size_right), softcap, deterministic), rng_state,
     )  # fmt: skip
 
 
@@ -447,7 +448,7 @@ def _flash_attn_varlen_backward(
     packed = common.packed_of(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     common.backward(
         "_flash_attn_varlen_backward", dout, q, k, v, out, softmax_lse, (dq, dk, dv), packed, dropout_p, alibi_slopes,
-        (softmax_scale, causal, (window_size_left, window_size_right), softcap, deterministic),
+        (softmax_scale, causal, (window_size_left, window_size_right), softcap, deterministic), rng_state,
     )  # fmt: skip
 
 

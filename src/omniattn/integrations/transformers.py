@@ -61,11 +61,12 @@ def register(*, ignore: Iterable[str] = ()) -> None:
     Served: grouped-query and cross attention, causal and bidirectional, padding on both sides, sliding windows, chunks,
     softcap, sinks (``s_aux``), position biases with gradients, dynamic, sliding and static caches, packed sequences by
     ``position_ids`` or ``cu_seq_lens_*``, 4-dimensional masks of the caller, boolean or added, value heads of another
-    size, gradients, autocast. Rows of padding are 0 where eager attention gives a mean of values. ``generate_batch``
-    (continuous batching) is served under the same names, over the pages of its cache: docs/integrations/transformers.md
-    says how, and what of transformers is wrapped for it. Not served, and raising: 4-dimensional masks of integers
-    (``mask != 0`` makes booleans of them; eager attention adds them as they are), attention dropout,
-    ``output_attentions``, sparse attention by indices. Tested with transformers 5.17, 5.20, 5.23 and 5.24.
+    size, gradients, autocast, attention dropout. Rows of padding are 0 where eager attention gives a mean of values.
+    ``generate_batch`` (continuous batching) is served under the same names, over the pages of its cache:
+    docs/integrations/transformers.md says how, and what of transformers is wrapped for it. Not served, and raising:
+    4-dimensional masks of integers (``mask != 0`` makes booleans of them; eager attention adds them as they are),
+    dropout with a low precision, ``output_attentions``, sparse attention by indices. Tested with transformers 5.17,
+    5.20, 5.23 and 5.24.
     """
     _check_version()
     IGNORED.update(ignore)
@@ -210,7 +211,7 @@ def _attention_function(precision: str) -> Callable[..., tuple[torch.Tensor, Non
         **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
         """o of one layer, (batch, q_len, num_q_heads, head_dim), for q, k, v of (batch, heads, length, head_dim)."""
-        check(dropout, kwargs, _KNOWN)
+        check(0.0, kwargs, _KNOWN)
         packed = _packed(kwargs)
         query, key, value = _cast(query, key, value)
         options: dict[str, Any] = {
@@ -219,6 +220,8 @@ def _attention_function(precision: str) -> Callable[..., tuple[torch.Tensor, Non
             "sinks": of_dtype(s_aux, query),
             "precision": "exact" if query.shape[2] == 1 else precision,
         }
+        if dropout > 0:
+            options["dropout_p"] = dropout
         causal = bool(getattr(module, "is_causal", True)) if is_causal is None else bool(is_causal)
         if packed is not None:
             if attention_mask is not None and attention_mask.dtype != torch.bool:

@@ -44,7 +44,7 @@ def check(dropout: float, kwargs: dict[str, Any], known: frozenset[str]) -> None
     """Refuse dropout, and keywords that may change the result; ``known`` ones are the caller's."""
     if dropout > 0:
         raise UnsupportedError(
-            f"dropout={dropout} of attention: the kernels draw no random numbers, and keep no probabilities to drop",
+            f"dropout={dropout} of attention over pages",
             instead="model.config.attention_dropout = 0.0 before the model is made, model.eval(), or " + EAGER,
         )
     for name, what in kwargs.items():

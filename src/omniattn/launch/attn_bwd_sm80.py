@@ -12,11 +12,12 @@ from ..problems.tile_order import num_m_blocks, num_n_blocks
 from ..registry import KernelSpec
 from ..runtime.record import LaunchRecord
 from .attn_fwd import forward_values, tile_launches
+from .dropout import dropout_values
 from .host_struct import At, member, strides
 from .masks import MaskPlaces
 from .numbers import MAX_GRID_X
 from .score_mod import array_values
-from .structs import ATTN_BWD, ATTN_BWD_USER_MOD
+from .structs import ATTN_BWD, ATTN_BWD_DROPOUT, ATTN_BWD_USER_MOD
 
 #: Padded rows to a number of ``stray_do`` (kernels_cu/params/attn_bwd.cuh).
 STRAY_ROWS = 64
@@ -138,11 +139,14 @@ def backward_values(
 
 
 def _tiles(spec: KernelSpec, problem: BackwardProblem, values: dict[str, object], count: int) -> LaunchRecord:
-    mod = problem.forward.score_mod
+    mod, dropout = problem.forward.score_mod, problem.forward.dropout
     layout = ATTN_BWD
     if mod is not None:
         layout = ATTN_BWD_USER_MOD
         values = member("call", values) | member("arrays", array_values(mod))
+    if dropout is not None:
+        layout = ATTN_BWD_DROPOUT
+        values = member("call", values) | member("dropout", dropout_values(dropout))
     return LaunchRecord(spec, (count, 1, 1), 32 * spec.num_warps, *layout.pack(values))
 
 

@@ -9,10 +9,11 @@ from ..registry import KernelSpec
 from ..runtime.record import LaunchRecord, TensorMap
 from .attn_bwd_sm80 import BackwardPlaces, backward_values
 from .attn_fwd_sm90 import PANEL, mapped, operand_map, tile_values
+from .dropout import dropout_values
 from .host_struct import member
 from .masks import MaskPlaces
 from .score_mods import finite, score_mod_values
-from .structs import ATTN_BWD_MODS_SM90, ATTN_BWD_SM90
+from .structs import ATTN_BWD_DROPOUT_SM90, ATTN_BWD_MODS_SM90, ATTN_BWD_SM90
 
 
 def _packed_map(name: str, dtype: str, shape: tuple[int, int, int], strides: tuple[int, int], rows: int) -> TensorMap:
@@ -70,6 +71,9 @@ def _launch(
         factor2 = mods["factor2"]
         assert isinstance(factor2, float)
         values |= {**member("mods", mods), "inv_factor2": finite(1.0 / factor2)}
+    if f.dropout is not None:
+        layout = ATTN_BWD_DROPOUT_SM90
+        values |= member("dropout", dropout_values(f.dropout))
     grid = (min(tiles.num_items, target.sm_count), 1, 1)
     return (LaunchRecord(spec, grid, 32 * spec.num_warps, *layout.pack(values), overlap=overlap),)
 

@@ -6,12 +6,19 @@ from ..problems import AttentionProblem, Pages
 from ..problems.tile_order import num_m_blocks
 from ..registry import KernelSpec
 from ..runtime.record import LaunchRecord
+from .dropout import dropout_values
 from .host_struct import At, member, strides
 from .masks import MASK_KINDS, MaskPlaces, memory_of
 from .numbers import MAX_GRID_X
 from .score_mod import array_values
 from .score_mods import score_mod_values
-from .structs import ATTN_FWD, ATTN_FWD_MODS_SM80, ATTN_FWD_USER_MOD_SM80
+from .structs import (
+    ATTN_FWD,
+    ATTN_FWD_DROPOUT_SM80,
+    ATTN_FWD_MODS_DROPOUT_SM80,
+    ATTN_FWD_MODS_SM80,
+    ATTN_FWD_USER_MOD_SM80,
+)
 from .used_rows import used_rows
 
 #: Numbers of the kinds in device code (``kernels_cu/params/attn_fwd.cuh``).
@@ -106,6 +113,9 @@ def build(spec: KernelSpec, problem: AttentionProblem, masks: MaskPlaces | None 
         if problem.score_mod is not None:
             layout = ATTN_FWD_USER_MOD_SM80
             values = member("call", values) | member("arrays", array_values(problem.score_mod))
+        if problem.dropout is not None:
+            layout = ATTN_FWD_MODS_DROPOUT_SM80 if spec.score_mods else ATTN_FWD_DROPOUT_SM80
+            values = member("call", values) | member("dropout", dropout_values(problem.dropout))
         arguments = layout.pack(values)
         records.append(LaunchRecord(spec, (count, 1, 1), 32 * spec.num_warps, *arguments))
     return tuple(records)

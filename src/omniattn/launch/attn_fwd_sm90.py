@@ -10,11 +10,12 @@ from ..problems.tile_order import TileList, num_m_blocks
 from ..registry import KernelSpec
 from ..runtime.record import LaunchRecord, TensorMap
 from .attn_fwd import forward_values, page_rows
+from .dropout import dropout_values
 from .host_struct import member
 from .masks import MaskPlaces
 from .score_mod import array_values
 from .score_mods import bias_map, score_mod_values
-from .structs import ATTN_FWD_MODS_SM90, ATTN_FWD_SM90, ATTN_FWD_USER_MOD_SM90
+from .structs import ATTN_FWD_DROPOUT_SM90, ATTN_FWD_MODS_SM90, ATTN_FWD_SM90, ATTN_FWD_USER_MOD_SM90
 
 PANEL = 64  #: Columns of one copy: 128 bytes, the width of the swizzle.
 
@@ -102,6 +103,9 @@ def build(
     if problem.score_mod is not None:
         layout = ATTN_FWD_USER_MOD_SM90
         values |= member("arrays", array_values(problem.score_mod))
+    if problem.dropout is not None:
+        layout = ATTN_FWD_DROPOUT_SM90
+        values |= member("dropout", dropout_values(problem.dropout))
     grid = (order.ctas, 1, 1)
     # Kernels that visit all tiles wait by themselves for the one that packs the mask, if it has anything to pack.
     overlap = masks is not None and not spec.lists and problem.seqlen_k > 0

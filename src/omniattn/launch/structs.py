@@ -84,6 +84,25 @@ ATTN_FWD_SPLIT_MODS_SM90 = HostStruct(
     (SCORE_MOD, "mods"), ("P", "partial_o partial_ml"),
 )
 
+# params/dropout.cuh
+
+DROPOUT = HostStruct(
+    "DropoutParams", ("P", "rng"), ("I", "threshold addend either"), ("f", "scale"),
+)
+
+ATTN_FWD_DROPOUT_SM80 = HostStruct(
+    "AttnFwdDropoutSm80Params", (ATTN_FWD, "call"), (DROPOUT, "dropout"),
+)
+
+ATTN_FWD_MODS_DROPOUT_SM80 = HostStruct(
+    "AttnFwdModsDropoutSm80Params", (ATTN_FWD_MODS_SM80, "call"), (DROPOUT, "dropout"),
+)
+
+ATTN_FWD_DROPOUT_SM90 = HostStruct(
+    "AttnFwdDropoutSm90Params", ("M", "map_q map_k map_v"), (ATTN_FWD, "fwd"), (TILE_LIST, "tiles"),
+    (DROPOUT, "dropout"),
+)
+
 # params/score_mod.cuh
 
 SCORE_MOD_ARRAYS = HostStruct(
@@ -131,6 +150,15 @@ ATTN_BWD_MODS_SM90 = HostStruct(
 
 ATTN_BWD_USER_MOD = HostStruct(
     "AttnBwdUserModParams", (ATTN_BWD, "call"), (SCORE_MOD_ARRAYS, "arrays"),
+)
+
+ATTN_BWD_DROPOUT = HostStruct(
+    "AttnBwdDropoutParams", (ATTN_BWD, "call"), (DROPOUT, "dropout"),
+)
+
+ATTN_BWD_DROPOUT_SM90 = HostStruct(
+    "AttnBwdDropoutSm90Params", ("M", "map_q map_k map_v map_do"), (ATTN_BWD, "bwd"), (TILE_LIST, "tiles"),
+    (DROPOUT, "dropout"),
 )
 
 # params/attn_combine.cuh

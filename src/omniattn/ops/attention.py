@@ -13,14 +13,13 @@ from ..checks.attention import AttentionOptions
 from ..checks.memory import check_memory
 from ..errors import ArgumentError, UnsupportedError
 from ..frameworks import FUNCTIONS, compiling
-from ..launch.score_mod import PREFIX
 from ..plan.attention import plan_attention
 from ..plan.engine import Call, Operation, repeated, run
 from ..plan.with_cache import plan_varlen
 from ..problems import OPERANDS, Auto, Fp8, Int4, Int8
-from ..runtime import env
-from . import factors, on_cpu
+from . import dropout, factors, on_cpu
 from .attention_backward import backward_call
+from .extras import Extras
 from .score_mod import ScoreMod
 from .traced import run_traced
 
@@ -82,7 +81,7 @@ _ATTENTION, _ATTENTION_VARLEN = (
 
 @functools.lru_cache(maxsize=256)
 def _with_arrays(name: str, more: tuple[str, ...]) -> Operation:
-    """The operation ``name`` on more arrays: a block mask, those of a score modification."""
+    """The operation ``name`` on more arrays: a block mask, those of a score modification, seed and offset."""
     return Operation(
         name, (*_arrays_of(name), *more), extras.check_call, check_memory, plan_attention, on_cpu.attention,
         ("q", "k", "v", *more), checks.ALIGNED, same=("q",),
@@ -91,31 +90,13 @@ def _with_arrays(name: str, more: tuple[str, ...]) -> Operation:
     )  # fmt: skip
 
 
-def _with_extras(call: Call, mod: Any, block_mask: Any, block_size: Any) -> Call:
-    """``call`` with a score modification, a block mask, or both."""
+def _with_extras(call: Call, more: Extras) -> Call:
+    """``call`` with a score modification, a block mask or dropout, or some of them."""
     function = call.operation.name
-    if mod is not None and not isinstance(mod, ScoreMod):
-        raise ArgumentError("score_mod", "an omniattn.ScoreMod", type(mod).__name__, function=function)
-    for name, x in zip("qkv", call.objects, strict=False):
-        if x.__class__ in OPERANDS:
-            raise ArgumentError(
-                name, "an array that is not quantized, with score_mod or block_mask", type(x).__name__,
-                function=function,
-            )  # fmt: skip
-    names: tuple[str, ...] = ()
-    arrays: tuple[Any, ...] = ()
-    size = texts = None
-    if block_mask is not None:
-        names, arrays = ("block_mask",), (block_mask,)
-        size = extras.check_block_size(128 if block_size is None else block_size, function)
-    elif block_size is not None:
-        raise ArgumentError("block_size", "nothing, without block_mask", repr(block_size), function=function)
-    if mod is not None:
-        names += tuple(PREFIX + name for name in mod.arrays)
-        arrays += tuple(mod.arrays.values())
-        texts = (mod.expression, mod.mask, env.get("OMNIATTN_CHECK_SCORE_MOD"), mod.reference is None)
+    more.check_kinds(function, *call.objects[:3])
+    names, arrays, facts = more.operands(function, gradients=False)
     operation = _with_arrays(function, names)
-    return Call(operation, (*call.objects, *arrays), call.options, call.stream, None, (texts, size), mod)
+    return Call(operation, (*call.objects, *arrays), call.options, call.stream, None, facts, more.score_mod)
 
 
 #: The operations on arrays in e4m3 with factors.
@@ -130,18 +111,28 @@ _WITH_DESCALES = {
 
 
 def _with_descales(call: Call, factors: tuple[Any, ...], more: bool) -> Call:
-    """``call`` with factors of q, k and v; more: with a score modification or a block mask, which do not go with it."""
+    """``call`` with factors of q, k and v; more: with score_mod, block_mask or dropout, which do not go with it."""
     function = call.operation.name
     name, factor = next((n, x) for n, x in zip(checks.DESCALES, factors, strict=True) if x is not None)
     quantized = any(x.__class__ in OPERANDS for x in call.objects[:3])
     if quantized or more:
-        what = "quantized operands bring their scales" if quantized else "score_mod and block_mask take no e4m3 arrays"
+        others = "score_mod, block_mask and dropout take no e4m3 arrays"
+        what = "quantized operands bring their scales" if quantized else others
         raise ArgumentError(name, f"None, because {what}", type(factor).__name__, function=function)
     return Call(_WITH_DESCALES[function], (*call.objects, *factors), call.options, call.stream)
 
 
+def _with_more(call: Call, descales: tuple[Any, ...], more: Extras) -> Call:
+    """``call`` with what plain ones have not."""
+    if any(x is not None for x in descales):
+        call = _with_descales(call, descales, more.has_any())
+    return _with_extras(call, more) if more.has_any() else call
+
+
 # A third of what the class of a NamedTuple takes.
 _new = tuple.__new__
+#: The default of ``dropout_p``, which costs a plain call a comparison of objects.
+_NO_DROPOUT = 0.0
 
 
 def attention(
@@ -164,7 +155,10 @@ def attention(
     descale_k: Any = None,
     descale_v: Any = None,
     out_dtype: Any = None,
+    dropout_p: float = _NO_DROPOUT,
+    dropout_rng: Any = None,
     return_lse: bool = False,
+    return_rng: bool = False,
     out: Any = None,
     stream: Any = None,
     deterministic: bool = False,
@@ -187,16 +181,14 @@ def attention(
         h // (num_q_heads // num_kv_heads). v may have a head_dim of its own, head_dim_v, by the same rules.
         Or all three quantized: ``quantize_qk(...).q``, ``quantize_qk(...).k`` and ``quantize_v(...)``, with the result
         that ``precision`` of the same knobs gives for the arrays they were made of, bit for bit.
-        Or all three e4m3 arrays (torch.float8_e4m3fn, that of ml_dtypes and JAX), with ``descale_*``: on a GPU strides
-        then are multiples of 16 elements. e5m2 raises.
+        Or all three e4m3 arrays, with ``descale_*``: on a GPU strides then are multiples of 16 elements. e5m2 raises.
     layout : "NHD" or "HND"
     causal : bool
         Query i sees the keys j <= i + seqlen_k - seqlen_q (aligned at the bottom right).
     window : (left, right), optional
         Query i sees the keys from i + seqlen_k - seqlen_q - left to i + seqlen_k - seqlen_q + right; -1 is unlimited.
     softmax_scale : float, optional
-        1 / sqrt(head_dim) unless given. It, softcap and the flags may be scalars of any library; one that lies on a GPU
-        is read, which waits for it. It has no gradient: a scale that is learned belongs to q.
+        1 / sqrt(head_dim) unless given. It, softcap and flags may be scalars of any library, but have no gradient.
     softcap : float
         0 for none.
     mask : array, optional
@@ -227,17 +219,23 @@ def attention(
         makes o and LSE of the rows that see its keys NaN.
     out_dtype : str or dtype, optional
         Of o from e4m3 arrays: "bfloat16" (unless given) or "float16". Otherwise q's dtype, which may be said.
+    dropout_p : float
+        Share of the probabilities that are dropped, below 1, rounded to a multiple of 1/256 (at least one): o is that
+        of softmax(S) times 0 or 1 / (1 - p), lse that of softmax(S). Exact, without score_mod, on a GPU up to a
+        head_dim of 256; compiled at run time (docs/backward.md).
+    dropout_rng : (seed, offset), array or key of JAX, optional
+        Integers below 2**64, or an array, (2,) of 64 bits or (4,) of 32; torch's generator draws it unless it is given.
     return_lse : bool
         Also return the log-sum-exp.
+    return_rng : bool
+        Also return ``dropout_rng`` as an array, the last result, for `attention_backward`.
     out : array, optional
-        Where o goes; o's shape and dtype. It may be q itself, with the same strides and one head_dim. On a GPU it
-        shares no other element with the arrays that are read. A torch tensor counts as changed in place.
+        Where o goes; o's shape and dtype. It may be q itself, with the same strides and one head_dim; on a GPU no
+        other array that is read. A torch tensor counts as changed in place.
     stream : optional
-        Stream to run on: an integer handle, a torch or CuPy stream, or an object with ``__cuda_stream__``. Unless
-        given, the current stream of q's framework.
+        An integer handle, a torch or CuPy stream, or an object with ``__cuda_stream__``; else the current stream.
     deterministic : bool
-        Same bits at every run. The kernels of this version give them in any case, quantization included; gradients by
-        autograd need it.
+        Same bits at every run. The kernels give them in any case; gradients by autograd need it.
 
     Returns
     -------
@@ -245,7 +243,6 @@ def attention(
         Of q's framework, shape (with head_dim_v), layout and dtype (or out_dtype). A row that attends to nothing is 0.
     lse : array, (batch, num_q_heads, seqlen_q), float32, natural logarithm
         Only with ``return_lse``. A row that attends to nothing has -inf (with sinks: the sink).
-
     Raises
     ------
     ArgumentError
@@ -260,36 +257,34 @@ def attention(
     Notes
     -----
     GPUs: compute capability 8.0 and newer; arrays on the CPU run the NumPy reference. FlashAttention-2 (Dao 2023),
-    algorithm 1; sinks as in GPT-OSS; softcap as in Gemma 2. Torch tensors that require a gradient go through autograd:
-    o and lse can be differentiated by q, k, v, sinks and an additive mask (`attention_backward`). With a low precision
-    the gradients are those of exact attention on the unquantized inputs, with the o and lse of the low precision
-    (straight-through). Under torch.compile, torch.export, `torch.func` and dispatch modes the call is an operator of
-    the library "omniattn" (docs/torch.md). Under ``jax.jit``, ``jax.grad``, ``jax.vmap`` and the like it is a primitive
-    with the same gradients (docs/jax.md).
+    algorithm 1; sinks as in GPT-OSS; softcap as in Gemma 2. Torch's autograd differentiates o and lse by q, k, v, sinks
+    and an additive mask (`attention_backward`); with a low precision as exact attention on the unquantized inputs, with
+    the o and lse of the low precision (straight-through). Under torch.compile, torch.export, `torch.func` and dispatch
+    modes, and under JAX's transformations, the call is an operator with these gradients (docs/torch.md, docs/jax.md).
     """
     said = (
         layout, causal, window, softmax_scale, softcap, precision, return_lse, deterministic, None, None, out_dtype,
     )  # fmt: skip
-    plain = descale_q is descale_k is descale_v is score_mod is block_mask is block_size is None
+    drops = dropout_p is not _NO_DROPOUT or dropout_rng is not None or return_rng
+    p, rng = dropout.of_call(q, dropout_p, dropout_rng, "attention") if drops else (0.0, None)
+    plain = descale_q is descale_k is descale_v is score_mod is block_mask is block_size is None and not p
     descales = (descale_q, descale_k, descale_v)
     if not plain:
         descales = factors.as_arrays(q, descales, "attention")
     if compiling():
         return _compiled(
-            "attention", q, k, v, score_mod, options=AttentionOptions(*said), mask=mask, sinks=sinks,
-            block_mask=block_mask, block_size=block_size, out=out, stream=stream, descales=descales,
+            "attention", q, k, v, Extras(score_mod, block_mask, block_size, p, rng), return_rng,
+            options=AttentionOptions(*said), mask=mask, sinks=sinks, out=out, stream=stream, descales=descales,
         )  # fmt: skip
     objects = (q, k, v, out, None, None, mask, sinks)
-    if plain:
+    if plain and not return_rng:
         results = repeated(_ATTENTION, objects, said, stream)
         if results is not None:
             return results[0] if len(results) == 1 else tuple(results)
     call = Call(_ATTENTION, objects, _new(AttentionOptions, said), stream)
-    if descale_q is not None or descale_k is not None or descale_v is not None:
-        call = _with_descales(call, descales, score_mod is not None or block_mask is not None)
-    if score_mod is not None or block_mask is not None or block_size is not None:
-        call = _with_extras(call, score_mod, block_mask, block_size)
-    return _one_or_more(run(call, is_asked=plain))
+    if not plain:
+        call = _with_more(call, descales, Extras(score_mod, block_mask, block_size, p, rng))
+    return _one_or_more(run(call, is_asked=plain and not return_rng), (rng,) if return_rng else ())
 
 
 def attention_varlen(
@@ -317,7 +312,10 @@ def attention_varlen(
     descale_k: Any = None,
     descale_v: Any = None,
     out_dtype: Any = None,
+    dropout_p: float = _NO_DROPOUT,
+    dropout_rng: Any = None,
     return_lse: bool = False,
+    return_rng: bool = False,
     out: Any = None,
     stream: Any = None,
     deterministic: bool = False,
@@ -357,6 +355,8 @@ def attention_varlen(
         There is no block_mask of packed sequences: a `ScoreMod` with ``mask=`` hides keys there.
     layout, causal, window, softmax_scale, softcap, score_mod, sinks, precision, return_lse, out, stream, deterministic
         As in `attention`.
+    dropout_p, dropout_rng, return_rng
+        As in `attention`; sequence b drops what sequence b of a batch does. Not with ``block_table``.
     descale_q, descale_k, descale_v, out_dtype
         As in `attention`; factors each 128 rows, counted from the start of each sequence, have the shape (batch, heads,
         ceil(max_seqlen_q / 128)) or that of max_seqlen_k.
@@ -375,7 +375,10 @@ def attention_varlen(
     ArgumentError, UnsupportedError, KernelNotFoundError, CompileError, DriverError
         As in `attention`.
     """
-    plain = descale_q is descale_k is descale_v is score_mod is None
+    p, rng = 0.0, None
+    if dropout_p is not _NO_DROPOUT or dropout_rng is not None or return_rng:
+        p, rng = dropout.of_call(q, dropout_p, dropout_rng, "attention_varlen")
+    plain = descale_q is descale_k is descale_v is score_mod is None and not p
     descales = (descale_q, descale_k, descale_v)
     if not plain:
         descales = factors.as_arrays(q, descales, "attention_varlen")
@@ -385,32 +388,30 @@ def attention_varlen(
     )  # fmt: skip
     if compiling():
         return _compiled(
-            "attention_varlen", q, k, v, score_mod, options=AttentionOptions(*said), cu_seqlens_q=cu_seqlens_q,
-            cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, seqused_q=seqused_q,
-            seqused_k=seqused_k, block_table=block_table, mask=mask, sinks=sinks, out=out, stream=stream,
-            descales=descales,
+            "attention_varlen", q, k, v, Extras(score_mod, dropout=p, rng=rng), return_rng,
+            options=AttentionOptions(*said), cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
+            max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, seqused_q=seqused_q, seqused_k=seqused_k,
+            block_table=block_table, mask=mask, sinks=sinks, out=out, stream=stream, descales=descales,
         )  # fmt: skip
     objects = (q, k, v, out, cu_seqlens_q, cu_seqlens_k, mask, sinks, seqused_q, seqused_k, block_table)
-    if plain:
+    if plain and not return_rng:
         results = repeated(_ATTENTION_VARLEN, objects, said, stream)
         if results is not None:
             return results[0] if len(results) == 1 else tuple(results)
     call = Call(_ATTENTION_VARLEN, objects, _new(AttentionOptions, said), stream)
-    if descale_q is not None or descale_k is not None or descale_v is not None:
-        call = _with_descales(call, descales, score_mod is not None)
-    if score_mod is not None:
-        call = _with_extras(call, score_mod, None, None)
-    return _one_or_more(run(call, is_asked=plain))
+    if not plain:
+        call = _with_more(call, descales, Extras(score_mod, dropout=p, rng=rng))
+    return _one_or_more(run(call, is_asked=plain and not return_rng), (rng,) if return_rng else ())
 
 
-def _compiled(function: str, q: Any, k: Any, v: Any, mod: Any, **others: Any) -> Any:
+def _compiled(function: str, q: Any, k: Any, v: Any, more: Extras, return_rng: bool, **others: Any) -> Any:
     """A call that torch.compile reads: its operator."""
     from ..frameworks.torch.tracing import trace
 
-    if mod is None:
-        return trace(function, q, k, v, **others)
-    parts, arrays = mod.facts
-    return trace(function, q, k, v, score_mod=parts, arrays=arrays, **others)
+    results = trace(function, q, k, v, **others, **more.traced())
+    if not return_rng:
+        return results
+    return (*results, more.rng) if isinstance(results, tuple) else (results, more.rng)
 
 
 def call_of(q: Any, k: Any, v: Any, *, causal: bool = False, precision: Any = "exact") -> Call:
@@ -419,8 +420,8 @@ def call_of(q: Any, k: Any, v: Any, *, causal: bool = False, precision: Any = "e
     return Call(_ATTENTION, (q, k, v, None, None, None, None, None), options)
 
 
-def _one_or_more(results: list[Any]) -> Any:
-    return results[0] if len(results) == 1 else tuple(results)
+def _one_or_more(results: list[Any], more: tuple[Any, ...] = ()) -> Any:
+    return results[0] if len(results) == 1 and not more else (*results, *more)
 
 
 FUNCTIONS.update(attention=attention, attention_varlen=attention_varlen)

@@ -9,16 +9,15 @@ from .. import arrays
 from ..checks import attention as forward_checks
 from ..checks import backward as checks
 from ..checks.backward import BackwardOptions
-from ..checks.extras import check_block_size
+from ..checks.dropout import EXPECTED
 from ..checks.memory import check_memory
 from ..errors import ArgumentError
 from ..frameworks import FUNCTIONS, compiling
-from ..launch.score_mod import PREFIX
 from ..plan.backward import plan_backward
 from ..plan.engine import Call, Operation, run
 from ..problems import GRADIENTS, OPERANDS
-from ..runtime import env
-from . import on_cpu
+from . import dropout, extras, on_cpu
+from .extras import Extras
 from .score_mod import ScoreMod
 from .traced import run_traced
 
@@ -30,7 +29,7 @@ def arrays_of(name: str) -> tuple[str, ...]:
 
 @functools.lru_cache(maxsize=256)
 def _operation(name: str, more: tuple[str, ...] = ()) -> Operation:
-    """The operation ``name`` on more arrays: a block mask, those of a score modification."""
+    """The operation ``name`` on more arrays: a block mask, those of a score modification, seed and offset."""
     return Operation(
         name, (*arrays_of(name), *more), checks.check_backward, check_memory, plan_backward,
         on_cpu.attention_backward, checks.REQUIRED, checks.ALIGNED, checks.LABELS,
@@ -40,43 +39,23 @@ def _operation(name: str, more: tuple[str, ...] = ()) -> Operation:
 
 
 def call_of(
-    function: str,
-    objects: tuple[Any, ...],
-    options: BackwardOptions,
-    score_mod: Any,
-    stream: Any = None,
-    block_mask: Any = None,
-    block_size: Any = None,
+    function: str, objects: tuple[Any, ...], options: BackwardOptions, more: Extras, stream: Any = None
 ) -> Call:
     """A call as data. objects: in the order of `arrays_of`; do and dlse with any strides."""
-    if score_mod is not None and not isinstance(score_mod, ScoreMod):
-        raise ArgumentError("score_mod", "an omniattn.ScoreMod", type(score_mod).__name__, function=function)
     for name, x in zip("qkv", objects, strict=False):
         if x.__class__ in OPERANDS:
             raise ArgumentError(
                 name, "an array that is not quantized: quantized attention has no gradient", type(x).__name__,
                 function=function,
             )  # fmt: skip
+    more.check_kinds(function, *objects[:3])
     q, k, v, do, o, lse, dlse, *others = objects
     objects = (q, k, v, arrays.with_plain_rows(do), o, lse, arrays.with_plain_rows(dlse, 4), *others)
-    names: tuple[str, ...] = ()
-    size = texts = None
-    if block_mask is not None:
-        names = ("block_mask",)
-        objects = (*objects, block_mask)
-        size = check_block_size(128 if block_size is None else block_size, function)
-    elif block_size is not None:
-        raise ArgumentError("block_size", "nothing, without block_mask", repr(block_size), function=function)
-    if score_mod is not None:
-        names += tuple(PREFIX + name for name in score_mod.arrays)
-        objects = (*objects, *score_mod.arrays.values())
-        texts = (
-            score_mod.expression, score_mod.mask, env.get("OMNIATTN_CHECK_SCORE_MOD"), score_mod.reference is None,
-            score_mod.grad, score_mod.reference_grad is None,
-        )  # fmt: skip
-    if size is None and texts is None:
+    if not more.has_any():
         return Call(_operation(function), objects, options, stream)
-    return Call(_operation(function, names), objects, options, stream, None, (texts, size), score_mod)
+    names, arrays_of_more, facts = more.operands(function, gradients=True)
+    objects = (*objects, *arrays_of_more)
+    return Call(_operation(function, names), objects, options, stream, None, facts, more.score_mod)
 
 
 def backward_call(
@@ -97,9 +76,8 @@ def backward_call(
     )  # fmt: skip
     if call.operation.name == "attention_varlen":
         objects += (given["seqused_q"], given["seqused_k"])
-    block_mask = given.get("block_mask")
-    size = None if block_mask is None else call.facts[1]
-    return call_of(f"{call.operation.name}_backward", objects, options, call.subject, None, block_mask, size)
+    more = extras.of_forward(call, given)
+    return call_of(f"{call.operation.name}_backward", objects, options, more)
 
 
 def attention_backward(
@@ -125,6 +103,8 @@ def attention_backward(
     block_mask: Any = None,
     block_size: int | tuple[int, int] | None = None,
     sinks: Any = None,
+    dropout_p: float = 0.0,
+    dropout_rng: Any = None,
     stream: Any = None,
     deterministic: bool = False,
 ) -> tuple[Any, ...]:
@@ -136,6 +116,7 @@ def attention_backward(
         dQ = softmax_scale * dS' @ K;   dK = softmax_scale * dS'.T @ Q     dS': dS times the derivative of softcap
                                                                            and score_mod
         dsinks = -sum(exp(sinks - lse) * D);   dmask = dS
+        with dropout: dV = (P * M).T @ dO;   dS = P * (M * (dO @ V.T) - D)     M: the mask times 1 / (1 - p)
 
     Parameters
     ----------
@@ -159,6 +140,8 @@ def attention_backward(
     layout, causal, window, softmax_scale, softcap, mask, score_mod, block_mask, block_size, sinks
         Those of the forward. A score_mod needs its ``grad``, the derivative of the new score by the old one. Tiles that
         a block_mask hides are neither loaded nor computed; keys that no block shows get dk = dv = 0.
+    dropout_p, dropout_rng
+        Those of the forward, which hands out what it drew with ``return_rng``.
     stream : optional
         As in `attention`.
     deterministic : bool
@@ -190,10 +173,10 @@ def attention_backward(
     asked = checks.check_wanted(wanted, sinks is not None, "attention_backward")
     options = BackwardOptions(layout, causal, window, softmax_scale, softcap, deterministic, asked)
     objects = (q, k, v, do, o, lse, dlse, None, None, mask, sinks, dq, dk, dv)
+    more = Extras(score_mod, block_mask, block_size, *_dropped(q, dropout_p, dropout_rng, "attention_backward"))
     if compiling():
-        return _compiled("attention_backward", objects, options, score_mod, stream, block_mask, block_size)
-    call = call_of("attention_backward", objects, options, score_mod, stream, block_mask, block_size)
-    return in_order(run(call), asked)
+        return _compiled("attention_backward", objects, options, more, stream)
+    return in_order(run(call_of("attention_backward", objects, options, more, stream)), asked)
 
 
 def attention_varlen_backward(
@@ -223,6 +206,8 @@ def attention_varlen_backward(
     mask: Any = None,
     score_mod: ScoreMod | None = None,
     sinks: Any = None,
+    dropout_p: float = 0.0,
+    dropout_rng: Any = None,
     stream: Any = None,
     deterministic: bool = False,
 ) -> tuple[Any, ...]:
@@ -234,7 +219,9 @@ def attention_varlen_backward(
         As in `attention_backward`, in the shapes of `attention_varlen`: lse and dlse are (num_q_heads, total_q).
     cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k
         Those of the forward.
-    layout, causal, window, softmax_scale, softcap, mask, score_mod, sinks, stream, deterministic
+    layout, causal, window, softmax_scale, softcap, mask, score_mod, sinks, dropout_p, dropout_rng, stream
+        As in `attention_backward`.
+    deterministic : bool
         As in `attention_backward`.
 
     Returns
@@ -254,26 +241,26 @@ def attention_varlen_backward(
     objects = (
         q, k, v, do, o, lse, dlse, cu_seqlens_q, cu_seqlens_k, mask, sinks, dq, dk, dv, seqused_q, seqused_k,
     )  # fmt: skip
+    more = Extras(score_mod, None, None, *_dropped(q, dropout_p, dropout_rng, "attention_varlen_backward"))
     if compiling():
-        return _compiled("attention_varlen_backward", objects, options, score_mod, stream)
-    return in_order(run(call_of("attention_varlen_backward", objects, options, score_mod, stream)), asked)
+        return _compiled("attention_varlen_backward", objects, options, more, stream)
+    return in_order(run(call_of("attention_varlen_backward", objects, options, more, stream)), asked)
 
 
-def _compiled(
-    function: str,
-    objects: tuple[Any, ...],
-    options: BackwardOptions,
-    mod: Any,
-    stream: Any,
-    block_mask: Any = None,
-    block_size: Any = None,
-) -> Any:
+def _dropped(q: Any, p: Any, rng: Any, function: str) -> tuple[float, Any]:
+    """``dropout_p`` and ``dropout_rng`` as `dropout.of_call` makes them; nothing is drawn."""
+    p = dropout.check_p(p, function)
+    if p and rng is None:
+        raise ArgumentError("dropout_rng", EXPECTED, "None", function=function)
+    return dropout.of_call(q, p, rng, function) if p else (p, None)
+
+
+def _compiled(function: str, objects: tuple[Any, ...], options: BackwardOptions, more: Extras, stream: Any) -> Any:
     """A call that torch.compile reads: its operator."""
     from ..frameworks.torch.tracing import trace_backward
 
     given = dict(zip(arrays_of(function), objects, strict=True))
-    parts, arrays = (None, ()) if mod is None else mod.facts
-    results = trace_backward(function, given, options, parts, arrays, stream, block_mask, block_size)
+    results = trace_backward(function, given, options, stream=stream, **more.traced())
     return in_order(results, options.wanted)
 
 

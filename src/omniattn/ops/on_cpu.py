@@ -19,6 +19,7 @@ from ..checks.quantize import check_starts
 from ..checks.sparse import host_lengths
 from ..checks.with_cache import host_places
 from ..errors import ArgumentError
+from ..launch.dropout import RNG
 from ..launch.score_mod import PREFIX
 from ..plan.engine import Call, store_results
 from ..problems import (
@@ -32,6 +33,7 @@ from ..problems import (
     WithCacheProblem,
 )
 from ..registry.masks import MASK_TILE
+from .dropout import reference_of
 
 if TYPE_CHECKING:
     from ..reference.used import UsedRows
@@ -74,8 +76,6 @@ def _attend(
     from .. import reference
 
     options = _options(problem, tensors, max_q, max_k, used)
-    if problem.block_mask is not None:
-        options["mask"] = _without_hidden_blocks(problem, _blocks(problem, tensors), options["mask"])
     if problem.descales is not None:
         from ..reference import e4m3_arrays
 
@@ -117,7 +117,10 @@ def _options(
         starts: dict[str, Any] = {name: arrays.to_numpy(tensors[name]) for name in names}
         options |= starts if used is None else used.starts
         options |= {"max_seqlen_q": max_q, "max_seqlen_k": max_k}
-    return options
+    if problem.block_mask is not None:
+        options["mask"] = _without_hidden_blocks(problem, _blocks(problem, tensors), options["mask"])
+    own = {} if problem.dropout is None else {"dropout": reference_of(problem.dropout, tensors[RNG])}
+    return options | own
 
 
 def _mod_arrays(mod: Any, tensors: Tensors) -> dict[str, Any]:
@@ -135,8 +138,6 @@ def attention_backward(call: Call, problem: BackwardProblem, tensors: Tensors) -
     except ArgumentError as error:  # in the contents of an array
         raise error.named(call.operation.name) from None
     options = _options(forward, tensors, call.options.max_seqlen_q, call.options.max_seqlen_k, used)
-    if forward.block_mask is not None:
-        options["mask"] = _without_hidden_blocks(forward, _blocks(forward, tensors), options["mask"])
     if mod is not None:
         read = _mod_arrays(mod, tensors)
         options["score_mod"] = functools.partial(mod.reference, **read)

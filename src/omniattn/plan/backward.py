@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from ..errors import ArgumentError, UnsupportedError
 from ..launch import attn_bwd_sm80, attn_bwd_sm90, tile_kinds, used_rows
+from ..launch.dropout import with_dropout
 from ..launch.host_struct import At
 from ..launch.masks import MaskPlaces
 from ..launch.score_mod import with_score_mod
@@ -56,7 +57,10 @@ def _sums_into_dmask(problem: BackwardProblem) -> bool:
 
 
 def _compiled(selection: Selection, problem: BackwardProblem) -> Selection:
-    mod = problem.forward.score_mod
+    mod, dropout = problem.forward.score_mod, problem.forward.dropout
+    if dropout is not None:
+        why = f"with dropout compiled in, which no wheel carries: {dropout.threshold} of 256 are dropped"
+        return Selection(with_dropout(selection.spec, dropout), (*selection.why, why))
     if mod is None:
         return selection
     spec = with_score_mod(selection.spec, mod, backward=True)

@@ -17,6 +17,7 @@ from ..launch import (
     attn_int8,
     attn_int8_sm80,
     attn_int8_sm90,
+    dropout,
     fp8,
     masks,
     quantize,
@@ -102,9 +103,11 @@ def launches_of(
         How each of `AttentionProblem.quantizations` is made; empty: as it is chosen.
     """
     p = candidate.told(problem)
-    row = score_mod.with_score_mod(candidate.row, p.score_mod)
+    row = dropout.with_dropout(score_mod.with_score_mod(candidate.row, p.score_mod), p.dropout)
     if p.score_mod is not None:
         why = (*why, "with score_mod compiled in, which no wheel carries")
+    if p.dropout is not None:
+        why = (*why, f"with dropout compiled in, which no wheel carries: {p.dropout.threshold} of 256 are dropped")
     if p.sparse is not None:
         why = (*why, p.sparse.keeps)
     operands = _operands(row, p, target, force, quantizers)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from .dropout import DropoutProblem
 from .memory import ITEMSIZE
 from .outputs import Output
 from .precision import EXACT, Precision, value_levels
@@ -163,6 +164,8 @@ class AttentionProblem:
         those of (page, key, head).
     strides : AttentionStrides, optional
         None where nobody launches.
+    dropout : DropoutProblem, optional
+        How many probabilities are dropped.
     """
 
     dtype: str
@@ -204,6 +207,7 @@ class AttentionProblem:
     num_splits: int = 0
     is_part: bool = False
     alternatives: Alternatives | None = None
+    dropout: DropoutProblem | None = None
 
     @property
     def input_dtype(self) -> str:

@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from omniattn.reference import checks
 from omniattn.reference.core import Array, ScoreFunction, attend_sequence
+from omniattn.reference.dropout import Dropout
 
 _NAME = "reference.attention"
 
@@ -28,6 +29,7 @@ def attention(
     mask: npt.ArrayLike | None = None,
     sinks: npt.ArrayLike | None = None,
     score_mod: ScoreFunction | None = None,
+    dropout: Dropout | None = None,
     compute_dtype: npt.DTypeLike = np.float32,
     _round_to: Callable[[Array], Array] | None = None,
 ) -> tuple[Array, Array]:
@@ -69,6 +71,8 @@ def attention(
     score_mod : callable, optional
         ``score_mod(score, b, h, q, k)`` makes new scores of those after softcap; -inf hides the key. score: (rows,
         keys), q: (rows, 1), k: (1, keys).
+    dropout : Dropout, optional
+        Which of the terms of o are kept, times its scale; the others are 0. lse does not change.
     compute_dtype : dtype
         float32 or float64: all arithmetic, and the results.
 
@@ -96,7 +100,7 @@ def attention(
     qh, kh, vh = (checks.heads_first(x, name, _NAME, 4, is_nhd) for x, name in ((q, "q"), (k, "k"), (v, "v")))
     checks.check_heads(qh, kh, vh, _NAME)
     options = checks.make_options(qh.shape[-1], causal, window, softmax_scale, softcap, compute_dtype, _NAME)
-    options = dataclasses.replace(options, round_to=_round_to, score_mod=score_mod)
+    options = dataclasses.replace(options, round_to=_round_to, score_mod=score_mod, dropout=dropout)
     batch, heads_q, seqlen_q = qh.shape[:3]
     full_mask = None if mask is None else checks.broadcast_mask(mask, (batch, heads_q, seqlen_q, kh.shape[2]), _NAME)
     sink_logits = None if sinks is None else checks.check_sinks(sinks, heads_q, _NAME)

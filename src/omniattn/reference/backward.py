@@ -12,7 +12,17 @@ import numpy.typing as npt
 
 from omniattn.errors import ArgumentError, ShapeError
 from omniattn.reference import checks
-from omniattn.reference.core import Array, Options, ScoreFunction, block_rows, key_range, modified, outside_window
+from omniattn.reference.core import (
+    Array,
+    Options,
+    ScoreFunction,
+    block_rows,
+    dropped,
+    key_range,
+    modified,
+    outside_window,
+)
+from omniattn.reference.dropout import Dropout
 from omniattn.reference.varlen import check_cu_seqlens, check_max_seqlen, longest
 
 #: Gradients by name, in the order in which they are returned.
@@ -62,6 +72,7 @@ def attention_backward(
     sinks: npt.ArrayLike | None = None,
     score_mod: ScoreFunction | None = None,
     score_mod_grad: ScoreFunction | None = None,
+    dropout: Dropout | None = None,
     wanted: Sequence[str] = ("dq", "dk", "dv"),
     compute_dtype: npt.DTypeLike = np.float32,
 ) -> dict[str, Array]:
@@ -76,13 +87,14 @@ def attention_backward(
         dsink = - \sum_i e^{\mathrm{sink} - \mathrm{lse}_i} D_i \\
         dq_i &= \mathrm{scale} \sum_j ds_{ij} f'_{ij} k_j, \qquad dk_j = \mathrm{scale} \sum_i ds_{ij} f'_{ij} q_i
 
-    where f' is the derivative of what softcap and score_mod make of a score.
+    where f' is the derivative of what softcap and score_mod make of a score. With dropout each p of dv, and each
+    do . v, is multiplied by 0 or the scale of what is kept.
 
     Parameters
     ----------
     do : array_like
         Shape of o.
-    q, k, v, layout, causal, window, softmax_scale, softcap, mask, sinks, score_mod, compute_dtype
+    q, k, v, layout, causal, window, softmax_scale, softcap, mask, sinks, score_mod, dropout, compute_dtype
         As in `attention`.
     o, lse : array_like
         What `attention` returned; or those of a larger attention, of whose keys k and v are a part.
@@ -115,7 +127,7 @@ def attention_backward(
     batch, heads_q, seqlen_q = qh.shape[:3]
     lse_, dlse_ = _check_rows(oh, doh, lse, dlse, (*qh.shape[:-1], vh.shape[-1]), name)
     options = checks.make_options(qh.shape[-1], causal, window, softmax_scale, softcap, compute_dtype, name)
-    options = dataclasses.replace(options, score_mod=score_mod)
+    options = dataclasses.replace(options, score_mod=score_mod, dropout=dropout)
     full_mask = None if mask is None else checks.broadcast_mask(mask, (batch, heads_q, seqlen_q, kh.shape[2]), name)
     sink_logits = None if sinks is None else checks.check_sinks(sinks, heads_q, name)
     made = _Made(wanted, qh.shape, kh.shape, vh.shape, mask, heads_q, is_nhd, score_mod_grad, options, name)
@@ -150,6 +162,7 @@ def attention_varlen_backward(
     sinks: npt.ArrayLike | None = None,
     score_mod: ScoreFunction | None = None,
     score_mod_grad: ScoreFunction | None = None,
+    dropout: Dropout | None = None,
     wanted: Sequence[str] = ("dq", "dk", "dv"),
     compute_dtype: npt.DTypeLike = np.float32,
 ) -> dict[str, Array]:
@@ -164,7 +177,7 @@ def attention_varlen_backward(
     heads_q, total_q = qh.shape[:2]
     lse_, dlse_ = _check_rows(oh, doh, lse, dlse, (*qh.shape[:-1], vh.shape[-1]), name)
     options = checks.make_options(qh.shape[-1], causal, window, softmax_scale, softcap, compute_dtype, name)
-    options = dataclasses.replace(options, score_mod=score_mod)
+    options = dataclasses.replace(options, score_mod=score_mod, dropout=dropout)
     starts_q = check_cu_seqlens(cu_seqlens_q, "cu_seqlens_q", total_q)
     starts_k = check_cu_seqlens(cu_seqlens_k, "cu_seqlens_k", kh.shape[1])
     if len(starts_q) != len(starts_k):
@@ -337,11 +350,15 @@ def _add_block(
             hidden |= np.isneginf(mask)
     p = np.exp(scores - lse[:, None])
     p[hidden] = 0
+    kept = None if options.dropout is None else dropped(options, p.shape, at.head, at.begin, at.lo)
     if "dv" in made:
-        made["dv"][at.kv_head, at.lo : at.hi] += _product(p.T, d_o, hidden.T)
+        made["dv"][at.kv_head, at.lo : at.hi] += _product((p if kept is None else p * kept).T, d_o, hidden.T)
     if not {"dq", "dk", "dmask"} & made.keys():
         return
-    ds = p * (d_o @ v.T - delta[:, None])
+    dp = d_o @ v.T
+    if kept is not None:
+        dp *= kept
+    ds = p * (dp - delta[:, None])
     ds[hidden] = 0
     if "dmask" in made:
         _add_to_mask(made["dmask"], ds, at)

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import DtypeError, ShapeError
+from .dropout import Dropout
 
 Array = npt.NDArray[Any]
 
@@ -45,7 +46,9 @@ class Options:
     score_mod : callable or None
         Makes new scores of those after softcap, see `ScoreFunction`.
     batch : int
-        Number of the sequence, which `score_mod` is told.
+        Number of the sequence, which `score_mod` and `dropout` are told.
+    dropout : Dropout, optional
+        What is kept of the probabilities.
     """
 
     softmax_scale: float
@@ -56,6 +59,7 @@ class Options:
     round_to: Callable[[Array], Array] | None = None
     score_mod: ScoreFunction | None = None
     batch: int = 0
+    dropout: Dropout | None = None
 
 
 def block_rows(seqlen_q: int, seqlen_k: int) -> int:
@@ -188,6 +192,8 @@ def _attend_block(
         lse = row_max + np.log(denominator)  # log(0) = -inf: the row attends to nothing
         attends_to_nothing = denominator == 0
         divisor = np.where(attends_to_nothing, options.compute_dtype.type(1), denominator)[:, None]
+        if options.dropout is not None:
+            p *= dropped(options, p.shape, *place)
 
         if options.round_to is not None:
             o = _weighted_sum(options.round_to(p / divisor), v, hidden, v_is_finite)
@@ -216,6 +222,15 @@ def modified(
             argument, f"a reference whose result has the shape of score, {scores.shape}", f"shape {made.shape}"
         ) from None
     return np.array(made, dtype=scores.dtype)
+
+
+def dropped(options: Options, shape: tuple[int, ...], head: int, row: int, key: int) -> Array:
+    """What dropout multiplies the probabilities of a block by: 0, or its scale."""
+    assert options.dropout is not None
+    kept = options.dropout.kept(
+        options.batch, head, np.arange(row, row + shape[0]), np.arange(key, key + shape[1])
+    )  # fmt: skip
+    return kept * options.compute_dtype.type(options.dropout.scale)
 
 
 def _weighted_sum(p: Array, v: Array, hidden: Array | None, v_is_finite: bool) -> Array:

@@ -12,6 +12,7 @@ import numpy.typing as npt
 from omniattn.errors import ArgumentError, DtypeError, ShapeError
 from omniattn.reference import checks
 from omniattn.reference.core import Array, ScoreFunction, attend_sequence
+from omniattn.reference.dropout import Dropout
 
 _NAME = "reference.attention_varlen"
 
@@ -33,6 +34,7 @@ def attention_varlen(
     mask: npt.ArrayLike | None = None,
     sinks: npt.ArrayLike | None = None,
     score_mod: ScoreFunction | None = None,
+    dropout: Dropout | None = None,
     compute_dtype: npt.DTypeLike = np.float32,
 ) -> tuple[Array, Array]:
     """Attention of sequences that lie one behind the other in one tensor; see `attention` for the equation.
@@ -52,7 +54,7 @@ def attention_varlen(
         At least the longest sequence, the longest itself unless given. They fix the shape of `mask`.
     mask : array_like, optional
         Broadcastable to (batch, heads_q, max_seqlen_q, max_seqlen_k); indexed from the start of each sequence.
-    layout, causal, window, softmax_scale, softcap, sinks, score_mod, compute_dtype
+    layout, causal, window, softmax_scale, softcap, sinks, score_mod, dropout, compute_dtype
         As in `attention`.
 
     Returns
@@ -106,7 +108,7 @@ def attention_varlen(
             vh[:, keys],
             block_mask,
             sink_logits,
-            dataclasses.replace(options, score_mod=score_mod, batch=b),
+            dataclasses.replace(options, score_mod=score_mod, dropout=dropout, batch=b),
             o_heads_first[:, rows],
             lse[:, rows],
         )

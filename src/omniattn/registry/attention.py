@@ -150,6 +150,7 @@ def _attn_fwd_sm80(
         softcap="any" if score_mods else "never",
         masks="any" if score_mods else "none",
         score_mod=score_mods,
+        dropout=not (wide or split or paged),
         lists=score_mods,
         other_head_dim_v=own_head_dim_v,
         any_head_dim_v=wide,
@@ -363,6 +364,7 @@ def _attn_fwd_sm90(
         masks=masks,
         # Small tiles have no lists of what it hides, nor have splits of packed sequences.
         score_mod=score_mods and not (small or (split and varlen)),
+        dropout=not (score_mods or split or paged or small),
         lists=lists,
         own_head_dim_v=tile.head_dim_v,
         bias_bytes=tile.bias_bytes,

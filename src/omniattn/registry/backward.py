@@ -96,6 +96,7 @@ def _attn_bwd_sm80(tile: _BwdTile, dtype: str, score_mods: bool, dmask: bool) ->
         softcap="any" if score_mods else "never",
         masks="any" if score_mods else "none",
         score_mod=score_mods,
+        dropout=not tile.wide,
         lists=score_mods and not tile.joint,
         dq=True,
         dmask=dmask,
@@ -162,6 +163,7 @@ def _attn_bwd_dq_sm80(tile: _DqTile, dtype: str, score_mods: bool) -> KernelSpec
         softcap="any" if score_mods else "never",
         masks="any" if score_mods else "none",
         score_mod=score_mods,
+        dropout=tile.head_dim <= 256,
         lists=score_mods,
         dq=True,
     )
@@ -233,6 +235,7 @@ def _attn_bwd_sm90(
         waits_ahead=True,
         softcap=softcap,
         masks=masks,
+        dropout=not (mod or lists),  # with lists a step has a head that the list alone knows
         dq=True,
         ordered_dq=ordered,
         lists=lists,

@@ -89,6 +89,8 @@ class KernelSpec:
         `block_masks`.
     score_mod : bool
         It can be compiled with a user's score modification.
+    dropout : bool
+        It can be compiled with dropout.
     lists : bool
         It passes over tiles of keys by a list of those that a mask, a block_mask or a score_mod leaves; of the backward
         over tiles of queries or keys, by one of those that a block_mask leaves. Others visit all tiles.
@@ -130,7 +132,7 @@ class KernelSpec:
     bias_bytes : int
         Of attention: bytes of an element of the tiles of additive masks that it takes; 0: none.
     generated : tuple of (name, text)
-        Source files whose text is not that of the kernels folder: a user's score modification.
+        Source files whose text is not that of the kernels folder: a user's score modification, or dropout.
     most_elems : int
         Of top_k: elements of a row that a CTA has room for; 0: any number.
     cache : tuple of str
@@ -164,6 +166,7 @@ class KernelSpec:
     softcap: Use = "never"
     masks: Masks = "none"
     score_mod: bool = False
+    dropout: bool = False
     lists: bool = False
     block_masks: bool = False
     lse: bool = True

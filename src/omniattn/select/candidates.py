@@ -229,7 +229,7 @@ def _rows(op: str, p: AttentionProblem, target: Target, only: KernelSpec | None 
     if only is not None:
         return (only,) if only.op == op and fit(only, p, target) is None else ()
     fitting = fitting_rows(REGISTRY, op, p, target)
-    modified = p.score_mod is not None
+    modified = p.score_mod is not None or p.dropout is not None
     key = op, target.cc, p.score_mods, modified, p.own_head_dim_v, p.packed_lists, *map(id, fitting)
     found = _kept.get(key)
     if found is None:
@@ -249,8 +249,9 @@ _kept: dict[tuple[Any, ...], tuple[tuple[KernelSpec, ...], list[KernelSpec]]] = 
 def _smallest(rows: Iterable[KernelSpec], p: AttentionProblem) -> list[KernelSpec]:
     """Of each kind of tile the row with the least that the call has no use for, and none that has far more of it."""
     rows = list(rows)
-    # Tiles of the next width may have a better shape. In 8 bits none has, and a score_mod is compiled for each row.
-    most = 1 if p.score_mod is not None or p.precision.quantized else 2
+    # Tiles of the next width may have a better shape. In 8 bits none has, and a score_mod, or dropout, is compiled for
+    # each row.
+    most = 1 if p.score_mod is not None or p.dropout is not None or p.precision.quantized else 2
     widest: dict[bool, int] = {}
     for is_specific in (False, True):
         widths = sorted({_columns(row) for row in rows if row.arch_specific == is_specific})

@@ -186,7 +186,8 @@ def _details_of(problem: AttentionProblem) -> tuple[Hashable, ...]:
             p.precision, None if of is None else (of.e4m3, of.grouping, of.stored_bits),
             None if p.descales is None else p.descales.v.granularity, p.absolute_scores,
         )  # fmt: skip
-    return p.score_mod is not None, p.block_mask is not None, p.softcap > 0.0, masks, operands
+    scores = p.score_mod is not None, p.dropout is not None, p.block_mask is not None, p.softcap > 0.0
+    return *scores, masks, operands
 
 
 def _is_countable(problem: AttentionProblem) -> bool:
@@ -217,6 +218,8 @@ def _unfit_call(row: KernelSpec, problem: AttentionProblem, target: Target) -> s
     p = problem
     if p.score_mod is not None and not row.score_mod:
         return "it takes no score_mod"
+    if p.dropout is not None and not row.dropout:
+        return "it has no dropout"
     if p.block_mask is None:
         if row.block_masks:
             return "it is for calls with a block_mask"
@@ -317,6 +320,8 @@ def _unfit_backward(row: KernelSpec, problem: BackwardProblem) -> str | None:
         return "it has no softcap, mask or score_mod"
     if masked and row.masks == "none":
         return "it takes no mask and no score_mod"
+    if f.dropout is not None and not row.dropout:
+        return "it has no dropout"
     if f.softcap == 0.0 and row.softcap == "always":
         return "it is for softcap"
     if f.softcap > 0.0 and row.softcap == "never":

@@ -15,7 +15,8 @@ from torch.nn.attention import bias as torch_bias
 
 from ..arguments import MAX_HEAD_DIM
 from ..checks import values
-from ..errors import AlignmentError, StrideError, UnsupportedError
+from ..checks.dropout import MOST_CHANNELS
+from ..errors import AlignmentError, StrideError
 from ..ops import attention
 from ..problems import Auto, Fp8, Int4, Int8
 from . import shapes
@@ -64,7 +65,8 @@ def sdpa(
         Broadcastable to (..., heads, L, S): bool (True: takes part), or float32 or query's dtype (added to the scores).
         Or a ``torch.nn.attention.bias.CausalBias``, which is not materialized.
     dropout_p : float
-        0. Anything else raises.
+        As in `attention`, which draws from the default generator of query's device. What its kernels have no dropout
+        for, and 1, goes to torch's function; with a low precision it raises.
     is_causal : bool
         Query i sees the keys j <= i (aligned at the top left, as torch does). No mask is made for it. With attn_mask
         both hold, as in torch's fused kernels; its unfused one raises.
@@ -86,7 +88,8 @@ def sdpa(
     ArgumentError
         Or its subclasses: shapes that do not broadcast, dtypes or devices that differ, a CausalBias with is_causal.
     UnsupportedError
-        dropout_p > 0; with a gradient what `attention` has none for. All of them are RuntimeErrors, as torch raises.
+        dropout_p > 0 with a low precision; with a gradient what `attention` has none for. All of them are
+        RuntimeErrors, as torch raises.
 
     Notes
     -----
@@ -278,13 +281,9 @@ def _general(
     precision: Any, before: Sdpa,
 ) -> torch.Tensor:  # fmt: skip
     shapes.check_arguments(attn_mask, dropout_p, is_causal)
-    if dropout_p > 0:
-        raise UnsupportedError(
-            f"{FUNCTION}(): dropout_p={dropout_p}: the kernels never store the probabilities that dropout would zero, "
-            "and keep no random state from which the backward could draw the same ones",
-            instead="dropout_p=0.0, with dropout on the layer's output; or torch's own function, which sdpa replaces",
-        )
-    if fallback_reason(query, key, value, attn_mask, precision=precision) is not None:
+    # A head_dim without kernels that drop, and dropping everything.
+    passes_on = dropout_p == 1 or (dropout_p > 0 and max(query.shape[-1], value.shape[-1]) > MOST_CHANNELS)
+    if passes_on or fallback_reason(query, key, value, attn_mask, precision=precision) is not None:
         values.check_precision(precision, FUNCTION)
         if isinstance(attn_mask, torch_bias.CausalBias):
             # It knows torch's function by its place in torch.nn.functional, which may be taken by now.
@@ -305,6 +304,8 @@ def _general(
     options: dict[str, Any] = {
         "softmax_scale": scale, "mask": mask, "precision": precision, "causal": causal, "window": window,
     }  # fmt: skip
+    if dropout_p:
+        options["dropout_p"] = float(dropout_p)
     q, k, v = map(shapes.readable, (q, k, v))
     # The result lies in memory as the query does: models take (batch, seq, heads, head_dim) out of it.
     if q.stride(1) < q.stride(2):

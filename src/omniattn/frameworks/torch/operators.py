@@ -61,6 +61,14 @@ def score_mod_text(key: int, expression: str, mask: Any, grad: Any, names: tuple
     return f"({expression!r}, {mask!r}, {grad!r}, {names!r}, {key})"
 
 
+_DROPOUT = "dropout "
+
+
+def dropout_text(p: float) -> str:
+    """Dropout by p as an operator takes it, in the place of a score modification; seed and offset are its array."""
+    return f"{_DROPOUT}{p!r}"
+
+
 def score_mod_of(text: str | None, arrays: Sequence[Any]) -> Any:
     """The ScoreMod of a text and arrays; its NumPy functions are those of the object it was made of, while it lives."""
     if text is None:
@@ -78,10 +86,14 @@ def score_mod_of(text: str | None, arrays: Sequence[Any]) -> Any:
 
 def _options(score: Sequence[Any], arrays: Sequence[Any]) -> dict[str, Any]:
     layout, causal, window, softmax_scale, softcap, score_mod, deterministic = score
+    scores: dict[str, Any]
+    if score_mod is not None and score_mod.startswith(_DROPOUT):
+        scores = {"dropout_p": float(score_mod.removeprefix(_DROPOUT)), "dropout_rng": arrays[0]}
+    else:
+        scores = {"score_mod": score_mod_of(score_mod, arrays)}
     return {
         "layout": layout, "causal": causal, "window": None if window is None else tuple(window),
-        "softmax_scale": softmax_scale, "softcap": softcap, "score_mod": score_mod_of(score_mod, arrays),
-        "deterministic": deterministic,
+        "softmax_scale": softmax_scale, "softcap": softcap, "deterministic": deterministic, **scores,
     }  # fmt: skip
 
 

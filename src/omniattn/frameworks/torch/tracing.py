@@ -11,13 +11,14 @@ from typing import Any
 
 import torch
 
+from ...launch.dropout import RNG
 from ...launch.score_mod import PREFIX
 from ...plan.engine import Call
 from ...problems import GRADIENTS
 from . import blocks, caches, e4m3, indexer, quantizers, transforms, with_cache
 from .head_dims import one_head_dim
 from .library import fail, plain, precision_text
-from .operators import score_mod_text
+from .operators import dropout_text, score_mod_text
 
 
 def _needs_gradient(*tensors: Any) -> bool:
@@ -55,6 +56,7 @@ def trace(
     out: Any = None,
     stream: Any = None,
     descales: Sequence[Any] = (),
+    dropout: tuple[float, Any] | None = None,
 ) -> Any:
     """`attention` or `attention_varlen` by their operators.
 
@@ -64,6 +66,7 @@ def trace(
         Factors of q, k and v in e4m3, all three or none.
     score_mod : (key, expression, mask, grad, names), optional
         A score modification without its arrays, which are ``arrays``.
+    dropout : (p, tensor of seed and offset), optional
     options : AttentionOptions
         The others: as the caller of the function gave them.
 
@@ -81,15 +84,15 @@ def trace(
             fail("argument", name, "None in a traced or compiled call", "one", function=function)
     options, max_seqlen_q, max_seqlen_k, block_size = plain((options, max_seqlen_q, max_seqlen_k, block_size))
     if any(x is not None for x in descales) or (isinstance(q, torch.Tensor) and q.dtype is torch.float8_e4m3fn):
-        if not (block_mask is score_mod is block_table is None):
-            expected = "a 16-bit array, with score_mod, block_mask or block_table"
+        if not (block_mask is score_mod is block_table is dropout is None):
+            expected = "a 16-bit array, with score_mod, block_mask, block_table or dropout"
             fail("argument", "q", expected, "e4m3", function=function)
         sequences = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k)
         return e4m3.trace(function, (q, k, v), sequences, mask, sinks, descales, options)
     if quantizers.is_quantized(q, k, v):
-        if block_mask is not None or score_mod is not None:
-            fail("argument", "q", "an array that is not quantized, with score_mod or block_mask", type(q).__name__,
-                 function=function)  # fmt: skip
+        if not (block_mask is score_mod is dropout is None):
+            expected = "an array that is not quantized, with score_mod, block_mask or dropout"
+            fail("argument", "q", expected, type(q).__name__, function=function)
         return quantizers.trace_attention(
             function,
             q,
@@ -134,6 +137,7 @@ def trace(
             q, k, v = padded[:3]
             options = options._replace(softmax_scale=padded.softmax_scale)
         check_differentiable(function, score_mod, arrays, options.precision)
+    score_mod, arrays = _scores_of(function, score_mod, arrays, dropout)
     score = _score(options, score_mod)
     forward = (precision_text(options.precision, function), with_lse)
     if function == "attention":
@@ -185,22 +189,16 @@ def run_call(call: Call) -> list[Any]:
             if x is not None:
                 fail("argument", name, "None in a traced or compiled call", "one", function=function)
         return list(transforms.call(function, [given[name] for name in ("o_a", "lse_a", "o_b", "lse_b")]))
-    mod = call.subject
-    names = [name for name in given if name.startswith(PREFIX)]
-    arrays = [given[name] for name in names]
-    parts = None if mod is None else mod.facts[0]
+    changes = _changes_of(call, given)
     if function.endswith("_backward"):
-        block_mask = given.get("block_mask")
-        size = None if block_mask is None else call.facts[1]
-        return trace_backward(function, given, call.options, parts, arrays, call.stream, block_mask, size)
+        return trace_backward(function, given, call.options, stream=call.stream, **changes)
     o = trace(
         function, given["q"], given["k"], given["v"], cu_seqlens_q=given["cu_seqlens_q"],
         cu_seqlens_k=given["cu_seqlens_k"], seqused_q=given.get("seqused_q"), seqused_k=given.get("seqused_k"),
         block_table=given.get("block_table"), max_seqlen_q=call.options.max_seqlen_q,
         max_seqlen_k=call.options.max_seqlen_k, mask=given["mask"], sinks=given["sinks"],
-        block_mask=given.get("block_mask"), block_size=call.facts[1] if "block_mask" in given else None,
-        score_mod=parts, arrays=arrays, options=call.options, out=given["out"], stream=call.stream,
-        descales=[given.get(name) for name in ("descale_q", "descale_k", "descale_v")],
+        options=call.options, out=given["out"], stream=call.stream,
+        descales=[given.get(name) for name in ("descale_q", "descale_k", "descale_v")], **changes,
     )  # fmt: skip
     return list(o) if call.options.return_lse else [o]
 
@@ -214,6 +212,7 @@ def trace_backward(
     stream: Any = None,
     block_mask: Any = None,
     block_size: Any = None,
+    dropout: tuple[float, Any] | None = None,
 ) -> list[Any]:
     """`attention_backward` or `attention_varlen_backward` by their operators: what is wanted, in order of `GRADIENTS`.
 
@@ -221,10 +220,11 @@ def trace_backward(
     ----------
     arrays_by_name : dict
         As in `checks.backward.PACKED_ARRAYS`.
-    score_mod, arrays, block_mask, block_size
+    score_mod, arrays, block_mask, block_size, dropout
         As in `trace`.
     options : BackwardOptions
     """
+    score_mod, arrays = _scores_of(function, score_mod, arrays, dropout)
     given, options, block_size = arrays_by_name, plain(options), plain(block_size)
     for name in ("given.dq", "given.dk", "given.dv"):
         if given[name] is not None:
@@ -250,15 +250,39 @@ def trace_backward(
     return list(results)
 
 
+def _changes_of(call: Call, given: dict[str, Any]) -> dict[str, Any]:
+    """Keywords of `trace` and `trace_backward`: what changes scores and probabilities of a call."""
+    mod, (_, size, p) = call.subject, call.facts or (None, None, 0.0)
+    return {
+        "score_mod": None if mod is None else mod.facts[0],
+        "arrays": [x for name, x in given.items() if name.startswith(PREFIX)],
+        "block_mask": given.get("block_mask"), "block_size": size, "dropout": (p, given[RNG]) if p else None,
+    }  # fmt: skip
+
+
 def _size(block_size: Any) -> Any:
     """Queries and keys of a block, as operators take them."""
     return None if block_size is None else [block_size] * 2 if isinstance(block_size, int) else list(block_size)
 
 
-def _score(options: Any, score_mod: Any) -> tuple[Any, ...]:
-    """Options that all operators have, from those of a call."""
-    text = None
+def _scores_of(
+    function: str, score_mod: Any, arrays: Sequence[Any], dropout: tuple[float, Any] | None
+) -> tuple[Any, Sequence[Any]]:
+    """A score modification, or the text of dropout, and its arrays."""
+    if dropout is None:
+        return score_mod, arrays
+    p, rng = dropout
     if score_mod is not None:
+        fail("unsupported", f"{function}(): dropout_p={p:g} with score_mod", instead="dropout_p=0.0")
+    if not isinstance(rng, torch.Tensor):
+        fail("argument", "dropout_rng", "a tensor, or two integers", type(rng).__name__, function=function)
+    return dropout_text(p), [rng]
+
+
+def _score(options: Any, score_mod: Any) -> tuple[Any, ...]:
+    """Options that all operators have, from those of a call. score_mod: its parts, or the text of dropout."""
+    text = score_mod if isinstance(score_mod, str) else None
+    if score_mod is not None and text is None:
         text = score_mod_text(*score_mod)
     return (
         options.layout, options.causal, None if options.window is None else list(options.window),

@@ -1,0 +1,133 @@
+"""Seed and offset of dropout: drawn, as users have them, and as kernels read them; `dropout_mask`."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from .. import arguments, arrays
+from ..arrays import Tensor
+from ..checks.dropout import EXPECTED, check_p
+from ..errors import ArgumentError, UnsupportedError
+from ..frameworks import compiling
+from ..problems import OPERANDS
+from ..problems.dropout import DropoutProblem, dropout_of
+
+_WORD = 0xFFFFFFFF
+
+
+def of_call(q: Any, p: Any, rng: Any, function: str) -> tuple[float, Any]:
+    """``dropout_p`` as a number, and ``dropout_rng`` as an array where q lies, drawn where it is None.
+
+    Without dropout the array is what the caller gave.
+
+    Raises
+    ------
+    ArgumentError
+        p is no share below 1; rng is none, or has to be given, because q is of another library than torch.
+    UnsupportedError
+        q is quantized.
+    """
+    p = check_p(p, function)
+    if not p:
+        return p, rng
+    if q.__class__ in OPERANDS:
+        raise UnsupportedError(f"{function}(): dropout_p={p:g} with quantized operands", instead="dropout_p=0.0")
+    root = type(q).__module__.partition(".")[0]
+    if root == "torch" or compiling() or arrays.needs_torch_operator((q,)):
+        from ..frameworks.torch.dropout import rng_of
+
+        return p, rng_of(q, rng, function)
+    if rng is None:
+        received = "None, which only torch, with a generator of its own, can draw"
+        raise ArgumentError("dropout_rng", EXPECTED, received, function=function)
+    if root in ("jax", "jaxlib"):
+        from ..frameworks.jax.dropout import rng_of as rng_of_jax
+
+        return p, rng_of_jax(q, rng, function)
+    if not isinstance(rng, (tuple, list)):
+        return p, rng
+    seed, offset = pair_of(rng, function)
+    import numpy as np
+
+    pair = np.array([seed, offset], dtype=np.uint64)
+    if root == "cupy":
+        with q.device:
+            return p, sys.modules["cupy"].asarray(pair)
+    return p, pair
+
+
+def pair_of(rng: Any, function: str) -> tuple[int, int]:
+    """Seed and offset of a pair of integers."""
+    if len(rng) != 2:
+        raise ArgumentError("dropout_rng", EXPECTED, f"{len(rng)} elements", function=function)
+    seed, offset = (arguments.check_int(x, "dropout_rng", function, most=2**64 - 1) for x in rng)
+    return seed, offset
+
+
+def integers_of(rng: Any, function: str) -> tuple[int, int]:
+    """Seed and offset of a pair, or of an array on the CPU (elsewhere torch and CuPy copy it)."""
+    import numpy as np
+
+    if isinstance(rng, (tuple, list)):
+        return pair_of(rng, function)
+    rng = rng.get() if type(rng).__module__.startswith("cupy") else rng.cpu() if hasattr(rng, "cpu") else rng
+    words = np.ascontiguousarray(np.asarray(rng))
+    if words.dtype.kind not in "iu" or words.nbytes != 16 or words.ndim != 1:
+        raise ArgumentError("dropout_rng", EXPECTED, f"{words.dtype} {words.shape}", function=function)
+    seed, offset = (int(x) for x in words.view(np.uint64))
+    return seed, offset
+
+
+def reference_of(dropout: DropoutProblem, rng: Tensor) -> Any:
+    """The reference's dropout of a call on the CPU. rng: seed and offset."""
+    from ..reference.dropout import Dropout
+
+    return Dropout(dropout.threshold, *integers_of(arrays.to_numpy(rng), "attention"))
+
+
+def dropout_mask(shape: tuple[int, int, int, int], dropout_p: float, dropout_rng: Any) -> Any:
+    """Which probabilities `attention` keeps under ``dropout_p`` and ``dropout_rng``: for tests.
+
+    ::
+
+        o = (softmax(S) * dropout_mask(...) / (1 - p)) @ v          p: dropout_p rounded to a multiple of 1/256
+
+    Parameters
+    ----------
+    shape : (batch, num_q_heads, seqlen_q, seqlen_k)
+        Of packed sequences: their number, and the longest ones. What a shorter shape has is the same.
+    dropout_p : float
+        At least 0 and less than 1.
+    dropout_rng : (seed, offset) or array
+        As `attention` takes it; a key of JAX as the four words that `attention` returned with ``return_rng``.
+
+    Returns
+    -------
+    numpy.ndarray, bool
+        True: kept. The byte of a probability is at least 256 p; it is one of Philox 4x32-10 (Salmon et al. 2011), keyed
+        by seed and offset and counted by sequence, query head, query and key (docs/backward.md).
+
+    Raises
+    ------
+    ArgumentError
+        A bad shape, p or rng.
+    """
+    import numpy as np
+
+    from ..reference.dropout import Dropout
+
+    function = "dropout_mask"
+    p = check_p(dropout_p, function)
+    if not isinstance(shape, (tuple, list)) or len(shape) != 4:
+        raise ArgumentError("shape", "(batch, num_q_heads, seqlen_q, seqlen_k)", repr(shape), function=function)
+    extents = [arguments.check_int(n, "shape", function, most=arguments.MAX_ROWS) for n in shape]
+    made = np.ones(extents, dtype=np.bool_)
+    dropout = dropout_of(p)
+    if dropout is not None:
+        of_call = Dropout(dropout.threshold, *integers_of(dropout_rng, function))
+        rows, keys = np.arange(extents[2]), np.arange(extents[3])
+        for b in range(extents[0]):
+            for h in range(extents[1]):
+                made[b, h] = of_call.kept(b, h, rows, keys)
+    return made
