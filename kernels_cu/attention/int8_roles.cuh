@@ -21,6 +21,14 @@
 #include "tile/raw_queries.cuh"
 
 struct NoMasks {};
+// q . k_mean of the rows of a tile, where the kernel that attends makes them.
+struct NoRawBias {};
+template <typename Config, bool kPresent = Config::kRawQ && Config::kLse>
+struct RawBias : NoRawBias {};
+template <typename Config>
+struct RawBias<Config, true> {
+    float of_row[Config::kBlockM];
+};
 template <typename Config, bool kPresent = Config::kScoreMods && !Config::kVarlen && !Config::kBlocks>
 struct MaskStorage : NoMasks {};
 template <typename Config>
@@ -36,6 +44,7 @@ struct Int8Storage : MaskStorage<Config> {
     float4 o[Config::kConsumers][Config::kOutputs / 4][128];  // each thread's own, in its order
     alignas(16) float k_scale[Config::kInnerStages][4];
     float channels[Config::kConsumers][2][Config::kOwnChannels];  // v_scale and v_mean
+    RawBias<Config> raw_bias;
     // With score modifications every byte counts (head_dim 256): dense batches use the barriers only.
     typename Select<Config::kScoreMods && !Config::kVarlen, RoleBarrierStorage<Config>, RoleStorage<Config>>::Type
         roles;
@@ -49,7 +58,7 @@ struct Int8Tile {
     static constexpr uint32 kKBytes = Config::kBlockN * Config::kHeadDim;
     static constexpr uint32 kDeltaBytes = Config::kBlockN * 4;
     using IntQueries = typename Select<Config::kRegisterQ, RegisterQueries<Config>, SharedQueries<Config>>::Type;
-    using Queries = typename Select<Config::kRawQ, RawQueries<Config>, IntQueries>::Type;
+    using Queries = typename Select<Config::kRawQ && !Config::kRingQ, RawQueries<Config>, IntQueries>::Type;
     using Scores = typename Config::Score[Config::kNTiles * 4];
     using Output = float[Config::kOutputs];
     using RowSums = float[4];
@@ -126,7 +135,7 @@ class Int8Producer : public ForwardProducer<Config, Derived> {
     }
     // A template, as further down: of the other kind of tile one branch would not compile.
     template <typename T>
-    OA_DEVICE void copy_q(const T& t, int32 stage, uint32 bar) const {
+    OA_DEVICE void copy_q(const T& t, int32 stage, uint32 bar) {
 #pragma unroll
         for (int c = 0; c < Config::kQueryPanels; ++c) {
             uint32 smem = smem_addr_at(&Storage::q) + stage * kQBytes + c * Config::kBlockM * Config::kQueryRowBytes;
@@ -137,6 +146,16 @@ class Int8Producer : public ForwardProducer<Config, Derived> {
                 tma_load_4d(smem, &params_.map_q, bar, c * Config::kQueryRowBytes, t.q_begin + t.m0, t.head_idx,
                             t.batch_idx);
             }
+        }
+        if constexpr (Config::kRingQ) {
+            static_assert(Tile::kKBytes == RawPanels<Config>::kBytes, "a panel of Q in the place of K, one in that of V");
+            bars_.inner.wait_empty(inner_at_);
+            const uint32 of_step = bars_.inner.announce(inner_at_, 2 * Tile::kKBytes), at = inner_at_.stage * Tile::kKBytes;
+            tma_load_4d(smem_addr_at(&Storage::k) + at, &params_.map_q, of_step, 2 * Config::kQueryRowBytes,
+                        t.q_begin + t.m0, t.head_idx, t.batch_idx);
+            tma_load_4d(smem_addr_at(&Storage::v) + at, &params_.map_q, of_step, 3 * Config::kQueryRowBytes,
+                        t.q_begin + t.m0, t.head_idx, t.batch_idx);
+            inner_at_.advance();
         }
         if (Config::kRawQ) wait_for_kernel_ahead();  // it makes K and V
     }
@@ -174,6 +193,8 @@ class Int8Producer : public ForwardProducer<Config, Derived> {
     }
 
   protected:
+    using Base::bars_;
+    using Base::inner_at_;
     const Params& params_;
 
   private:
@@ -232,7 +253,9 @@ class Int8Consumer : public ForwardConsumer<Config, Derived> {
 #pragma unroll
                 for (int r = 0; r < 2; ++r) {
                     if constexpr (Config::kRawQ) {
-                        bias[r] = marks() >> r & 1 ? quiet_nan() : 0.0f;
+                        float of_row = 0.0f;
+                        if constexpr (Config::kLse) of_row = raw_bias(r) * p_.softmax_scale;
+                        bias[r] = marks() >> r & 1 ? quiet_nan() : of_row;
                     } else {
                         bias[r] = bias_of(t, warp_row + (lane_ >> 2) + 8 * r) * p_.softmax_scale;
                     }
@@ -255,6 +278,7 @@ class Int8Consumer : public ForwardConsumer<Config, Derived> {
     using Base::group_;
     using Base::inner_at_;
     using Base::lane_;
+    using Base::outer_at_;
     using Base::p_;
 
     // Of this lane's two rows.
@@ -299,7 +323,25 @@ class Int8Consumer : public ForwardConsumer<Config, Derived> {
             scales[0] = scales[1] = uint32(warp_row) < uint32(t.seqlen_q) ? q.scale : kScaleOfNoRow;
             marks() = uint8(q.bad);
             wait_for_kernel_ahead();
+            if constexpr (Config::kLse) note_bias(t, raw_queries());
         }
+    }
+    // kRingQ: makes integers of a tile's Q, in its own place, and gives back the stage of K and V that has half of it.
+    // The scale of this lane's two rows.
+    OA_DEVICE float quantize_queries(const FwdTile& t) {
+        RawQueries<Config> q;
+        const RawPanels<Config> tile = raw_queries();
+        q.take_panels(tile, group_, lane_);
+        marks() = uint8(q.bad);
+        wait_for_kernel_ahead();
+        if constexpr (Config::kLse) note_bias(t, tile);
+        q.store(tile.first, group_, lane_);
+        // A lane's stores hang on its loads: both are over before the next copies.
+        fence_proxy_async();
+        __syncwarp();
+        this->release_inner();
+        const int32 warp_row = t.m0 + group_ * 64 + (threadIdx.x >> 5 & 3) * 16;
+        return uint32(warp_row) < uint32(t.seqlen_q) ? q.scale : kScaleOfNoRow;
     }
 
     // V's scale and mean for `store`, when the whole warpgroup has read the last tile's.
@@ -312,6 +354,26 @@ class Int8Consumer : public ForwardConsumer<Config, Derived> {
     }
     OA_DEVICE ChannelScales<Config::kHeadDim> channels() const {
         return {Config::kEarlyChannels ? storage_.channels[group_][0] : reinterpret_cast<float*>(storage_.o[group_])};
+    }
+
+    // kRawQ: where Q in 16 bits is.
+    OA_DEVICE RawPanels<Config> raw_queries() const {
+        const uint32 at = inner_at_.stage * Tile::kKBytes;
+        return {smem_addr_at(&Storage::q) + outer_at_.stage * Tile::kQBytes, smem_addr_at(&Storage::k) + at,
+                smem_addr_at(&Storage::v) + at};
+    }
+    // kRawQ and kLse: what K's mean takes from the scores of this lane's two rows, before the softmax's scale.
+    OA_DEVICE void note_bias(const FwdTile& t, const RawPanels<Config>& tile) const {
+        const int32 kv_head = t.head_idx / (p_.num_q_heads / p_.num_kv_heads), pad = params_.operands.head_dim_pad;
+        const float* mean = params_.operands.row_bias;
+        if (mean != nullptr) mean += (int64(t.batch_idx) * p_.num_kv_heads + kv_head) * pad;
+        float dots[2];
+        RawQueries<Config>::multiply_mean(tile, group_, lane_, mean, pad, dots);
+        if ((lane_ & 3) == 0) raw_bias(0) = dots[0], raw_bias(1) = dots[1];
+        __syncwarp();
+    }
+    OA_DEVICE float& raw_bias(int r) const {
+        return storage_.raw_bias.of_row[group_ * 64 + (threadIdx.x >> 5 & 3) * 16 + (lane_ >> 2) + 8 * r];
     }
 
     // RawQueries::bad, each thread's own, in the place of delta_s, which these kernels do not have.

@@ -24,8 +24,10 @@
 //                      every flush_keys keys: O += A, A = 0
 // With REGISTER_Q consumers read Q before the first step and release its stage at once. With QUANTIZE_Q so they do, of
 // Q in 16 bits as the call has it [batch, seqlen_q, num_q_heads, head_dim], any strides, and make q_int and q_scale of
-// it (tile/raw_queries.cuh); there is no row_bias then: rows with NaN or infinity are known. It may be launched while
-// the kernel that makes K and V ends: until then it reads Q alone.
+// it (tile/raw_queries.cuh); row_bias is K's mean then, [batch, num_kv_heads, head_dim_pad] or null, whose products with
+// Q are made here: rows with NaN or infinity are known. It may be launched while the kernel that makes K and V ends:
+// until then it reads Q alone. Of head_dim 256 half of Q in 16 bits passes through a stage of K and V, which it takes
+// before its tile's first one (RING_Q below); its integers replace the other half.
 //
 // SPLIT_KEYS: a CTA takes a part of a tile's keys (scheduler/split_tiles.cuh), and rows of a tile are those of several
 // heads, each with scales and biases of its own; attn_combine_sm80 merges. WITH_LSE stores sums of P before rounding
@@ -45,11 +47,12 @@
 // products with ones. The LSE is of sums before rounding, which kernels WITH_LSE compute besides; their O has the same
 // bits. With factors of V both are of sums before rounding, because P rounded with a small factor is 0.
 //
-// Shared memory, bytes: masks, if any | Q [NUM_Q_STAGES][BLOCK_M * HEAD_DIM], twice that with QUANTIZE_Q | K
-// [NUM_STAGES][BLOCK_N * HEAD_DIM] | V [same] | ones [512], with SCORE_MODS [256] | delta_s
+// Shared memory, bytes: masks, if any | Q [NUM_Q_STAGES][BLOCK_M * HEAD_DIM], twice that with QUANTIZE_Q up to head_dim
+// 128 | K [NUM_STAGES][BLOCK_N * HEAD_DIM] | V [same] | ones [512], with SCORE_MODS [256] | delta_s
 // [NUM_STAGES][DELTA_ROWS][BLOCK_N * 4], with QUANTIZE_Q a byte a thread | O [BLOCK_M * HEAD_DIM * 4] | k_scale
-// [NUM_STAGES][16] | v_scale and v_mean [NUM_CONSUMERS][2][HEAD_DIM * 4], at head_dim 256 in O's place | barriers. Rows
-// of Q and K are min(HEAD_DIM, 128) bytes, those of V BLOCK_N, each with a swizzle of its length.
+// [NUM_STAGES][16] | v_scale and v_mean [NUM_CONSUMERS][2][HEAD_DIM * 4], at head_dim 256 in O's place | with
+// QUANTIZE_Q and WITH_LSE row_bias [BLOCK_M * 4] | barriers. Rows of Q and K are min(HEAD_DIM, 128) bytes, those of V
+// BLOCK_N, each with a swizzle of its length.
 #include "attention/int8_blocks_roles.cuh"
 #include "attention/int8_mods_roles.cuh"
 #include "attention/int8_roles.cuh"
@@ -79,7 +82,8 @@ struct Config {
     static constexpr bool kFactors = VALUE_FACTORS;  // one for each 128 rows of V; kLse, not kDelta
     static constexpr bool kRegisterQ = REGISTER_Q;
     static constexpr bool kRawQ = QUANTIZE_Q;  // Q in 16 bits, as it comes
-    static constexpr int kQueryBytes = kRawQ ? 2 : 1;  // of an element
+    static constexpr bool kRingQ = kRawQ && kHeadDim == 256;  // half of it comes in a stage of K and V
+    static constexpr int kQueryBytes = kRawQ && !kRingQ ? 2 : 1;  // of an element, where Q has its place
     static constexpr bool kScoreMods = SCORE_MODS, kSoftcap = SOFTCAP;  // softcap, masks, biases, scale <= 0
     static constexpr bool kBlocks = BLOCK_MASK;  // kScoreMods: instead of all of these but the scale
     static constexpr bool kRotateHeads = kScoreMods, kMeetAtTiles = false;
@@ -101,8 +105,7 @@ struct Config {
     static_assert(kHeadDim == 64 || kHeadDim == 128 || kHeadDim == 256, "rows of 64 or 128 bytes");
     static_assert(!kFactors || (kBlockScales && kLse && !kDelta), "arrays in e4m3");
     static_assert(!kSplitKeys || !kDelta || kScoreMods, "mods know the head of delta_s");
-    static_assert(!kRawQ || !(kBlockScales || kVarlen || kSplitKeys || kScoreMods || kDelta || kLse),
-                  "batches, int8: with sums for an LSE biases come of K's mean");
+    static_assert(!kRawQ || !(kBlockScales || kVarlen || kSplitKeys || kScoreMods || kDelta), "batches, int8");
     static_assert(!kSplitKeys || !kVarlen || !(kScoreMods || kFactors), "packed sequences without mods and factors");
     static_assert(!kSplitKeys || !(kScoreMods || kVarlen) || kLse, "these make the sums for the LSE");
     static_assert(kBlockN == 64, "rows of V have the length of their swizzle; two tiles to a tile of scales");
@@ -129,6 +132,17 @@ class PlainProducer : public Int8Producer<Config, PlainParams, PlainProducer> {
 class PlainConsumer : public Int8Consumer<Config, PlainParams, PlainConsumer> {
   public:
     using Int8Consumer::Int8Consumer;
+
+    template <typename T>
+    OA_DEVICE void attend_tile(const T& t, const Span& keys, int32 warp_row, Rows& rows) {
+        // Half of Q is the first thing in the ring, ahead of steps that this warpgroup may pass over.
+        if constexpr (Config::kRingQ) {
+            this->wait_outer();
+            this->wait_inner();
+            raw_scale_ = this->quantize_queries(t);
+        }
+        Int8Consumer::attend_tile(t, keys, warp_row, rows);
+    }
 
     // All steps from i on. All four warps have to issue a product by the very same instruction, so only what is equal
     // for the whole warpgroup may decide between two places where products are issued.
@@ -198,7 +212,11 @@ class PlainConsumer : public Int8Consumer<Config, PlainParams, PlainConsumer> {
     OA_DEVICE void first_step(Walk& w, int32 num_tiles) {
         wait_outer();
         w.q.take(smem_addr_at(&SharedStorage::q) + outer_at_.stage * Tile::kQBytes, group_, lane_);
-        note_queries(w.q, w.t, w.warp_row, w.q_scale);
+        if constexpr (Config::kRingQ) {
+            w.q_scale[0] = w.q_scale[1] = raw_scale_;
+        } else {
+            note_queries(w.q, w.t, w.warp_row, w.q_scale);
+        }
         wait_inner();
         ping_pong_.wait();
         Tile::issue_qk(w.s, w.q, k_.next(inner_at_.stage * Tile::kKBytes));
@@ -313,6 +331,8 @@ class PlainConsumer : public Int8Consumer<Config, PlainParams, PlainConsumer> {
     OA_DEVICE PlainShift shift_of(const FwdTile& t, const NoValueFactor&) const {
         return PlainShift(delta_of(t), p_.softmax_scale * kLog2e);
     }
+
+    float raw_scale_ = 0.0f;  // kRingQ: of this lane's rows, from attend_tile to the first step
 };
 
 using Producer = Select<Config::kScoreMods, Int8ModsProducer<Config>, PlainProducer>::Type;

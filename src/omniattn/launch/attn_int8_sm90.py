@@ -98,7 +98,7 @@ def build(
         problem, blocks, operands=(at["q_int"], at["k_int"], at["v"]), starts=places.starts
     )  # q, k, v and their strides are not used
     values = {"map_q": q, "map_k": k, "map_v": v, **tile_values(order.tiles), **member("fwd", forward)}
-    values |= member("operands", places.values())
+    values |= member("operands", _operands(spec, places))
     values |= {"reserved": 0, **member("scales", places.block_scales())}
     values["flush_keys"] = flush_keys(places)
     score_mods, factors = spec.score_mods, spec.value_factors
@@ -110,6 +110,11 @@ def build(
     grid = (order.ctas, 1, 1)
     # Where it reads q as it comes, quantizers of k and v are ahead of it, and ahead of those what makes q has ended.
     return (LaunchRecord(spec, grid, 32 * spec.num_warps, *layout.pack(values), overlap=spec.quantizes_q),)
+
+
+def _operands(spec: KernelSpec, places: OperandPlaces) -> dict[str, object]:
+    """The fields of QuantizedOperands; a kernel that quantizes q multiplies it by K's mean, instead of reading that."""
+    return places.values() | ({"row_bias": places.at.get("k_mean")} if spec.quantizes_q else {})
 
 
 def _map(at: At, dims: tuple[int, int, int, int], strides: Strides3, box: tuple[int, int]) -> TensorMap:

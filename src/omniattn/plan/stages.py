@@ -140,7 +140,8 @@ def _whole_of(row: KernelSpec, problem: AttentionProblem) -> QuantizeProblem:
     found = problem.quantization(
         grouping=row.grouping, pv=row.pv, pv_accumulator=row.pv_accumulator, unpacked=row.qk == "int8"
     )
-    return replace(found, rows_q=0) if row.quantizes_q else found
+    # Without Q there is nothing to mark, and the kernel makes the products of Q and K's mean itself.
+    return replace(found, rows_q=0, row_bias="marks") if row.quantizes_q else found
 
 
 def _attend(

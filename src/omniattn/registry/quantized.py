@@ -155,25 +155,27 @@ def _int8_sm90_row(
 
 
 def _attn_int8_sm90(tile: _Int8Sm90Tile, dtype: str, varlen: bool, kind: str, qk: str = "int8") -> KernelSpec:
-    """kind: ``""``, ``"q16"`` (quantizes Q itself), ``"lse"`` (makes the LSE too), ``"smoothq"`` (it too, with
-    delta_s), ``"factors"`` (it too),
-    ``"split"`` (the keys are split over CTAs; of packed sequences with the LSE), ``"split_lse"`` or
+    """kind: ``""``, ``"lse"`` (makes the LSE too), ``"q16"`` and ``"q16_lse"`` (quantize Q themselves), ``"smoothq"``
+    (with the LSE and delta_s), ``"factors"`` (with the LSE), ``"split"`` (the keys are split over CTAs; of packed sequences with the LSE), ``"split_lse"`` or
     ``"split_factors"``.
     """
-    smooth_q, split, raw_q = kind == "smoothq", kind.startswith("split"), kind == "q16"
+    smooth_q, split, raw_q = kind == "smoothq", kind.startswith("split"), kind.startswith("q16")
     packed_split = split and varlen
     if smooth_q:  # delta_s takes registers that a fourth warpgroup would need
         tile = replace(tile, num_consumers=min(tile.num_consumers, 3))
     if varlen or smooth_q:
         tile = replace(tile, num_q_stages=1)
     block_m, block_n = 64 * tile.num_consumers, _INT8_SM90_BLOCK_N
-    tiles_bytes = tile.head_dim * (tile.num_q_stages * block_m * (1 + raw_q) + 2 * tile.num_stages * block_n)
+    # Of 256 channels half of Q in 16 bits passes through a stage of K and V.
+    q_bytes = 2 if raw_q and tile.head_dim < 256 else 1
+    tiles_bytes = tile.head_dim * (tile.num_q_stages * block_m * q_bytes + 2 * tile.num_stages * block_n)
     delta_bytes = (tile.num_stages if smooth_q else 1) * -(-block_m // 128) * block_n * 4
     sums_bytes = block_m * tile.head_dim * 4 + 16 * tile.num_stages  # O, and the scales of K
     channels_bytes = 8 * tile.num_consumers * (tile.head_dim if tile.head_dim <= 128 else 1)  # scales and means of V
     barriers_bytes = 16 * (tile.num_q_stages + tile.num_stages)
     tiles_bytes += 512  # ones, which P is multiplied by for its sums
     smem_bytes = tiles_bytes + delta_bytes + sums_bytes + channels_bytes + barriers_bytes
+    smem_bytes += 4 * block_m * (kind == "q16_lse")  # products of Q and K's mean
     smem_bytes += (80 if packed_split else 36) * tile.num_q_stages + 640
     return _int8_sm90_row(
         tile,
@@ -187,7 +189,7 @@ def _attn_int8_sm90(tile: _Int8Sm90Tile, dtype: str, varlen: bool, kind: str, qk
         # The others have no registers to spare.
         register_q=tile.head_dim < 256
         if packed_split
-        else not varlen and (kind in ("", "q16", "split") or (split and tile.num_consumers == 2)),
+        else not varlen and (kind in ("", "q16", "q16_lse", "split") or (split and tile.num_consumers == 2)),
         split=split,
         smem_bytes=smem_bytes,
         factors=kind.endswith("factors"),
@@ -374,9 +376,9 @@ def quantized_attention_rows() -> Iterator[KernelSpec]:
         for dtype in ("float16", "bfloat16")
     )
     yield from (
-        _attn_int8_sm90(tile, dtype, varlen=False, kind="q16")
+        _attn_int8_sm90(tile, dtype, varlen=False, kind=kind)
+        for kind in ("q16", "q16_lse")
         for tile in _INT8_SM90_TILES
-        if tile.head_dim < 256  # Q in 16 bits does not fit
         for dtype in ("float16", "bfloat16")
     )
     yield from (

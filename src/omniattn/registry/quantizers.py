@@ -157,7 +157,7 @@ def _quantize_values(head_dim: int, dtype: str) -> KernelSpec:
 def _quantize_kv(head_dim: int, dtype: str, sums: bool) -> KernelSpec:
     """sums: the launch ahead, which sums up samples of K and V."""
     short, tag = IO_TYPES[dtype]
-    ctas = {64: 4, 128: 2, 256: 1}[head_dim] if sums else {64: 6, 128: 3, 256: 1}[head_dim]
+    ctas = {64: 4, 128: 2, 256: 1}[head_dim] if sums else {64: 8, 128: 4, 256: 2}[head_dim]
     return KernelSpec(
         name=f"quantize_kv{'_sums' if sums else ''}_sm90_{short}_d{head_dim}",
         family="quantize_kv_sm90",
@@ -213,6 +213,5 @@ def quantizer_rows() -> Iterator[KernelSpec]:
         _quantize_kv(head_dim, dtype, sums)
         for sums in (True, False)
         for head_dim, dtype in sizes
-        if head_dim < 256  # where attention quantizes Q
     )
     yield from (_layout_fp8(head_dim) for head_dim in (64, 128, 256))

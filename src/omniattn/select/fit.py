@@ -293,17 +293,17 @@ def _unfit_precision(row: KernelSpec, problem: AttentionProblem, target: Target)
         return f"it is compiled with{'out' if wanted.smooth_q else ''} smooth_q"
     if wanted.granularity == "per_token":
         return "it has one scale a lane, not one a token"
-    return _unfit_raw_queries(problem) if row.quantizes_q else None
+    return _unfit_raw_queries(row, problem) if row.quantizes_q else None
 
 
-def _unfit_raw_queries(problem: AttentionProblem) -> str | None:
+def _unfit_raw_queries(row: KernelSpec, problem: AttentionProblem) -> str | None:
     """Why a row that quantizes q itself cannot do so in a call; None if it can."""
     wanted = problem.precision
     if problem.operands is not None or problem.descales is not None:
         return "it quantizes q itself, and this q comes quantized"
     if (wanted.qk, wanted.granularity, wanted.hadamard) != ("int8", "per_thread", False):
         return "it quantizes q itself, to 8-bit integers with a scale a lane, without a rotation"
-    if problem.absolute_scores:
+    if problem.absolute_scores and not row.lse:
         return "it knows no q . k_mean, which an LSE, sinks and softcap need"
     return None
 
