@@ -331,7 +331,7 @@ class Int8Consumer : public ForwardConsumer<Config, Derived> {
     OA_DEVICE float quantize_queries(const FwdTile& t) {
         RawQueries<Config> q;
         const RawPanels<Config> tile = raw_queries();
-        q.take_panels(tile, group_, lane_);
+        q.take(tile, group_, lane_, rows_of_warp(t));
         marks() = uint8(q.bad);
         wait_for_kernel_ahead();
         if constexpr (Config::kLse) note_bias(t, tile);
@@ -356,6 +356,19 @@ class Int8Consumer : public ForwardConsumer<Config, Derived> {
         return {Config::kEarlyChannels ? storage_.channels[group_][0] : reinterpret_cast<float*>(storage_.o[group_])};
     }
 
+    // Q of this warpgroup, where it has come, or to registers.
+    template <typename T, typename Queries>
+    OA_DEVICE void take_queries(const T& t, Queries& q) const {
+        if constexpr (Config::kRawQ && !Config::kRingQ) {
+            q.take(raw_queries(), group_, lane_, rows_of_warp(t));
+        } else {
+            q.take(smem_addr_at(&Storage::q) + outer_at_.stage * Tile::kQBytes, group_, lane_);
+        }
+    }
+    // How many rows there are from this warp's first one on.
+    OA_DEVICE int32 rows_of_warp(const FwdTile& t) const {
+        return t.seqlen_q - (t.m0 + group_ * 64 + (threadIdx.x >> 5 & 3) * 16);
+    }
     // kRawQ: where Q in 16 bits is.
     OA_DEVICE RawPanels<Config> raw_queries() const {
         const uint32 at = inner_at_.stage * Tile::kKBytes;

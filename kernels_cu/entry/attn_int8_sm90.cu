@@ -105,7 +105,7 @@ struct Config {
     static_assert(kHeadDim == 64 || kHeadDim == 128 || kHeadDim == 256, "rows of 64 or 128 bytes");
     static_assert(!kFactors || (kBlockScales && kLse && !kDelta), "arrays in e4m3");
     static_assert(!kSplitKeys || !kDelta || kScoreMods, "mods know the head of delta_s");
-    static_assert(!kRawQ || !(kBlockScales || kVarlen || kSplitKeys || kScoreMods || kDelta), "batches, int8");
+    static_assert(!kRawQ || !(kBlockScales || kSplitKeys || kScoreMods || kDelta), "int8, all keys in a CTA");
     static_assert(!kSplitKeys || !kVarlen || !(kScoreMods || kFactors), "packed sequences without mods and factors");
     static_assert(!kSplitKeys || !(kScoreMods || kVarlen) || kLse, "these make the sums for the LSE");
     static_assert(kBlockN == 64, "rows of V have the length of their swizzle; two tiles to a tile of scales");
@@ -127,6 +127,11 @@ using Shift = Select<Config::kFactors, ValueShift, PlainShift>::Type;
 class PlainProducer : public Int8Producer<Config, PlainParams, PlainProducer> {
   public:
     using Int8Producer::Int8Producer;
+
+    OA_DEVICE void run(int lane) {
+        if (Config::kRawQ && Config::kVarlen) wait_for_kernel_ahead();  // those ahead write where sequences begin
+        Int8Producer::run(lane);
+    }
 };
 
 class PlainConsumer : public Int8Consumer<Config, PlainParams, PlainConsumer> {
@@ -211,7 +216,7 @@ class PlainConsumer : public Int8Consumer<Config, PlainParams, PlainConsumer> {
     // The first step: S alone, and the base of the softmax.
     OA_DEVICE void first_step(Walk& w, int32 num_tiles) {
         wait_outer();
-        w.q.take(smem_addr_at(&SharedStorage::q) + outer_at_.stage * Tile::kQBytes, group_, lane_);
+        this->take_queries(w.t, w.q);
         if constexpr (Config::kRingQ) {
             w.q_scale[0] = w.q_scale[1] = raw_scale_;
         } else {

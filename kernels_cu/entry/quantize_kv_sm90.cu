@@ -1,21 +1,23 @@
-// K and V of a dense batch for int8 attention on Hopper, by the defaults: K to integers, V to e4m3, both without their
-// means.
+// K and V for int8 attention on Hopper, by the defaults: K to integers, V to e4m3, both without their means.
 // Source: SageAttention2 (Zhang et al. 2024), sections 3.1 to 3.3.
 //
 //   k_int = nearest_even((k - k_mean) / k_scale), one scale for each lane of a tile of 128 keys
 //   v_out = e4m3((v - mean) / v_scale), v_mean = mean and the mean of the rounding errors (quantize/values.cuh)
 //
-// k, v: [batch, seqlen_k, num_kv_heads, head_dim], fp16 or bf16, any strides with 16-byte rows. Outputs and the order
+// k, v: [batch, seqlen_k, num_kv_heads, head_dim], with PACKED [seqlen_k, num_kv_heads, head_dim] and sequences that
+// cu_seqlens_k divides; fp16 or bf16, any strides with 16-byte rows. Outputs and the order
 // of every sum: docs/quantization.md; the bits are those of quantize_sm80, without its tickets and flags.
 //
 // Two launches of one source, the second one while the first one ends, attention behind them while the second one does:
 //
-//   SUMS 1, CTAs of 4 * HEAD_DIM threads: a chunk of the samples of a head of K or V -> partial sums, ranges
+//   SUMS 1, CTAs of 4 * HEAD_DIM threads: a chunk of the samples of a head of K or V -> partial sums, ranges; PACKED,
+//       the first one: starts_k
 //   SUMS 0, CTAs of 2 * HEAD_DIM threads, those of K and V in turn: 128 keys of a head
 //       load -> [kernel ahead has ended] -> its chunks: mean, scale -> codes
 //       V: the last CTA of a head: v_mean, v_scale; the head again where a sample's scale was too small
 //
 // Shared memory (static): SUMS ? ValueSumsStorage : KeysStorage or ValuesStorage | flag.
+#include "ptx/l2.cuh"
 #include "quantize/key_blocks.cuh"
 #include "quantize/value_blocks.cuh"
 
@@ -27,12 +29,22 @@ union BlockStorage {
     ValuesStorage<kHeadDim> values;
 };
 
+// Has L2 fetch a block's rows.
+OA_DEVICE void fetch_ahead(const QuantizeParams& p, uint32 block, bool of_values) {
+    constexpr int kLines = kHeadDim / 64;  // of 128 bytes, of a row
+    const QuantizeItem t = slot_of_keys(p, block, of_values ? kQuantizeV : kQuantizeK);
+    const int32 row = int32(threadIdx.x) / kLines, line = int32(threadIdx.x) % kLines;
+    if (t.index * kBlockRows + row < t.len && line * 64 < p.head_dim)
+        prefetch_l2(t.rows + row * t.stride_bytes + line * 128);
+}
+
 extern "C" __global__ void __launch_bounds__(kThreads, CTAS) quantize_kv_sm90(const
                                                                               __grid_constant__ QuantizeParams p) {
     const bool of_values = blockIdx.x & 1;
     launch_dependents();
 #if SUMS
     __shared__ ValueSumsStorage<kHeadDim> s;
+    if (PACKED && blockIdx.x == 0 && threadIdx.x < 32) copy_starts(p.cu_seqlens_k, p.starts_k, p.batch, p.seqlen_k);
     if (of_values) {
         sum_samples<true, IO_TYPE, kHeadDim>(p, int32(blockIdx.x >> 1), s);
     } else {
@@ -41,7 +53,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, CTAS) quantize_kv_sm90(co
 #else
     __shared__ BlockStorage s;
     __shared__ uint32 last;
-    QuantizeItem t = block_of_keys(p, blockIdx.x >> 1, of_values ? kQuantizeV : kQuantizeK);
+    QuantizeItem t = slot_of_keys(p, blockIdx.x >> 1, of_values ? kQuantizeV : kQuantizeK);
+    if (PACKED && t.batch_idx < 0) {
+        wait_for_kernel_ahead();  // as all do: whoever waits for this kernel waits for both
+        return;
+    }
+#if AHEAD
+    if (blockIdx.x + AHEAD < gridDim.x) fetch_ahead(p, (blockIdx.x + AHEAD) >> 1, of_values);
+#endif
     if (of_values) {
         quantize_values_block<IO_TYPE, kHeadDim>(p, t, s.values, &last);
     } else {

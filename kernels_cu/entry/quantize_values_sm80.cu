@@ -21,6 +21,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, CTAS) quantize_values_sm8
                                                                                   __grid_constant__ QuantizeParams p) {
     __shared__ ValuesStorage<kHeadDim> s;
     __shared__ uint32 last;
-    QuantizeItem t = block_of_keys(p, blockIdx.x, kQuantizeV);
+    QuantizeItem t = slot_of_keys(p, blockIdx.x, kQuantizeV);
     quantize_values_block<IO_TYPE, kHeadDim>(p, t, s, &last);
 }

@@ -15,12 +15,12 @@ constexpr uint32 kReady = 0x80000000u;  // of a counter: all arrivals are in, an
 
 // COMMON: a kernel for the defaults of attention(precision="int8") only: dense batches of Q, K and V, int8 with one
 // scale a thread, all but Q smoothed, the grouping sm90 or sm80 (GROUPING: 90, 80), V to V_TYPE (E4m3, Half). Arguments
-// of the general kernel are constants there.
+// of the general kernel are constants there. PACKED: of packed sequences, and K and V alone.
 constexpr bool kCommon = COMMON;
 constexpr int32 kCommonFlags = kSmoothK | kSmoothV | kHasQk | kHasV | (V_TYPE::kBytes == 2 ? kHalfV : 0);
 constexpr int32 kCommonKeyTile = GROUPING == 90 ? 128 : 64, kCommonQuerySlice = GROUPING == 90 ? 16 : 32;
 OA_DEVICE bool has(const QuantizeParams& p, Flag flag) { return ((kCommon ? kCommonFlags : p.flags) & flag) != 0; }
-OA_DEVICE bool is_packed(const QuantizeParams& p) { return !kCommon && p.packed; }
+OA_DEVICE bool is_packed(const QuantizeParams& p) { return kCommon ? PACKED : p.packed != 0; }
 OA_DEVICE int32 granularity_of(const QuantizeParams& p) { return kCommon ? kPerThread : p.granularity; }
 OA_DEVICE int32 bits_of(const QuantizeParams& p) { return kCommon ? 8 : p.bits; }
 OA_DEVICE int32 levels_of(const QuantizeParams& p) { return kCommon ? 127 : p.levels; }

@@ -1,4 +1,4 @@
-// A block of 128 keys of K of a dense batch, behind a launch that has summed up samples (quantize/value_sums.cuh). The
+// A block of 128 keys of K, behind a launch that has summed up samples (quantize/value_sums.cuh). The
 // bits are those of quantize/rows.cuh.
 #pragma once
 #include "quantize/rows.cuh"
@@ -23,9 +23,10 @@ OA_DEVICE void quantize_keys_block(const QuantizeParams& p, const QuantizeItem& 
     s.groups.template clear<2 * kHeadDim>();
     wait_for_kernel_ahead();
     if (tid < kHeadDim) {
-        float of_channel = key_mean<kHeadDim>(p, t.unit);
+        float of_channel = key_mean<kHeadDim>(p, t);
         s.mean[tid] = of_channel;
-        if (t.index == 0 && tid < p.head_dim_pad) p.k_mean[int64(t.unit) * p.head_dim_pad + tid] = of_channel;
+        if (t.index == 0 && tid < p.head_dim_pad)
+            p.k_mean[sequence_head(t, p.num_kv_heads) * p.head_dim_pad + tid] = of_channel;
     }
     __syncthreads();
     float mean[8];

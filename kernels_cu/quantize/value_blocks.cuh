@@ -1,4 +1,4 @@
-// A block of 128 keys of V of a dense batch, behind a launch that has summed up samples (quantize/value_sums.cuh).
+// A block of 128 keys of V, behind a launch that has summed up samples (quantize/value_sums.cuh).
 #pragma once
 #include "quantize/value_sums.cuh"
 #include "quantize/values.cuh"
@@ -12,15 +12,18 @@ OA_DEVICE void quantize_values_block(const QuantizeParams& p, const QuantizeItem
     ValuesTile tile = values_tile(p, t, t.index);
     uint4 raw[2][4];
     load_values<Io, kHeadDim>(p, tile, raw);
+    // Whole warps decide alike, so that this is a branch: without it ptxas puts the wait ahead of the loads.
+    if (tid / 32 < kHeadDim / 32) s.error[tid] = 0;
+    __syncwarp();
     wait_for_kernel_ahead();
-    bool bad = false, sampled = sample_log2(p.seqlen_k) > 0;
+    bool bad = false, sampled = sample_log2(t.len) > 0;
+    const int64 at = sequence_head(t, p.num_kv_heads);
     float mean = 0.0f, scale = 1.0f;
     if (tid < kHeadDim) {
-        ChannelRange range = channel_range<kHeadDim>(p, t.unit, tid);
+        ChannelRange range = channel_range<kHeadDim>(p, t, tid);
         mean = range.mean, scale = range.scale, bad = range.bad;
         s.mean[tid] = mean;
         s.inverse[tid] = div_rn(1.0f, scale);
-        s.error[tid] = 0;
     }
     bad = __syncthreads_or(bad);
     uint32 addend = sampled ? overflow_addend(p) : 0, over;
@@ -31,20 +34,21 @@ OA_DEVICE void quantize_values_block(const QuantizeParams& p, const QuantizeItem
     }
     __syncthreads();
     store_values<kHeadDim>(p, tile, s);
-    if (sampled && over) reduce_max_global(p.v_bad + t.unit, 1);
-    int64 channel = int64(t.unit) * p.head_dim_pad + tid;
+    if (sampled && over) reduce_max_global(p.v_bad + at, 1);
+    int64 channel = at * p.head_dim_pad + tid;
     bool mine = tid < p.head_dim_pad;
     if (mine) reduce_add_global(p.v_error + channel, s.error[(tid & 7) * (kHeadDim / 8) + (tid >> 3)]);
-    if (!arrive_is_last(p.v_done + t.unit, uint32(p.slots_k), last)) return;
+    if (!arrive_is_last(p.v_done + at, uint32(blocks_of(t.len)), last)) return;
 
-    if (tid == 0) s.bad = sampled && (bad || load_gpu(p.v_bad + t.unit) != 0);
+    if (tid == 0) s.bad = sampled && (bad || load_gpu(p.v_bad + at) != 0);
     int64 error = mine ? load_gpu(p.v_error + channel) : 0;
     __syncthreads();
     if (s.bad != 0) {
         // Copies, whose addresses that function is given: the block's own are registers.
         QuantizeItem head = t;
         head.rows -= int64(t.index) * kBlockRows * t.stride_bytes;
-        head.slot = head.index = 0;
+        head.slot -= t.index;
+        head.index = 0;
         float fitting = scale;
         error = quantize_v_again<Io, kHeadDim>(p, head, s, &fitting);
         scale = fitting;

@@ -1,4 +1,4 @@
-// Means of K, and means and ranges of the channels of V, of dense batches, in two halves: a launch sums up a sample in
+// Means of K, and means and ranges of the channels of V, in two halves: a launch sums up a sample in
 // chunks; every CTA of the next one adds the chunks up. So nobody waits for a flag, and nothing has to be zeroed
 // before. The same operations in the same order as quantize/reduce.cuh, and so the same bits.
 //
@@ -28,49 +28,45 @@ OA_DEVICE float column_range(const uint16* column) {
     return m;
 }
 
-// Block `index` of all blocks of all heads; heads of a block of keys are neighbours in k and v.
-OA_DEVICE QuantizeItem block_of_keys(const QuantizeParams& p, uint32 index, ItemKind kind) {
+// Slot `index` of all slots of all heads, of kBlockRows keys or a chunk of samples (kReduceK, kReduceV); heads of a slot
+// are neighbours in k and v. t.rows: of the block, or the head's first. t.batch_idx: -1, packed, if no sequence fills it.
+OA_DEVICE QuantizeItem slot_of_keys(const QuantizeParams& p, uint32 index, ItemKind kind) {
     QuantizeItem t;
     t.kind = kind;
-    uint32 rest = index / uint32(p.num_kv_heads);
+    const bool is_v = kind == kQuantizeV || kind == kReduceV, is_block = kind == kQuantizeV || kind == kQuantizeK;
+    uint32 rest = index / uint32(p.num_kv_heads), slots = is_block ? p.slots_k : p.slots_r;
     t.head = int32(index - rest * uint32(p.num_kv_heads));
-    t.batch_idx = int32(rest / uint32(p.slots_k));
-    t.slot = t.index = int32(rest - uint32(t.batch_idx) * uint32(p.slots_k));
-    t.unit = t.batch_idx * p.num_kv_heads + t.head;
-    t.begin = 0, t.len = p.seqlen_k;
-    const bool is_v = kind == kQuantizeV;
-    const uint8* x = is_v ? p.v : p.k;
+    if (is_packed(p)) {
+        const int32 rows = is_block ? kBlockRows : kChunkRows;
+        Sequence s{0, 0};
+        t.slot = int32(rest), t.index = 0, t.batch_idx = -1, t.unit = t.head;
+        if (find_slot(p.cu_seqlens_k, p.seqused_k, p.batch, p.seqlen_k, t.slot, rows, t.batch_idx, s)) {
+            t.index = t.slot - first_slot(s.begin, t.batch_idx, rows);
+            if (t.index >= (is_block ? blocks_of(s.len) : num_chunks(num_samples(s.len)))) t.batch_idx = -1;
+        }
+        t.begin = s.begin, t.len = s.len;
+    } else {
+        t.batch_idx = int32(rest / slots);
+        t.slot = t.index = int32(rest - uint32(t.batch_idx) * slots);
+        t.unit = t.batch_idx * p.num_kv_heads + t.head;
+        t.begin = 0, t.len = p.seqlen_k;
+    }
     int64 stride_b = is_v ? p.v_stride_b : p.k_stride_b, stride_h = is_v ? p.v_stride_h : p.k_stride_h;
     t.stride_bytes = 2 * (is_v ? p.v_stride_s : p.k_stride_s);
-    t.rows = x + 2 * (t.batch_idx * stride_b + t.head * stride_h) + int64(t.index) * kBlockRows * t.stride_bytes;
+    t.rows = input_rows(is_v ? p.v : p.k, t, stride_b, t.stride_bytes / 2, stride_h, !is_packed(p));
+    if (is_block) t.rows += int64(t.index) * kBlockRows * t.stride_bytes;
     return t;
 }
 
-// One chunk of all chunks of all heads.
-struct SampleChunk {
-    int32 batch_idx, head, unit, chunk;
-    OA_DEVICE SampleChunk(const QuantizeParams& p, int32 index) {
-        // Heads of a batch entry are neighbours in k and v.
-        int32 heads = p.num_kv_heads, of_entry = heads * p.slots_r;
-        batch_idx = index / of_entry;
-        int32 rest = index - batch_idx * of_entry;
-        chunk = rest / heads;
-        head = rest - chunk * heads;
-        unit = batch_idx * heads + head;
-    }
-    OA_DEVICE RowsToSum rows(const QuantizeParams& p, const uint8* x, int64 stride_b, int64 stride_s,
-                             int64 stride_h) const {
-        int32 samples = num_samples(p.seqlen_k), size = chunk_rows(samples), first = chunk * size;
-        return {x + 2 * (batch_idx * stride_b + head * stride_h), stride_s * 2, first, sample_log2(p.seqlen_k),
-                min_of(size, samples - first)};
-    }
-};
-
-// Where the sum of a chunk of K is: this thread's channel.
+// Where the partial results of a head's chunks begin among those of all heads, in chunks. By all lanes.
+OA_DEVICE int64 first_chunk(const QuantizeParams& p, const QuantizeItem& t) {
+    return int64(t.unit) * p.slots_r + (is_packed(p) ? first_slot(t.begin, t.batch_idx, kChunkRows) : 0);
+}
+// Where the sum of a chunk of K is, counted as first_chunk does: this thread's channel.
 template <int kHeadDim>
-OA_DEVICE float* key_partial(const QuantizeParams& p, int32 unit, int32 chunk) {
+OA_DEVICE float* key_partial(const QuantizeParams& p, int64 chunk) {
     int64 of_values = int64(p.units) * p.slots_r * 4;
-    return p.partials + (of_values + int64(unit) * p.slots_r + chunk) * kHeadDim + threadIdx.x;
+    return p.partials + (of_values + chunk) * kHeadDim + threadIdx.x;
 }
 
 // By a CTA of 4 * kHeadDim threads: chunk `index` of K or, with kRanges, of V; lane ty of 32 has 8 channels of the rows
@@ -80,12 +76,14 @@ OA_DEVICE void sum_samples(const QuantizeParams& p, int32 index, ValueSumsStorag
     constexpr int kColumns = kHeadDim / 8, kBatch = 8;
     Io io;
     int32 tid = threadIdx.x, cc = tid % kColumns, ty = tid / kColumns;
-    const SampleChunk of(p, index);
-    const RowsToSum rows = kRanges ? of.rows(p, p.v, p.v_stride_b, p.v_stride_s, p.v_stride_h)
-                                   : of.rows(p, p.k, p.k_stride_b, p.k_stride_s, p.k_stride_h);
-    if (kRanges && of.chunk == 0 && tid < p.head_dim_pad) {
-        p.v_error[int64(of.unit) * p.head_dim_pad + tid] = 0;
-        if (tid == 0) p.v_bad[of.unit] = p.v_done[of.unit] = 0;
+    const QuantizeItem t = slot_of_keys(p, uint32(index), kRanges ? kReduceV : kReduceK);
+    if (is_packed(p) && t.batch_idx < 0) return;
+    const RowsToSum rows = chunk_of(t, num_samples(t.len), t.rows, t.stride_bytes);
+    const int64 chunk = first_chunk(p, t) + t.index;
+    if (kRanges && t.index == 0 && tid < p.head_dim_pad) {
+        int64 at = sequence_head(t, p.num_kv_heads);
+        p.v_error[at * p.head_dim_pad + tid] = 0;
+        if (tid == 0) p.v_bad[at] = p.v_done[at] = 0;
     }
     bool inside = cc * 8 < p.head_dim;
     uint4 hi, lo;  // -inf and +inf: no row seen
@@ -139,7 +137,7 @@ OA_DEVICE void sum_samples(const QuantizeParams& p, int32 index, ValueSumsStorag
         __syncthreads();
     }
     if constexpr (!kRanges) {
-        if (tid < kHeadDim) *key_partial<kHeadDim>(p, of.unit, of.chunk) = sum;
+        if (tid < kHeadDim) *key_partial<kHeadDim>(p, chunk) = sum;
         return;
     }
     uint4* ranges = reinterpret_cast<uint4*>(s.lanes);
@@ -158,7 +156,7 @@ OA_DEVICE void sum_samples(const QuantizeParams& p, int32 index, ValueSumsStorag
             if (is_finite(value)) most = fmaxf(most, value), least = fminf(least, value);
         }
     }
-    float* to = p.partials + (int64(of.unit) * p.slots_r + of.chunk) * 4 * kHeadDim + tid;
+    float* to = p.partials + chunk * 4 * kHeadDim + tid;
     to[0] = again ? 1.0f : 0.0f;
     to[kHeadDim] = sum;
     to[2 * kHeadDim] = most;
@@ -171,12 +169,12 @@ struct ChannelRange {
     bool bad;
 };
 
-// By thread `tid` for its channel, below kHeadDim: from what sum_samples wrote of the head.
+// By thread `tid` for its channel, below kHeadDim: from what sum_samples wrote of the item's head.
 template <int kHeadDim>
-OA_DEVICE ChannelRange channel_range(const QuantizeParams& p, int32 unit, int32 tid) {
+OA_DEVICE ChannelRange channel_range(const QuantizeParams& p, const QuantizeItem& t, int32 tid) {
     constexpr int kAhead = 4;
-    int32 samples = num_samples(p.seqlen_k), chunks = num_chunks(samples);
-    const float* partial = p.partials + int64(unit) * p.slots_r * 4 * kHeadDim + tid;
+    int32 samples = num_samples(t.len), chunks = num_chunks(samples);
+    const float* partial = p.partials + first_chunk(p, t) * 4 * kHeadDim + tid;
     float total = 0.0f, most = neg_inf(), least = -neg_inf(), bad = 0.0f;
     for (int32 c0 = 0; c0 < chunks; c0 += kAhead) {
         float part[4][kAhead];
@@ -201,23 +199,24 @@ OA_DEVICE ChannelRange channel_range(const QuantizeParams& p, int32 unit, int32 
     // A difference beyond fp32 counts as infinity.
     bool wrong = bad != 0.0f || !is_finite(amax);
     // A sample of zeros says nothing of the others: anything that is not 0 will be too large.
-    if (sample_log2(p.seqlen_k) > 0 && tid < p.head_dim) amax = mul_rn(fmaxf(amax, kLeastAmax), headroom(p));
+    if (sample_log2(t.len) > 0 && tid < p.head_dim) amax = mul_rn(fmaxf(amax, kLeastAmax), headroom(p));
     return {mean, value_scale(p, fminf(amax, kMaxFinite)), wrong};
 }
 
-// The mean of K in this thread's channel, below kHeadDim: from what sum_samples wrote of the head.
+// The mean of K in this thread's channel, below kHeadDim: from what sum_samples wrote of the item's head.
 template <int kHeadDim>
-OA_DEVICE float key_mean(const QuantizeParams& p, int32 unit) {
+OA_DEVICE float key_mean(const QuantizeParams& p, const QuantizeItem& t) {
     constexpr int kAhead = 8;
-    int32 samples = num_samples(p.seqlen_k), chunks = num_chunks(samples);
+    int32 samples = num_samples(t.len), chunks = num_chunks(samples);
+    const float* partial = key_partial<kHeadDim>(p, first_chunk(p, t));
     float total = 0.0f;
     for (int32 c0 = 0; c0 < chunks; c0 += kAhead) {
         float part[kAhead];
 #pragma unroll
-        for (int i = 0; i < kAhead; ++i) part[i] = load_gpu(key_partial<kHeadDim>(p, unit, min_of(c0 + i, chunks - 1)));
+        for (int i = 0; i < kAhead; ++i) part[i] = load_gpu(partial + int64(min_of(c0 + i, chunks - 1)) * kHeadDim);
 #pragma unroll
         for (int i = 0; i < kAhead; ++i)
             if (c0 + i < chunks) total += part[i];
     }
-    return p.seqlen_k > 0 ? mul_rn(div_rn(total, float(samples)), kSumUnscale) : 0.0f;
+    return t.len > 0 ? mul_rn(div_rn(total, float(samples)), kSumUnscale) : 0.0f;
 }

@@ -33,15 +33,17 @@ struct RawQueries {
     float scale;  // of this lane's two rows
     uint32 bad;  // bits 0 and 1: this lane's first and second row hold NaN or infinity
 
-    // All lanes. tile: shared address of the CTA's rows.
-    OA_DEVICE void take(uint32 tile, int32 group, int lane) { take_panels({tile, 0, 0}, group, lane); }
-    OA_DEVICE void take_panels(const RawPanels<Config>& tile, int32 group, int lane) {
+    // All lanes. rows: of the warp's 16 those that count; of packed sequences others are the next one's.
+    OA_DEVICE void take(const RawPanels<Config>& tile, int32 group, int lane, int32 rows) {
         typename Config::Io io;
         uint2 raw[kUnits][2];
 #pragma unroll
         for (int u = 0; u < kUnits; ++u)
 #pragma unroll
-            for (int r = 0; r < 2; ++r) raw[u][r] = load_unit(tile, group, lane, u, r);
+            for (int r = 0; r < 2; ++r) {
+                raw[u][r] = load_unit(tile, group, lane, u, r);
+                if (Config::kVarlen && (lane >> 2) + 8 * r >= rows) raw[u][r] = uint2{0, 0};
+            }
         uint32 most[2];
 #pragma unroll
         for (int r = 0; r < 2; ++r) {

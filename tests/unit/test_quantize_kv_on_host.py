@@ -66,35 +66,96 @@ def problem_of(shape: tuple[Any, ...]) -> QuantizeProblem:
     return QuantizeProblem(dtype, batch, 0, keys, 2 * heads, heads, d, False, smooth_v=True, unpacked=True)
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("kind", KINDS)
-def test_bits(kernels: HostKernels, shape: tuple[Any, ...], kind: str) -> None:
-    problem, (k, v) = problem_of(shape), arrays_of(kind, shape)
+def quantized(
+    kernels: HostKernels, problem: QuantizeProblem, arrays: dict[str, Any], starts: list[int] | None = None
+) -> dict[str, Any]:
+    """What the kernels make of arrays by their names in a call, k and v (batch, keys, heads, head_dim) or without a
+    batch; checks the copy of cu_seqlens, which is to be ``starts``.
+    """
     pair = select_kv(problem, HOPPER)
     assert pair is not None
     outputs, end = in_workspace(problem)
     specs = pair[0].spec, pair[1].spec
-    steps = tuple((0 if x.shape[0] == 1 else x.strides[0] // 2, x.strides[1] // 2, x.strides[2] // 2) for x in (k, v))
+    steps = tuple(
+        (0 if x.ndim == 3 or x.shape[0] == 1 else x.strides[0] // 2, x.strides[-3] // 2, x.strides[-2] // 2)
+        for x in (arrays["k"], arrays["v"])
+    )
     records = quantize_kv.build(*specs, problem, steps, outputs, At("workspace", end))  # type: ignore[arg-type]
     memory = np.full(end + quantize_kv.scratch_bytes(specs[0], problem) + 256, 0xFF, np.uint8)
     base = memory.ctypes.data + -memory.ctypes.data % 256
-    addresses = {"k": k.ctypes.data, "v": v.ctypes.data, "workspace": base}
+    addresses = {name: x.ctypes.data for name, x in arrays.items()} | {"workspace": base}
     for record in records:
         data = bytearray(record.arguments)
         for p in record.pointers:
             data[p.offset : p.offset + 8] = (addresses[p.operand] + p.add).to_bytes(8, "little")
         kernels.library(record.spec).launch(bytes(data) + bytes(8), *record.grid[:2], record.threads)
+    begin, found = base - memory.ctypes.data, {}
+    for name, (sizes, dtype) in problem.shapes().items():
+        size = int(np.prod(sizes)) * np.dtype(dtype).itemsize
+        found[name] = memory[begin + outputs[name].offset :][:size].view(dtype).reshape(sizes)
+    if starts is not None:
+        copy = quantize_kv.starts_in(specs[0], problem, At("workspace", end))
+        assert memory[begin + copy.offset :][: 4 * len(starts)].view(np.int32).tolist() == starts
+    return found
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_bits(kernels: HostKernels, shape: tuple[Any, ...], kind: str) -> None:
+    problem, (k, v) = problem_of(shape), arrays_of(kind, shape)
+    found = quantized(kernels, problem, {"k": k, "v": v})
     q = np.zeros((k.shape[0], 0, 2 * k.shape[2], k.shape[3]), k.dtype)
     with np.errstate(all="ignore"):
         wanted = reference.quantize(problem, *(x.swapaxes(1, 2) for x in (q, k, v)))
-    for name, (sizes, dtype) in problem.shapes().items():
-        first = base - memory.ctypes.data + outputs[name].offset
-        got = memory[first:][: wanted[name].nbytes].view(dtype).reshape(sizes)
+    for name, got in found.items():
         np.testing.assert_array_equal(got, wanted[name], err_msg=name)
 
 
+@pytest.mark.parametrize(
+    "starts",
+    [
+        [0, 130, 130, 131, 900],  # none, one key, samples
+        [0, 0, 640],
+        [3, 200, 150, 400],  # backwards: the second sequence is empty; rows of nobody before and behind
+        [*range(0, 280, 7), 800],  # more sequences than a warp has lanes
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("used", [False, True])
+@pytest.mark.parametrize("kind", ["normal", "outlier", "nan"])
+def test_packed(kernels: HostKernels, starts: list[int], used: bool, kind: str) -> None:
+    """Each sequence has the bits that it has as a batch of one."""
+    keys, heads, d = 900, 2, 64
+    k, v = (x[0] for x in arrays_of(kind, ("bfloat16", d, 1, heads, keys)))
+    batch = len(starts) - 1
+    problem = replace(
+        problem_of(("bfloat16", d, batch, heads, keys)), varlen=True, max_seqlen_k=keys, used=(False, used)
+    )
+    lengths = np.maximum(np.diff(np.maximum.accumulate(starts)), 0)
+    if used:
+        lengths = np.where(np.arange(batch) % 2 == 0, lengths, np.maximum(lengths - 77, 0))
+    arrays = {"k": k, "v": v, "cu_seqlens_k": np.array(starts, np.int32), "seqused_k": lengths.astype(np.int32)}
+    monotone = np.maximum.accumulate(starts).tolist()
+    found = quantized(kernels, problem, arrays, monotone)
+    for b, (begin, length) in enumerate(zip(monotone[:-1], lengths.tolist(), strict=True)):
+        if not length:
+            continue
+        rows = slice(begin, begin + length)
+        alone = problem_of(("bfloat16", d, 1, heads, length))
+        with np.errstate(all="ignore"):
+            wanted = reference.quantize(
+                alone, np.zeros((1, 2 * heads, 0, d), k.dtype), *(x[None, rows].swapaxes(1, 2) for x in (k, v))
+            )
+        slot, blocks = -(-begin // 128) + b, -(-length // 128)
+        np.testing.assert_array_equal(found["k_int"][:, rows], wanted["k_int"][0])
+        np.testing.assert_array_equal(found["k_scale"][:, 4 * slot : 4 * (slot + blocks)], wanted["k_scale"][0])
+        np.testing.assert_array_equal(found["v"][..., 128 * slot : 128 * (slot + blocks)], wanted["v"][0])
+        for name in ("k_mean", "v_scale", "v_mean"):
+            np.testing.assert_array_equal(found[name][b], wanted[name][0], err_msg=name)
+
+
 def test_what_they_are_for() -> None:
-    """K and V of batches by the defaults alone; where there is Q, or anything else, others quantize."""
+    """K and V by the defaults alone; where there is Q, or anything else, others quantize."""
     problem = problem_of(SHAPES[0])
     row = next(spec for spec in REGISTRY if spec.op == KV_OPS[1])
     assert fit(row, replace(problem, dtype=row.dtype), HOPPER) is None

@@ -1,4 +1,4 @@
-"""Launches that quantize K and V of a batch for int8 attention on Hopper (``kernels_cu/entry/quantize_kv_sm90.cu``)."""
+"""Launches that quantize K and V for int8 attention on Hopper (``kernels_cu/entry/quantize_kv_sm90.cu``)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,6 @@ def build(
     for name, size in _scratch(sums, p).items():
         places[name] = At(memory.operand, end)
         end += size
-    units = p.batch * p.heads_kv
     values: dict[str, object] = {name: None if code == "P" else 0 for name, code in QUANTIZE.fields}
     values |= places | host_struct.strides("k", strides[0]) | host_struct.strides("v", strides[1])
     values |= {
@@ -36,10 +35,12 @@ def build(
         "k_mean": outputs["k_mean"], "v_out": outputs["v"], "v_scale": outputs["v_scale"], "v_mean": outputs["v_mean"],
         "batch": p.batch, "num_kv_heads": p.heads_kv, "seqlen_k": p.rows_k, "head_dim": p.head_dim,
         "head_dim_pad": p.head_dim_pad, "slots_k": p.slots(p.rows_k, BLOCK_ROWS), "slots_r": p.slots_r,
-        "tiles_k": p.slots(p.rows_k, p.key_tile), "units": units, "v_levels": p.v_levels,
+        "tiles_k": p.slots(p.rows_k, p.key_tile), "units": p.units, "v_levels": p.v_levels,
     }  # fmt: skip
+    if p.varlen:
+        values |= {"cu_seqlens_k": At("cu_seqlens_k"), "seqused_k": At("seqused_k") if p.used[1] else None}
     arguments = QUANTIZE.pack(values)
-    chunks, tiles = units * p.slots_r, units * p.slots(p.rows_k, BLOCK_ROWS)
+    chunks, tiles = p.units * p.slots_r, p.units * p.slots(p.rows_k, BLOCK_ROWS)
     return (
         LaunchRecord(sums, (2 * chunks, 1, 1), 32 * sums.num_warps, *arguments),
         LaunchRecord(blocks, (2 * tiles, 1, 1), 32 * blocks.num_warps, *arguments, overlap=True),
@@ -48,8 +49,16 @@ def build(
 
 def _scratch(spec: KernelSpec, p: QuantizeProblem) -> dict[str, int]:
     """Bytes of arrays by their names in QuantizeParams, one behind the other; of a chunk five rows of partial sums."""
-    units = p.batch * p.heads_kv
-    return {
-        "v_error": 8 * units * p.head_dim_pad, "partials": 20 * units * p.slots_r * spec.head_dim,
-        "v_bad": 4 * units, "v_done": 4 * units,
+    heads = p.batch * p.heads_kv  # of all sequences
+    sizes = {
+        "v_error": 8 * heads * p.head_dim_pad, "partials": 20 * p.units * p.slots_r * spec.head_dim,
+        "v_bad": 4 * heads, "v_done": 4 * heads,
     }  # fmt: skip
+    return sizes | ({"starts_k": 4 * (p.batch + 1)} if p.varlen else {})
+
+
+def starts_in(spec: KernelSpec, p: QuantizeProblem, memory: At) -> At:
+    """Place of the copy of cu_seqlens_k that never decreases, of packed sequences; ``memory`` as for `build`."""
+    sizes = _scratch(spec, p)
+    assert next(reversed(sizes)) == "starts_k"
+    return At(memory.operand, memory.offset + sum(sizes.values()) - sizes["starts_k"])

@@ -295,6 +295,8 @@ def _quantized(
             specs = way.keys_values[0].spec, way.keys_values[1].spec
             records += quantize_kv.build(*specs, part, (strides.k, strides.v), at, memory)
             kernels += way.keys_values
+            if part.varlen:
+                starts = At("cu_seqlens_q"), quantize_kv.starts_in(specs[0], part, memory)
             end = memory.offset + quantize_kv.scratch_bytes(specs[0], part)
         if way.rows is not None:
             kernels.append(way.rows)
@@ -311,5 +313,7 @@ def _quantized(
         records += quantize.build(spec, delta_spec, call, target, at, memory, way.general.grid)
         end = memory.offset + room.size
     starts = starts or (At("cu_seqlens_q"), At("cu_seqlens_k"))
+    if whole.rows_q == 0:  # queries that nobody has moved to slots of their own
+        starts = At("cu_seqlens_q"), starts[1]
     made = (*dict.fromkeys(kernels), *(() if delta is None else (delta,)))
     return _Operands(end, tuple(records), made, attn_int8.own(whole, at, starts))

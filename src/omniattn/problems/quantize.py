@@ -159,9 +159,10 @@ class QuantizeProblem:
     @property
     def is_of_keys(self) -> bool:
         """Whether it is K and V alone, and something of both, by the defaults of int8 attention on Hopper."""
+        as_batch = replace(self, varlen=False) if self.varlen else self
         return (
             self.rows_q == 0
-            and self.specialization == ("sm90", "float8_e4m3")
+            and as_batch.specialization == ("sm90", "float8_e4m3")
             and self.batch * self.heads_kv * self.rows_k > 0
         )
 

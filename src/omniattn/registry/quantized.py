@@ -189,7 +189,7 @@ def _attn_int8_sm90(tile: _Int8Sm90Tile, dtype: str, varlen: bool, kind: str, qk
         # The others have no registers to spare.
         register_q=tile.head_dim < 256
         if packed_split
-        else not varlen and (kind in ("", "q16", "q16_lse", "split") or (split and tile.num_consumers == 2)),
+        else (not varlen or raw_q) and (kind in ("", "q16", "q16_lse", "split") or (split and tile.num_consumers == 2)),
         split=split,
         smem_bytes=smem_bytes,
         factors=kind.endswith("factors"),
@@ -376,8 +376,9 @@ def quantized_attention_rows() -> Iterator[KernelSpec]:
         for dtype in ("float16", "bfloat16")
     )
     yield from (
-        _attn_int8_sm90(tile, dtype, varlen=False, kind=kind)
+        _attn_int8_sm90(tile, dtype, varlen, kind)
         for kind in ("q16", "q16_lse")
+        for varlen in (False, True)
         for tile in _INT8_SM90_TILES
         for dtype in ("float16", "bfloat16")
     )

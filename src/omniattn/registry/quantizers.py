@@ -39,12 +39,15 @@ _QUANTIZERS: tuple[_Quantizer, ...] = (
 )
 
 
-def _specialization_defines(specialization: tuple[str, str] | None) -> tuple[tuple[str, str], ...]:
+def _specialization_defines(
+    specialization: tuple[str, str] | None, packed: bool = False
+) -> tuple[tuple[str, str], ...]:
     grouping, v_dtype = specialization or ("", "float8_e4m3")
     return (
         ("COMMON", str(int(specialization is not None))),
         ("GROUPING", grouping.removeprefix("sm") or "0"),
         ("V_TYPE", {"float8_e4m3": "E4m3", "float16": "Half"}[v_dtype]),
+        ("PACKED", str(int(packed))),
     )
 
 
@@ -154,12 +157,14 @@ def _quantize_values(head_dim: int, dtype: str) -> KernelSpec:
     )
 
 
-def _quantize_kv(head_dim: int, dtype: str, sums: bool) -> KernelSpec:
+def _quantize_kv(head_dim: int, dtype: str, sums: bool, packed: bool, mult: int = 0, ahead: int = 0) -> KernelSpec:
     """sums: the launch ahead, which sums up samples of K and V."""
     short, tag = IO_TYPES[dtype]
     ctas = {64: 4, 128: 2, 256: 1}[head_dim] if sums else {64: 8, 128: 4, 256: 2}[head_dim]
+    if mult:
+        ctas = ctas * mult // 4
     return KernelSpec(
-        name=f"quantize_kv{'_sums' if sums else ''}_sm90_{short}_d{head_dim}",
+        name=f"quantize_kv{'_sums' if sums else ''}_sm90_{short}_d{head_dim}{'_varlen' if packed else ''}" + (f"_x{mult}a{ahead}" if mult else ""),
         family="quantize_kv_sm90",
         op="quantize_kv_sums" if sums else "quantize_kv",
         source="entry/quantize_kv_sm90.cu",
@@ -169,7 +174,8 @@ def _quantize_kv(head_dim: int, dtype: str, sums: bool) -> KernelSpec:
             ("HEAD_DIM", str(head_dim)),
             ("CTAS", str(ctas)),
             ("SUMS", str(int(sums))),
-            *_specialization_defines(("sm90", "float8_e4m3")),
+            ("AHEAD", str(ahead * ctas * 132 // 2)),
+            *_specialization_defines(("sm90", "float8_e4m3"), packed),
         ),
         dtype=dtype,
         head_dim=head_dim,
@@ -179,6 +185,7 @@ def _quantize_kv(head_dim: int, dtype: str, sums: bool) -> KernelSpec:
         smem_bytes=0,
         ctas_per_sm=ctas,
         min_arch=(9, 0),
+        sequences="packed" if packed else "dense",
         specialization=("sm90", "float8_e4m3"),
     )
 
@@ -210,8 +217,15 @@ def quantizer_rows() -> Iterator[KernelSpec]:
     yield from (_quantize_fp8(head_dim, dtype, sums=True) for head_dim, dtype in sizes)
     yield from (_quantize_values(head_dim, dtype) for head_dim, dtype in sizes)
     yield from (
-        _quantize_kv(head_dim, dtype, sums)
+        _quantize_kv(head_dim, dtype, sums, packed)
+        for packed in (False, True)
         for sums in (True, False)
         for head_dim, dtype in sizes
+    )
+    yield from (
+        _quantize_kv(head_dim, dtype, False, False, mult, ahead)
+        for head_dim, dtype in sizes
+        for mult, ahead in ((3, 0), (4, 0), (3, 1), (4, 1), (4, 2))
+        if dtype == "bfloat16" and not (head_dim == 256 and mult == 3)
     )
     yield from (_layout_fp8(head_dim) for head_dim in (64, 128, 256))

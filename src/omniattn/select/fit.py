@@ -371,8 +371,10 @@ def _unfit_quantizer(row: KernelSpec, problem: QuantizeProblem) -> str | None:
     """Why a quantizer can serve a call on no GPU; None if it can on some."""
     if (reason := _unfit_arrays(row, problem.dtype, problem.head_dim_pad)) is not None:
         return reason
-    if row.op in KV_OPS and not problem.is_of_keys:
-        return "it is for K and V of a batch by the defaults of int8 attention, without Q"
+    if row.op in KV_OPS:
+        if not problem.is_of_keys:
+            return "it is for K and V by the defaults of int8 attention, without Q"
+        return _unfit_sequences(row, problem.varlen)
     if row.op == "quantize":
         if problem.e4m3 and problem.qk and not row.rotated:
             return "it makes integers of q and k, not e4m3"
