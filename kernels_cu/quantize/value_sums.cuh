@@ -7,6 +7,7 @@
 #pragma once
 #include "quantize/items.cuh"
 #include "quantize/reduce.cuh"
+#include "scheduler/find_slot.cuh"
 
 constexpr int32 kSumLanes = 32;  // rows that are summed up side by side
 

@@ -38,35 +38,6 @@ OA_DEVICE void copy_starts(const int32* cu, int32* starts, int32 batch, int32 to
 // First slot of sequence b among slots of `rows` rows: at least one slot for every sequence, empty ones too.
 OA_DEVICE int32 first_slot(int32 begin, int32 b, int32 rows) { return int32((uint32(begin) + rows - 1) / rows) + b; }
 
-// The sequence that a slot belongs to, of starts as copy_starts makes them of `cu`: every warp for itself, all lanes, in
-// a pass over cu. False: nobody's.
-OA_DEVICE bool find_slot(const int32* cu, const int32* used, int32 batch, int32 total, int32 slot, int32 rows, int32& b,
-                         Sequence& s) {
-    int32 lane = threadIdx.x & 31, most = 0;
-    for (int32 base = 0; base < batch; base += 31) {  // a lane more, for where the last one ends
-        int32 x = base + lane <= batch ? min_of(max_of(cu[base + lane], 0), total) : 0;
-#pragma unroll
-        for (int32 d = 1; d < 32; d <<= 1) {
-            int32 before = __shfl_up_sync(0xffffffffu, x, d);
-            if (lane >= d) x = max_of(x, before);
-        }
-        x = max_of(x, most);
-        int32 end = __shfl_sync(0xffffffffu, x, (lane + 1) & 31), own = base + lane;
-        bool mine = lane < 31 && own < batch && first_slot(x, own, rows) <= slot && slot < first_slot(end, own + 1, rows);
-        uint32 found = __ballot_sync(0xffffffffu, mine);
-        if (found != 0) {
-            int32 at = __ffs(found) - 1;
-            b = base + at;
-            s.begin = __shfl_sync(0xffffffffu, x, at);
-            s.len = __shfl_sync(0xffffffffu, end, at) - s.begin;
-            if (used != nullptr) s.len = min_of(max_of(used[b], 0), s.len);
-            return true;
-        }
-        most = __shfl_sync(0xffffffffu, x, 31);
-    }
-    return false;
-}
-
 // The sequence whose first slot is the last one at or before `slot`. By all lanes of a warp: 32-ary search.
 OA_DEVICE int32 sequence_of_slot(const int32* cu, int32 batch, int32 total, int32 slot, int32 rows) {
     int32 lane = threadIdx.x & 31, lo = 0, count = batch;
