@@ -17,7 +17,6 @@
 //       V: the last CTA of a head: v_mean, v_scale; the head again where a sample's scale was too small
 //
 // Shared memory (static): SUMS ? ValueSumsStorage : KeysStorage or ValuesStorage | flag.
-#include "ptx/l2.cuh"
 #include "quantize/key_blocks.cuh"
 #include "quantize/value_blocks.cuh"
 
@@ -28,15 +27,6 @@ union BlockStorage {
     KeysStorage<kHeadDim> keys;
     ValuesStorage<kHeadDim> values;
 };
-
-// Has L2 fetch a block's rows.
-OA_DEVICE void fetch_ahead(const QuantizeParams& p, uint32 block, bool of_values) {
-    constexpr int kLines = kHeadDim / 64;  // of 128 bytes, of a row
-    const QuantizeItem t = slot_of_keys(p, block, of_values ? kQuantizeV : kQuantizeK);
-    const int32 row = int32(threadIdx.x) / kLines, line = int32(threadIdx.x) % kLines;
-    if (t.index * kBlockRows + row < t.len && line * 64 < p.head_dim)
-        prefetch_l2(t.rows + row * t.stride_bytes + line * 128);
-}
 
 extern "C" __global__ void __launch_bounds__(kThreads, CTAS) quantize_kv_sm90(const
                                                                               __grid_constant__ QuantizeParams p) {
@@ -58,9 +48,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, CTAS) quantize_kv_sm90(co
         wait_for_kernel_ahead();  // as all do: whoever waits for this kernel waits for both
         return;
     }
-#if AHEAD
-    if (blockIdx.x + AHEAD < gridDim.x) fetch_ahead(p, (blockIdx.x + AHEAD) >> 1, of_values);
-#endif
     if (of_values) {
         quantize_values_block<IO_TYPE, kHeadDim>(p, t, s.values, &last);
     } else {

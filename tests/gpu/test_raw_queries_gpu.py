@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -24,24 +25,38 @@ pytestmark = [
 SHAPES = [
     (1, 1, 1, 2, 1, 64), (1, 64, 300, 2, 2, 128), (2, 129, 128, 4, 2, 128), (1, 257, 63, 2, 1, 64),
     (2, 150, 203, 4, 2, 72), (1, 700, 511, 3, 3, 128), (3, 333, 1000, 8, 2, 64), (2, 513, 700, 4, 4, 96),
-    (1, 2049, 4100, 6, 2, 128), (1, 8200, 8200, 3, 1, 128),
+    (1, 2049, 4100, 6, 2, 128), (1, 8200, 8200, 3, 1, 128), (1, 1, 1, 2, 1, 256), (2, 150, 203, 4, 2, 136),
+    (1, 700, 511, 3, 3, 256), (3, 333, 1000, 8, 2, 224), (1, 2049, 4100, 6, 2, 256),
 ]  # fmt: skip
 KINDS = ["normal", "nan", "inf", "zeros", "huge", "tiny", "odd keys", "outlier"]
 
 
+def width_of(array: Any) -> str:
+    """Of names of kernels."""
+    d = array.shape[-1]
+    dtype = IO_TYPES[str(array.dtype).removeprefix("torch.")][0]
+    return f"{dtype}_d{64 if d <= 64 else 128 if d <= 128 else 256}"
+
+
 def same_bits(*arrays: Any, monkeypatch: pytest.MonkeyPatch, **options: Any) -> None:
     """Q, K and V quantized ahead, by one launch with flags; Q inside; K and V without flags besides."""
-    dtype, head_dim = str(arrays[0].dtype).removeprefix("torch."), arrays[0].shape[-1]
-    width = f"{IO_TYPES[dtype][0]}_d{64 if head_dim <= 64 else 128}"
-    base, common = f"attn_int8_sm90_{width}", f"quantize_sm80_{width}_common"
+    width, packed = width_of(arrays[0]), "cu_seqlens_q" in options
+    call = oa.attention_varlen if packed else oa.attention
+    absolute = options.get("return_lse") or options.get("sinks") is not None
+    base, kind, end = f"attn_int8_sm90_{width}", "_lse" * bool(absolute), "_varlen" * packed
+    general, pair = f"quantize_sm80_{width}", f"quantize_kv_sm90_{width}{end}"
+    raw = f"{base}_q16{kind}{end}"
     found = []
-    for names in (f"{base},{common}", f"{base}_q16,{common}", f"{base}_q16"):
+    for names in (f"{base}{kind}{end},{general}", f"{raw},{general}", f"{raw},{pair}"):
         monkeypatch.setenv(VARIABLE, names)
         PLANS.clear()
-        found.append(oa.attention(*arrays, precision="int8", **options).view(torch.int16))
-    assert "quantize_kv" in str(oa.explain(*arrays, precision="int8", **options))
-    for o in found[1:]:
-        assert torch.equal(o, found[0]), int((o != found[0]).sum())
+        results = call(*arrays, precision="int8", **options)
+        results = results if isinstance(results, tuple) else (results,)
+        found.append([x.contiguous().view(torch.int16 if x.element_size() == 2 else torch.int32) for x in results])
+    assert "quantize_kv" in str(oa.explain(call, *arrays, precision="int8", **options))
+    for results in found[1:]:
+        for x, expected in zip(results, found[0], strict=True):
+            assert torch.equal(x, expected), int((x != expected).sum())
 
 
 def inputs(shape: tuple[int, ...], dtype: Any, kind: str = "normal") -> list[Any]:
@@ -78,16 +93,49 @@ def inputs(shape: tuple[int, ...], dtype: Any, kind: str = "normal") -> list[Any
 def test_same_bits(shape: tuple[int, ...], dtype: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     for kind in KINDS:
         arrays = inputs(shape, dtype, kind)
-        for causal in (False, True):
-            same_bits(*arrays, causal=causal, monkeypatch=monkeypatch)
+        for causal, lse in itertools.product((False, True), (False, True)):
+            same_bits(*arrays, causal=causal, return_lse=lse, monkeypatch=monkeypatch)
 
 
+#: Where sequences of queries and of keys begin, query heads, kv heads, head_dim, rows that are used of each.
+PACKED: list[tuple[list[int], list[int], int, int, int, tuple[list[int], list[int]] | None]] = [
+    ([0, 130, 130, 131, 900], [0, 300, 300, 700, 1500], 4, 2, 128, None),
+    ([0, 1, 65, 700], [0, 5, 133, 900], 2, 1, 256, None),
+    ([0, 200, 457, 1100], [0, 200, 457, 1100], 4, 2, 64, ([100, 257, 0], [100, 0, 643])),
+    ([0, 64, 900], [0, 2500, 5000], 3, 3, 128, ([64, 700], [2400, 2500])),
+    ([0, 333, 1400], [0, 333, 1400], 4, 4, 192, ([333, 1000], [300, 1067])),
+    ([*range(0, 2000, 50)], [*range(0, 2000, 50)], 2, 2, 96, None),
+    ([0, 4000, 9000], [0, 4000, 9000], 2, 1, 256, None),
+]
+
+
+@pytest.mark.parametrize("case", PACKED, ids=lambda case: str(case[:1]))
+def test_packed(case: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    starts_q, starts_k, heads, kv_heads, d, used = case
+
+    def on_gpu(numbers: list[int]) -> Any:
+        return torch.tensor(numbers, device="cuda", dtype=torch.int32)
+
+    options: dict[str, Any] = {}
+    for name, starts in (("q", starts_q), ("k", starts_k)):
+        longest = max(end - begin for begin, end in itertools.pairwise(starts))
+        options |= {f"cu_seqlens_{name}": on_gpu(starts), f"max_seqlen_{name}": longest}
+    if used is not None:
+        options |= {"seqused_q": on_gpu(used[0]), "seqused_k": on_gpu(used[1])}
+    for kind in ("normal", "nan", "huge", "odd keys"):
+        arrays = [x[0] for x in inputs((1, starts_q[-1], starts_k[-1], heads, kv_heads, d), torch.bfloat16, kind)]
+        for causal, lse in itertools.product((False, True), (False, True)):
+            same_bits(*arrays, causal=causal, return_lse=lse, monkeypatch=monkeypatch, **options)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("options", [{"window": (99, 3)}, {"softmax_scale": 0.3, "causal": True}, {"layout": "HND"}])
-def test_options(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    arrays = inputs((2, 700, 1200, 4, 4, 128), torch.bfloat16)
+def test_options(options: dict[str, Any], head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    arrays = inputs((2, 700, 1200, 4, 4, head_dim), torch.bfloat16)
     if options.get("layout") == "HND":
         arrays = [x.transpose(1, 2) for x in arrays]  # strides as they were
     same_bits(*arrays, monkeypatch=monkeypatch, **options)
+    same_bits(*arrays, monkeypatch=monkeypatch, return_lse=True, sinks=torch.linspace(-3, 3, 4).cuda(), **options)
 
 
 def test_strides(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,13 +153,13 @@ def test_no_keys_and_no_queries() -> None:
 
 
 def test_what_it_is_not_for() -> None:
-    """What needs Q quantized ahead: a scale elsewhere, a mean, a rotation, an LSE."""
+    """What needs Q quantized ahead: a scale elsewhere, a mean, a rotation."""
     arrays = inputs((4, 2048, 2048, 16, 16, 128), torch.bfloat16)
 
     def kernels(**options: Any) -> str:
-        return str(oa.explain(*arrays, **({"precision": "int8"} | options)))
+        return str(oa.explain(oa.attention, *arrays, **({"precision": "int8"} | options)))
 
     assert "_q16" in kernels()
     for precision in (oa.Int8(granularity="per_block"), oa.Int8(smooth_q=True), oa.Int8(hadamard=True), "int4"):
         assert "_q16" not in kernels(precision=precision)
-    assert "_q16" not in kernels(return_lse=True)
+    assert "_q16_lse" in kernels(return_lse=True)

@@ -276,6 +276,43 @@ def test_q_is_read_as_it_comes() -> None:
     assert launches.workspace_bytes < quantized_ahead(p, HOPPER).workspace_bytes
 
 
+@pytest.mark.parametrize("head_dim", [64, 120, 256])
+def test_q_times_the_mean_of_k_is_made_where_q_is_read(head_dim: int) -> None:
+    """With an LSE or sinks the kernel gets K's mean in the place of row_bias."""
+    for changes in ({"lse": True}, {"sinks": "float32"}):
+        p = problem(head_dim=head_dim, **changes)
+        launches = planned(p, HOPPER, lambda way: is_whole(way) and way.row.quantizes_q)
+        assert launches.selection.spec.name.endswith("_q16_lse")
+        assert [record.spec.op for record in launches.records] == ["quantize_kv_sums", "quantize_kv", "attention"]
+        fields = fields_of_record(launches.records[-1], ATTN_INT8_SM90)
+        described = dataclasses.replace(quantized(p, launches.selection.spec), rows_q=0, row_bias="marks")
+        offsets, _ = carve(described.shapes())
+        assert fields["operands.row_bias"] == At("workspace", offsets["k_mean"])
+        assert fields["map_q"].box == (128, launches.selection.spec.block_m, 1, 1)
+    without = planned(
+        problem(Int8(smooth_k=False), lse=True), HOPPER, lambda way: is_whole(way) and way.row.quantizes_q
+    )
+    assert fields_of_record(without.records[-1], ATTN_INT8_SM90)["operands.row_bias"] is None
+
+
+def test_packed_q_is_read_as_it_comes() -> None:
+    """Its sequences begin where the caller says; those of keys where the copy of that says that never decreases."""
+    p = problem(varlen=True, batch=7)
+    launches = planned(p, HOPPER, lambda way: is_whole(way) and way.row.quantizes_q)
+    sums, blocks, attention = launches.records
+    assert [record.spec.sequences for record in launches.records] == ["packed"] * 3
+    assert (sums.grid, blocks.grid) == ((2 * 2 * (2 + 7), 1, 1), (2 * 2 * (4 + 7), 1, 1))
+    assert (blocks.overlap, attention.overlap) == (True, True)
+    fields = fields_of_record(attention, ATTN_INT8_SM90)
+    assert fields["fwd.cu_seqlens_q"] == At("cu_seqlens_q")
+    copy = fields["fwd.cu_seqlens_k"]
+    assert copy.operand == "workspace"
+    assert copy.offset + 4 * (7 + 1) == launches.workspace_bytes
+    _, row, head = (2 * stride for stride in STRIDES.q)
+    assert fields["map_q"].dims == (240, 300, 4, 1)
+    assert fields["map_q"].strides_bytes[:2] == (row, head)
+
+
 def test_what_is_not_smoothed_is_null() -> None:
     fields, _, at, launches = launched(problem(Int8(smooth_v=False)))
     names = ("v_mean", "delta_s", "delta_columns", "delta_stride_h")

@@ -157,14 +157,12 @@ def _quantize_values(head_dim: int, dtype: str) -> KernelSpec:
     )
 
 
-def _quantize_kv(head_dim: int, dtype: str, sums: bool, packed: bool, mult: int = 0, ahead: int = 0) -> KernelSpec:
+def _quantize_kv(head_dim: int, dtype: str, sums: bool, packed: bool) -> KernelSpec:
     """sums: the launch ahead, which sums up samples of K and V."""
     short, tag = IO_TYPES[dtype]
-    ctas = {64: 4, 128: 2, 256: 1}[head_dim] if sums else {64: 8, 128: 4, 256: 2}[head_dim]
-    if mult:
-        ctas = ctas * mult // 4
+    ctas = {64: 4, 128: 2, 256: 1}[head_dim] if sums else {64: 6, 128: 3, 256: 2}[head_dim]
     return KernelSpec(
-        name=f"quantize_kv{'_sums' if sums else ''}_sm90_{short}_d{head_dim}{'_varlen' if packed else ''}" + (f"_x{mult}a{ahead}" if mult else ""),
+        name=f"quantize_kv{'_sums' if sums else ''}_sm90_{short}_d{head_dim}{'_varlen' if packed else ''}",
         family="quantize_kv_sm90",
         op="quantize_kv_sums" if sums else "quantize_kv",
         source="entry/quantize_kv_sm90.cu",
@@ -174,7 +172,6 @@ def _quantize_kv(head_dim: int, dtype: str, sums: bool, packed: bool, mult: int 
             ("HEAD_DIM", str(head_dim)),
             ("CTAS", str(ctas)),
             ("SUMS", str(int(sums))),
-            ("AHEAD", str(ahead * ctas * 132 // 2)),
             *_specialization_defines(("sm90", "float8_e4m3"), packed),
         ),
         dtype=dtype,
@@ -221,11 +218,5 @@ def quantizer_rows() -> Iterator[KernelSpec]:
         for packed in (False, True)
         for sums in (True, False)
         for head_dim, dtype in sizes
-    )
-    yield from (
-        _quantize_kv(head_dim, dtype, False, False, mult, ahead)
-        for head_dim, dtype in sizes
-        for mult, ahead in ((3, 0), (4, 0), (3, 1), (4, 1), (4, 2))
-        if dtype == "bfloat16" and not (head_dim == 256 and mult == 3)
     )
     yield from (_layout_fp8(head_dim) for head_dim in (64, 128, 256))

@@ -63,11 +63,12 @@ def _has_code_of_ada(spec: KernelSpec) -> bool:
 def _reach(spec: KernelSpec) -> tuple[object, ...]:
     """What rows have in common of which the wheel carries the one of the highest `_rank` that fits a GPU.
 
-    Kernels of one architecture, and tiles of other rows, are for different lengths: each is alone.
+    Kernels of one architecture, and tiles of other rows, are for different lengths: each is alone. So are those that
+    quantize K and V, of batches or of packed sequences.
     """
     kind = (spec.qk, spec.pv, spec.pv_accumulator, spec.specialization, spec.cache)
     backward = spec.op.startswith("attention_backward")
-    alone = spec.arch_specific or spec.op == "top_k"
+    alone = spec.arch_specific or spec.op in ("top_k", "quantize_kv_sums", "quantize_kv")
     tile = spec.name if alone else None if backward else spec.block_m
     scores = (spec.softcap, spec.masks, spec.dmask, spec.paged)
     values = (spec.other_head_dim_v, spec.value_factors, spec.smooth_q, spec.rotated, spec.fragments, spec.beside)

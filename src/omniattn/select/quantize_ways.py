@@ -264,7 +264,8 @@ def _of_rows(row: KernelSpec, p: QuantizeProblem, target: Target, chunks: int) -
 def _of_keys(row: KernelSpec, p: QuantizeProblem, target: Target) -> QuantizePart:
     """Samples and blocks of K and V, as `_of_general` has them, without heads that others wait for."""
     items = 2 * p.units * p.slots(p.rows_k, BLOCK_ROWS)
-    samples = 2.0 * p.units * p.rows_k * p.head_dim * 2 / (1 << sample_log2(p.rows_k))
+    usual_rows = p.rows_k // max(p.batch, 1) if p.varlen else p.rows_k
+    samples = 2.0 * p.units * p.rows_k * p.head_dim * 2 / (1 << sample_log2(usual_rows))
     return QuantizePart("decoded", _places(row, items, target), _moved(p), samples, float(p.units * _unit_bytes(p)))
 
 
