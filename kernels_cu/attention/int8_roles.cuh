@@ -67,9 +67,11 @@ class Int8Producer : public ForwardProducer<Config, Derived> {
             }
         }
         if constexpr (Config::kRingQ) {
-            static_assert(Tile::kKBytes == RawPanels<Config>::kBytes, "a panel of Q in the place of K, one in that of V");
+            static_assert(Tile::kKBytes == RawPanels<Config>::kBytes,
+                          "a panel of Q in the place of K, one in that of V");
             bars_.inner.wait_empty(inner_at_);
-            const uint32 of_step = bars_.inner.announce(inner_at_, 2 * Tile::kKBytes), at = inner_at_.stage * Tile::kKBytes;
+            const uint32 of_step = bars_.inner.announce(inner_at_, 2 * Tile::kKBytes),
+                         at = inner_at_.stage * Tile::kKBytes;
             tma_load_4d(smem_addr_at(&Storage::k) + at, &params_.map_q, of_step, 2 * Config::kQueryRowBytes,
                         t.q_begin + t.m0, t.head_idx, t.batch_idx);
             tma_load_4d(smem_addr_at(&Storage::v) + at, &params_.map_q, of_step, 3 * Config::kQueryRowBytes,

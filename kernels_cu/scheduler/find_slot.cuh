@@ -17,7 +17,8 @@ OA_DEVICE bool find_slot(const int32* cu, const int32* used, int32 batch, int32 
         }
         x = max_of(x, most);
         int32 end = __shfl_sync(0xffffffffu, x, (lane + 1) & 31), own = base + lane;
-        bool mine = lane < 31 && own < batch && first_slot(x, own, rows) <= slot && slot < first_slot(end, own + 1, rows);
+        bool mine =
+            lane < 31 && own < batch && first_slot(x, own, rows) <= slot && slot < first_slot(end, own + 1, rows);
         uint32 found = __ballot_sync(0xffffffffu, mine);
         if (found != 0) {
             int32 at = __ffs(found) - 1;

@@ -132,8 +132,9 @@ struct RawQueries {
 #pragma unroll
             for (int x = 0; x < 4; ++x) {
                 uint32 byte = 32 * step + 16 * (x >> 1);
-                store_shared(first + byte / 128 * RawPanels<Config>::kBytes + (x & 1) * 8 * 128 + ((byte % 128) ^ swizzle),
-                             words[step][x]);
+                store_shared(
+                    first + byte / 128 * RawPanels<Config>::kBytes + (x & 1) * 8 * 128 + ((byte % 128) ^ swizzle),
+                    words[step][x]);
             }
     }
 

@@ -156,8 +156,8 @@ def _int8_sm90_row(
 
 def _attn_int8_sm90(tile: _Int8Sm90Tile, dtype: str, varlen: bool, kind: str, qk: str = "int8") -> KernelSpec:
     """kind: ``""``, ``"lse"`` (makes the LSE too), ``"q16"`` and ``"q16_lse"`` (quantize Q themselves), ``"smoothq"``
-    (with the LSE and delta_s), ``"factors"`` (with the LSE), ``"split"`` (the keys are split over CTAs; of packed sequences with the LSE), ``"split_lse"`` or
-    ``"split_factors"``.
+    (with the LSE and delta_s), ``"factors"`` (with the LSE), ``"split"`` (the keys are split over CTAs; of packed
+    sequences with the LSE), ``"split_lse"`` or ``"split_factors"``.
     """
     smooth_q, split, raw_q = kind == "smoothq", kind.startswith("split"), kind.startswith("q16")
     packed_split = split and varlen
