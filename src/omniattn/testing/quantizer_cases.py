@@ -16,7 +16,7 @@ from omniattn.plan.tuning import target_of
 from omniattn.problems import QuantizeCall, QuantizeProblem
 from omniattn.problems.memory import WORKSPACE_ALIGNMENT
 from omniattn.problems.precision import value_levels
-from omniattn.problems.quantize import QuantizeGrid, Strides3
+from omniattn.problems.quantize import BLOCK_ROWS, QuantizeGrid, Strides3
 from omniattn.reference import quantize as reference
 from omniattn.registry import KernelSpec
 from omniattn.runtime.record import LaunchRecord, Program
@@ -103,17 +103,42 @@ class Fused:
 
 
 def _strides(tensors: list[arrays.Tensor]) -> tuple[Strides3, Strides3, Strides3]:
-    q, k, v = ((t.strides[0], t.strides[1], t.strides[2]) for t in tensors)
-    return q, k, v
+    """(Batch, row, head); packed arrays have no batch."""
+    q, k, v = ((0, *t.strides[:2]) if len(t.strides) == 3 else tuple(t.strides[:3]) for t in tensors)
+    return q, k, v  # type: ignore[return-value]
+
+
+def _packed(problem: QuantizeProblem, q: Values, k: Values, v: Values) -> Prepared:
+    """K and V of a batch of two as packed sequences, the second one shorter; q without rows."""
+    k, v = (np.concatenate((x[0], x[1, :-77])) for x in (k, v))
+    starts = 0, problem.rows_k, len(k)
+    problem = replace(problem, varlen=True, rows_k=len(k), max_seqlen_k=problem.rows_k)
+    of_q, of_k, of_v = (x.swapaxes(0, 1) for x in (q, k, v))
+    wanted = reference.quantize(problem, of_q, of_k, of_v, np.zeros(3, np.int32), np.array(starts, np.int32))
+    return Prepared((q, k, v), problem, {name: wanted[name] for name in problem.shapes()}, starts)
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """Q, K, V; the quantization; its outputs by name."""
+    """Q, K, V; the quantization; its outputs by name; where packed sequences begin."""
 
     inputs: tuple[Values, Values, Values]
     problem: QuantizeProblem
     wanted: dict[str, Values]
+    starts: tuple[int, ...] = ()
+
+    def of_sequences(self, name: str, array: Values) -> Values:
+        """An output without the slots that no packed sequence fills, which nobody writes."""
+        if self.starts and name == "q_scale":
+            return array[..., :0]
+        if not self.starts or name not in ("k_scale", "v"):
+            return array
+        begins = zip(range(len(self.starts) - 1), self.starts[:-1], self.starts[1:], strict=True)
+        slots = [
+            -(-begin // BLOCK_ROWS) + b + i for b, begin, end in begins for i in range(-(-(end - begin) // BLOCK_ROWS))
+        ]
+        of_slot = BLOCK_ROWS if name == "v" else self.problem.scales_per_tile[1]
+        return array.reshape(*array.shape[:-1], -1, of_slot)[..., slots, :]
 
 
 @dataclass(frozen=True)
@@ -155,6 +180,8 @@ class FusedCase:
         )  # fmt: skip
         if self.spec.op in KV_OPS:
             q, problem = q[:, :0], replace(problem, rows_q=0)
+            if self.spec.sequences == "packed":
+                return _packed(problem, q[0], k, v)
         elif self.spec.op != "quantize":
             problem = replace(
                 problem, qk_dtype="float8_e4m3", granularity="per_block", smooth_k=False, row_bias="none",
@@ -168,18 +195,24 @@ class FusedCase:
         on_gpu = [framework.array(x, self.spec.dtype) for x in prepared.inputs]
         tensors = [arrays.describe(x, name) for x, name in zip(on_gpu, "qkv", strict=True)]
         fused = Fused(QuantizeCall(prepared.problem, _strides(tensors), "NHD", 0), tensors[0].ordinal)
+        starts = [np.zeros(len(prepared.starts), np.int32), np.array(prepared.starts, np.int32)][
+            : 2 * bool(prepared.starts)
+        ]
+        cu_seqlens = [framework.array(x, "int32") for x in starts]
+        addresses = [t.ptr for t in tensors] + [arrays.describe(x, "cu_seqlens").ptr for x in cu_seqlens]
         if self.spec not in fused.specs:
             names = " and ".join(spec.name for spec in fused.specs)
             return float("inf"), f"attention chooses {names} instead of this row"
         buffer = fused.allocate(tensors[0])
         framework.synchronize()
-        fused.launch(0, [t.ptr for t in tensors], buffer.ptr)
+        fused.launch(0, addresses, buffer.ptr)
         framework.synchronize()
         raw = framework.to_numpy(buffer.obj)
         notes: list[str] = []
         for name, (shape, dtype) in prepared.problem.shapes().items():
             wanted: Any = prepared.wanted[name]
             got = raw[fused.offsets[name] :][: wanted.nbytes].view(dtype).reshape(shape)
+            got, wanted = prepared.of_sequences(name, got), prepared.of_sequences(name, wanted)
             if not np.array_equal(got, wanted, equal_nan=wanted.dtype.kind == "f"):
                 notes.append(f"{name} differs in {int((got != wanted).sum())} of {got.size} elements")
         return (float("inf") if notes else 0.0), "; ".join(notes)
