@@ -121,7 +121,7 @@ def measured() -> list[tuple[str, AttentionProblem, float]]:
     return found
 
 
-#: Measured since the files were written, on one H200: 363.5 µs exact, 334.9 µs int8 (docs/performance/attn_int8_sm90.md).
+#: Measured since the files were written, one H200: 363.5 µs exact, 334.9 µs int8 (docs/performance/attn_int8_sm90.md).
 SINCE = {"d256 s4096 causal": 1.085, "d256 b4 h8 s4096, causal": 1.085}
 
 
