@@ -54,9 +54,10 @@ struct Int8Walk {
     OA_DEVICE Packer packer() const { return Packer{{fresh, {}}, sum}; }
     // Not 0 if a P of this lane's rows exceeds what e4m3 has. In packed tensors a tile's last rows may be the next
     // sequence's; they must not take part in the vote, or a result would depend on its neighbour.
-    OA_DEVICE uint32 signs_past_largest() const {
+    OA_DEVICE uint32 signs_past_largest() const { return signs_past_largest(fresh); }
+    OA_DEVICE uint32 signs_past_largest(const typename Tile::Probabilities& p) const {
         uint32 signs[2];
-        past_largest(fresh, signs);
+        past_largest(p, signs);
         return ((own[0] ? signs[0] : 0) | (own[1] ? signs[1] : 0)) & kSigns;
     }
     // The base was raised: what was summed so far is that much smaller.

@@ -57,8 +57,11 @@
 #include "attention/int8_mods_roles.cuh"
 #include "attention/int8_roles.cuh"
 #include "attention/int8_walk.cuh"
+#include "attention/integer_powers.cuh"
 #include "attention/value_factors.cuh"
 #include "pipeline/warp_roles.cuh"
+#include "ptx/barrier_vote.cuh"
+#include "ptx/uniform.cuh"
 #include "ptx/warpgroup.cuh"
 #include "scheduler/persistent.cuh"
 
@@ -101,6 +104,8 @@ struct Config {
     static constexpr int kDeltaRows = kBlockM % 128 == 0 ? kBlockM / 128 : kBlockM / 128 + 1;
     static constexpr bool kByRow = kHeadDim == 128;  // order of exponentials: the other one costs 1 to 2 %
     static constexpr bool kEarlyChannels = kHeadDim <= 128;
+    // Of steps without hidden keys; Q is in registers (attention/integer_powers.cuh).
+    static constexpr int kPowers = INTEGER_POWERS;
     static constexpr int kOwnChannels = kEarlyChannels ? kHeadDim : 1;
     static_assert(kHeadDim == 64 || kHeadDim == 128 || kHeadDim == 256, "rows of 64 or 128 bytes");
     static_assert(!kFactors || (kBlockScales && kLse && !kDelta), "arrays in e4m3");
@@ -108,6 +113,10 @@ struct Config {
     static_assert(!kRawQ || !(kBlockScales || kSplitKeys || kScoreMods || kDelta), "int8, all keys in a CTA");
     static_assert(!kSplitKeys || !kVarlen || !(kScoreMods || kFactors), "packed sequences without mods and factors");
     static_assert(!kSplitKeys || !(kScoreMods || kVarlen) || kLse, "these make the sums for the LSE");
+    static_assert(kPowers == kNoPowers || ((kRawQ || kRegisterQ) && kEarlyChannels),
+                  "powers of integers need Q in registers, and vote where channels are loaded");
+    static_assert(kPowers == kNoPowers || !(kBlockScales || kDelta || kLse || kSplitKeys || kScoreMods),
+                  "powers of integers are for plain rows of int8: an LSE wants sums before rounding");
     static_assert(kBlockN == 64, "rows of V have the length of their swizzle; two tiles to a tile of scales");
 };
 
@@ -123,6 +132,10 @@ using Tile = Int8Tile<Config>;
 using PlainShift = Select<Config::kDelta, DeltaShift, NoShift>::Type;
 using Factor = Select<Config::kFactors, ValueFactor, NoValueFactor>::Type;  // of V
 using Shift = Select<Config::kFactors, ValueShift, PlainShift>::Type;
+
+struct NoPowers {
+    OA_DEVICE NoPowers(const float (&)[2], float) {}
+};
 
 class PlainProducer : public Int8Producer<Config, PlainParams, PlainProducer> {
   public:
@@ -167,12 +180,15 @@ class PlainConsumer : public Int8Consumer<Config, PlainParams, PlainConsumer> {
         float c[2], alpha[2], sum[2];
         Factor factor;
         bool is_full = false;
-        float k_ahead = 1.0f, v_ahead = 1.0f;
+        float k_ahead = 1.0f, v_ahead = 1.0f, most = 0.0f;
+        int32 takes_powers = 0;
         Walk w{{t, keys, warp_row, state, own, q, s, probs, fresh, opaque, sums, alpha, sum, factor, i, is_full},
                q_scale,
                c,
                k_ahead,
-               v_ahead};
+               v_ahead,
+               most,
+               takes_powers};
         if (Config::kFactors) prefetch_step(w, keys.end - 1 - i);
         first_step(w, num_tiles);
 
@@ -196,8 +212,10 @@ class PlainConsumer : public Int8Consumer<Config, PlainParams, PlainConsumer> {
                 w.renew_probs();
                 if (__any_sync(0xffffffffu, is_too_large(w))) redo(w);
                 release_stage(is_full);
+            } else if (Config::kPowers != kNoPowers && takes_powers != 0) {
+                take_common_steps<Config::kPowers>(w, special);
             } else {
-                take_common_steps(w, special);
+                take_common_steps<kNoPowers>(w, special);
             }
             w.add_sums();
         }
@@ -211,6 +229,9 @@ class PlainConsumer : public Int8Consumer<Config, PlainParams, PlainConsumer> {
         float (&c)[2];  // of the step's scores, to base 2
         // kFactors: K's scale and V's factor of the block of 128 keys that comes next, a block ahead.
         float &k_ahead, &v_ahead;
+        // kPowers: the largest |S| of these rows, and whether the warpgroup's steps take powers of integers.
+        float& most;
+        int32& takes_powers;
     };
 
     // The first step: S alone, and the base of the softmax.
@@ -226,10 +247,6 @@ class PlainConsumer : public Int8Consumer<Config, PlainParams, PlainConsumer> {
         ping_pong_.wait();
         Tile::issue_qk(w.s, w.q, k_.next(inner_at_.stage * Tile::kKBytes));
         ping_pong_.pass_on();
-        if (Config::kEarlyChannels) {
-            named_barrier_sync(kFirstFreeBarrier + group_, 128);  // all four warps have read the last tile's
-            fetch_channels(w.t);
-        }
         w.state.attended = true;
         w.q_scale[0] *= p_.softmax_scale * kLog2e;
         w.q_scale[1] *= p_.softmax_scale * kLog2e;
@@ -237,6 +254,17 @@ class PlainConsumer : public Int8Consumer<Config, PlainParams, PlainConsumer> {
             enter_block(w, w.keys.end - 1 - w.i);
         } else {
             scales_of_scores(w.q_scale, w.keys.end - 1 - w.i, w.c);
+        }
+        if (Config::kEarlyChannels) {
+            // All four warps have read the last tile's.
+            if constexpr (Config::kPowers != kNoPowers) {
+                w.most = most_score(w.q);
+                const bool too_far = !(w.c[0] * w.most <= kMostOctaves);
+                w.takes_powers = uniform(!any_at_barrier(too_far, kFirstFreeBarrier + group_, 128));
+            } else {
+                named_barrier_sync(kFirstFreeBarrier + group_, 128);
+            }
+            fetch_channels(w.t);
         }
         wgmma_wait<0>();
         wgmma_pin(w.s);
@@ -254,15 +282,34 @@ class PlainConsumer : public Int8Consumer<Config, PlainParams, PlainConsumer> {
     // Steps before `special` as long as nothing rare happens; the last one's sums are left to the caller. Rare cases
     // leave the loop, by one branch for all: a jump over them would cost ten cycles a step and more. (`|`, here and in
     // is_too_large: of references `||` is not folded to the same code as of variables.)
+    // kPowers: of integers. The loops of a row are apart: a branch in one would keep the products from its arithmetic.
+    template <int kPowers>
     OA_DEVICE void take_common_steps(Walk& w, int32 special) {
+        constexpr bool kInPlace = kPowers == kCorrectedPowers || kPowers == kLinearPowers;
+        using Integers = IntegerPowers<kPowers != kCorrectedPowers>;
+        const typename Select<kPowers != kNoPowers, Integers, NoPowers>::Type powers(w.state.softmax.m2, w.most);
         bool again, given = !Config::kDelta;
         for (;;) {
             issue_products(w);
-            exponentiate(w);
-            w.finish_pv();
-            if (!Config::kDelta) release_stage(w.is_full);
-            w.renew_probs();
-            again = is_too_large(w);
+            if constexpr (kInPlace) {
+                Logarithms logarithms;
+                logarithms.take(w.s, w.c[0], powers);
+                w.finish_pv();
+                release_stage(w.is_full);
+                logarithms.put(powers, w.probs);
+                again = w.signs_past_largest(w.probs) != 0;
+            } else {
+                if constexpr (kPowers == kHalfLinearPowers) {
+                    exponentiate_half<Config::kByRow>(w.s, w.state.softmax.m2, w.c, powers, w.fresh);
+                } else {
+                    exponentiate(w);
+                }
+                w.finish_pv();
+                if (!Config::kDelta) release_stage(w.is_full);
+                w.renew_probs();
+                again = kPowers == kNoPowers ? is_too_large(w) : w.signs_past_largest() != 0;
+            }
+            if constexpr (kPowers != kNoPowers) again = again | !(w.c[0] <= powers.most_scale);
             if (__any_sync(0xffffffffu, again | (w.i + 1 >= special) | (!Config::kDelta && !w.is_full))) break;
             if (Config::kDelta) {  // redo() needs the stage's delta_s
                 release_stage(w.is_full);

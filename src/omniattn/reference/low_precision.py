@@ -1,7 +1,8 @@
 """Attention on quantized operands: the definition that the GPU kernels follow.
 
 They round P against another base than the running maximum, and ``attn_int8_sm90`` divides O by sums of P as rounded,
-not before; its LSE is of sums before rounding, as here.
+not before; its LSE is of sums before rounding, as here. Where that kernel rounds P by its logarithm (plain calls of
+int8: `Product.powers`), so does this, and divides by the same sums.
 
 For a row i, key tile by key tile with a running maximum m:
 
@@ -27,7 +28,7 @@ from omniattn.reference import checks
 from omniattn.reference.ablation import FORMATS
 from omniattn.reference.core import Array, Options, block_rows, key_range, outside_window
 from omniattn.reference.dequantize import contents, head_of, rows_of, values_of
-from omniattn.reference.e4m3 import E4M3_MAX, decode_e4m3, encode_e4m3
+from omniattn.reference.e4m3 import E4M3_MAX, decode_e4m3, encode_by_logarithm, encode_e4m3
 from omniattn.reference.quantize import Sequence, quantize, sequences
 from omniattn.reference.varlen import check_cu_seqlens, check_max_seqlen
 
@@ -40,6 +41,10 @@ _STEP_FP16 = 16  # on fp16
 _FP16_KEYS = 64  # whose products fp16 sums
 #: What P is multiplied by where e4m3 products are summed in fp16: 64 times 28 times the 32 of V stay below 65504.
 _P_LEVELS_FP16 = 28.0
+#: Channels up to which the kernel has rows that round P by its logarithm.
+_MOST_LOGARITHMS = 128
+#: Up to these it corrects them.
+_MOST_CORRECTED = 64
 #: The least factor of V that P is rounded with.
 _LEAST_FACTOR = 2.0**-90
 
@@ -57,11 +62,19 @@ class Product:
     accumulator : str
         "fp32": exact but for fp32 rounding. "two_level": 13 bits within a tile, fp32 across tiles, as the kernels do.
         "single_level": 13 bits throughout, to show why they do not. "fp16": fp16 over 64 keys, fp32 across them.
+    fast_exp : bool
+        `Int8`'s: `powers` becomes "linear" where it is not "none".
+    powers : str
+        Which P become e4m3 by `encode_by_logarithm`, of rows that see all keys of the tile, but for the last tile:
+        "none", "corrected" (all), "half linear" (those of every second 16 keys) or "linear" (all). With one of these O
+        is divided by sums of P as rounded. `attend` sets it, as ``attn_int8_sm90`` treats the call.
     """
 
     pv: str = "fp8"
     key_tile: int = 128
     accumulator: str = "fp32"
+    fast_exp: bool = False
+    powers: str = "none"
 
 
 def truncate_to_13_bits(x: Array) -> Array:
@@ -160,7 +173,7 @@ def attention(
     o, lse = attend(
         problem, out, None if problem.v else vh, starts_q, starts_k,
         options=checks.make_options(head_dim, causal, window, softmax_scale, softcap, _F, _NAME),
-        product=Product(pv, key_tile or problem.key_tile, accumulator),
+        product=Product(pv, key_tile or problem.key_tile, accumulator, precision.fast_exp),
         mask=mask, sinks=sinks, longest_q=max_seqlen_q, longest_k=max_seqlen_k,
     )  # fmt: skip
     o = o[..., :head_dim_v]
@@ -231,6 +244,8 @@ def attend(
     v_factor: what each 128 rows of v are to be multiplied by; shaped as ``k_scale`` with one scale a block.
     """
     check_choice(product.accumulator, "accumulator", ACCUMULATORS, _NAME)
+    if mask is None and not options.softcap:
+        product = dataclasses.replace(product, powers=_powers(problem, product))
     all_q, all_k = sequences(problem, problem.rows_q, starts_q), sequences(problem, problem.rows_k, starts_k)
     lead = (problem.heads_q,) if problem.varlen else (problem.batch, problem.heads_q)
     o = np.zeros((*lead, problem.rows_q, problem.head_dim), dtype=_F)
@@ -257,6 +272,17 @@ def attend(
                 result = _attend_head(operands, head_mask, sink, options, product)
                 head_of(o, problem, of_q, head)[span], head_of(lse, problem, of_q, head)[span] = result
     return o, lse
+
+
+def _powers(problem: QuantizeProblem, product: Product) -> str:
+    """Which P ``attn_int8_sm90`` makes of integers, of a call without masks and softcap: `Product.powers`."""
+    plain = not (problem.varlen or problem.smooth_q) and problem.head_dim <= _MOST_LOGARITHMS
+    is_int8 = problem.qk_dtype == QK_DTYPES["int8"] and problem.grouping == "sm90"
+    if not (plain and is_int8 and product.pv == "fp8" and product.accumulator != "fp16"):
+        return "none"
+    if product.fast_exp:
+        return "linear"
+    return "corrected" if problem.head_dim <= _MOST_CORRECTED else "half linear"
 
 
 @dataclass(frozen=True)
@@ -352,6 +378,7 @@ def _softmax_times_v(
     rows = len(scores)
     top = np.full(rows, -np.inf, dtype=_F)
     total, acc = np.zeros(rows, dtype=_F), np.zeros((rows, x.v.shape[1]), dtype=_F)
+    as_rounded = np.zeros(rows, dtype=_F)
     for begin in range(lo, hi, product.key_tile):
         end = min(begin + product.key_tile, hi)
         tile = scores[:, begin - lo : end - lo]
@@ -361,30 +388,45 @@ def _softmax_times_v(
         shift = np.where(np.isneginf(new_top), _F(0), new_top)
         p = np.exp(tile - shift[:, None])
         rescale = np.exp(top - shift)
+        part_hidden = None if hidden is None else hidden[:, begin - lo : end - lo]
         if x.v_factor is None:
             total = total * rescale + p.sum(axis=1, dtype=_F)
         else:
             shares = np.where(p == 0, p, p / _size(x.v_factor[begin:end]))
             total = total * rescale + shares.sum(axis=1, dtype=_F)
             p = np.where(p == 0, p, p * np.sign(x.v_factor[begin:end]))
-        part_hidden = None if hidden is None else hidden[:, begin - lo : end - lo]
+        if product.powers != "none":
+            p = _rounded(p, part_hidden, product.powers, last=end == hi)
+            as_rounded = as_rounded * rescale + p.sum(axis=1, dtype=_F)
         acc = _accumulate(acc * rescale[:, None], p, x.v[begin:end], part_hidden, product)
         top = new_top
     shift = np.where(np.isneginf(top), _F(0), top)
-    denominator = total
+    weights = total if product.powers == "none" else as_rounded  # what O is divided by
+    denominator, of_o = total, weights
     if sink is not None:
         # The sink may exceed every score.
         larger = np.maximum(shift, sink)
         larger = np.where(np.isneginf(top), sink, larger)
         factor = np.exp(shift - larger)
-        denominator = total * factor + np.exp(sink - larger)
-        total, acc, shift = total * factor, acc * factor[:, None], larger
+        of_sink = np.exp(sink - larger)
+        denominator, of_o = total * factor + of_sink, weights * factor + of_sink
+        weights, acc, shift = weights * factor, acc * factor[:, None], larger
     lse = np.where(denominator == 0, -np.inf, shift + np.log(denominator)).astype(_F)
-    safe = np.where(denominator == 0, _F(1), denominator)[:, None]
+    safe = np.where(of_o == 0, _F(1), of_o)[:, None]
     # The mean of V counts with the weight that all keys have together: less than 1 when there is a sink.
-    o = acc / safe * x.v_scale + x.v_mean * (total[:, None] / safe)
+    o = acc / safe * x.v_scale + x.v_mean * (weights[:, None] / safe)
     o[denominator == 0] = 0
     return o, lse
+
+
+def _rounded(p: Array, hidden: Array | None, powers: str, last: bool) -> Array:
+    """P of a tile, in [0, 1], to e4m3 as `Product.powers` has it, in the scale that it came in."""
+    scaled = p * _F(E4M3_MAX)
+    nearest, by_logarithm = encode_e4m3(scaled), encode_by_logarithm(scaled, "linear" in powers)
+    chosen = np.full(len(p), not last) if hidden is None else ~hidden.any(axis=1) & (not last)
+    of_keys = np.arange(p.shape[1]) // 16 % 2 == 1 if powers == "half linear" else np.ones(p.shape[1], dtype=bool)
+    codes = np.where(chosen[:, None] & of_keys, by_logarithm, nearest)
+    return np.asarray(decode_e4m3(codes) * _F(1 / E4M3_MAX), dtype=_F)
 
 
 def _size(factor: Array) -> Array:

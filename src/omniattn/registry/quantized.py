@@ -79,6 +79,10 @@ _INT8_SPLIT_BIAS_TILES = (
 )
 
 
+#: In the order of the kernel's constants (kernels_cu/attention/integer_powers.cuh).
+_INTEGER_POWERS = ("none", "corrected", "half linear", "linear")
+
+
 def _int8_sm90_row(
     tile: _Int8Sm90Tile,
     dtype: str,
@@ -96,6 +100,7 @@ def _int8_sm90_row(
     smem_bytes: int,
     factors: bool,
     raw_q: bool = False,
+    powers: str = "none",
 ) -> KernelSpec:
     """A row of ``attn_int8_sm90``; ``tile`` as the kernel is compiled, ``smem_bytes`` before it is rounded up."""
     short, tag = IO_TYPES[dtype]
@@ -120,6 +125,7 @@ def _int8_sm90_row(
             ("WITH_LSE", str(int(lse))),
             ("REGISTER_Q", str(int(register_q))),
             ("QUANTIZE_Q", str(int(raw_q))),
+            ("INTEGER_POWERS", str(_INTEGER_POWERS.index(powers))),
             ("VALUE_FACTORS", str(int(factors))),
             ("SCORE_MODS", str(int(score_mods or blocks))),
             ("BLOCK_MASK", str(int(blocks))),
@@ -146,6 +152,7 @@ def _int8_sm90_row(
         smooth_q="never" if not smooth_q else "any" if score_mods else "always",
         value_factors=factors,
         quantizes_q=raw_q,
+        integer_powers=powers,
         qk=qk,
         pv="fp8",
         pv_accumulator="fp32",
@@ -155,9 +162,10 @@ def _int8_sm90_row(
 
 
 def _attn_int8_sm90(tile: _Int8Sm90Tile, dtype: str, varlen: bool, kind: str, qk: str = "int8") -> KernelSpec:
-    """kind: ``""``, ``"lse"`` (makes the LSE too), ``"q16"`` and ``"q16_lse"`` (quantize Q themselves), ``"smoothq"``
-    (with the LSE and delta_s), ``"factors"`` (with the LSE), ``"split"`` (the keys are split over CTAs; of packed
-    sequences with the LSE), ``"split_lse"`` or ``"split_factors"``.
+    """kind: ``""``, ``"q16"`` (quantizes Q itself), ``"q16_fast"`` (and makes all P of integers, linear), ``"lse"``
+    (makes the LSE too), ``"smoothq"`` (it too, with delta_s), ``"factors"`` (it too),
+    ``"split"`` (the keys are split over CTAs; of packed sequences with the LSE), ``"split_lse"`` or
+    ``"split_factors"``.
     """
     smooth_q, split, raw_q = kind == "smoothq", kind.startswith("split"), kind.startswith("q16")
     packed_split = split and varlen
@@ -166,16 +174,13 @@ def _attn_int8_sm90(tile: _Int8Sm90Tile, dtype: str, varlen: bool, kind: str, qk
     if varlen or smooth_q:
         tile = replace(tile, num_q_stages=1)
     block_m, block_n = 64 * tile.num_consumers, _INT8_SM90_BLOCK_N
-    # Of 256 channels half of Q in 16 bits passes through a stage of K and V.
-    q_bytes = 2 if raw_q and tile.head_dim < 256 else 1
-    tiles_bytes = tile.head_dim * (tile.num_q_stages * block_m * q_bytes + 2 * tile.num_stages * block_n)
+    tiles_bytes = tile.head_dim * (tile.num_q_stages * block_m * (1 + raw_q) + 2 * tile.num_stages * block_n)
     delta_bytes = (tile.num_stages if smooth_q else 1) * -(-block_m // 128) * block_n * 4
     sums_bytes = block_m * tile.head_dim * 4 + 16 * tile.num_stages  # O, and the scales of K
     channels_bytes = 8 * tile.num_consumers * (tile.head_dim if tile.head_dim <= 128 else 1)  # scales and means of V
     barriers_bytes = 16 * (tile.num_q_stages + tile.num_stages)
     tiles_bytes += 512  # ones, which P is multiplied by for its sums
     smem_bytes = tiles_bytes + delta_bytes + sums_bytes + channels_bytes + barriers_bytes
-    smem_bytes += 4 * block_m * (kind == "q16_lse")  # products of Q and K's mean
     smem_bytes += (80 if packed_split else 36) * tile.num_q_stages + 640
     return _int8_sm90_row(
         tile,
@@ -185,16 +190,27 @@ def _attn_int8_sm90(tile: _Int8Sm90Tile, dtype: str, varlen: bool, kind: str, qk
         qk=qk,
         varlen=varlen,
         smooth_q=smooth_q,
-        lse=packed_split or kind not in ("", "q16", "split"),
+        lse=packed_split or not (raw_q or kind in ("", "split")),
         # The others have no registers to spare.
         register_q=tile.head_dim < 256
         if packed_split
-        else (not varlen or raw_q) and (kind in ("", "q16", "q16_lse", "split") or (split and tile.num_consumers == 2)),
+        else not varlen and (raw_q or kind in ("", "split") or (split and tile.num_consumers == 2)),
         split=split,
         smem_bytes=smem_bytes,
         factors=kind.endswith("factors"),
         raw_q=raw_q,
+        powers=_powers(tile, kind) if qk == "int8" and not varlen else "none",
     )
+
+
+def _powers(tile: _Int8Sm90Tile, kind: str) -> str:
+    """By what a row of dense batches makes P of integers (docs/performance/attn_int8_sm90.md)."""
+    if kind == "q16_fast":
+        return "linear"
+    if kind not in ("", "q16") or tile.head_dim > 128:
+        return "none"
+    # Half of 128 channels: all of them, corrected, take as long as special functions.
+    return "corrected" if tile.head_dim == 64 else "half linear"
 
 
 def _attn_int8_mods_sm90(
@@ -376,10 +392,10 @@ def quantized_attention_rows() -> Iterator[KernelSpec]:
         for dtype in ("float16", "bfloat16")
     )
     yield from (
-        _attn_int8_sm90(tile, dtype, varlen, kind)
-        for kind in ("q16", "q16_lse")
-        for varlen in (False, True)
+        _attn_int8_sm90(tile, dtype, varlen=False, kind=kind)
+        for kind in ("q16", "q16_fast")
         for tile in _INT8_SM90_TILES
+        if tile.head_dim < 256  # Q in 16 bits does not fit
         for dtype in ("float16", "bfloat16")
     )
     yield from (

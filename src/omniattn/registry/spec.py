@@ -104,6 +104,9 @@ class KernelSpec:
         It takes v in e4m3 with a factor for each 128 rows, and no other v.
     quantizes_q : bool
         Of attention on quantized operands: it takes q in 16 bits, and makes of it what the quantizers make by default.
+    integer_powers : str
+        Of attention on quantized operands: which P of common steps it makes of integers (``"none"``, ``"corrected"``,
+        ``"half linear"``, ``"linear"``). The last is for ``Int8(fast_exp=True)`` alone.
     other_head_dim_v : bool
         It takes v of another head_dim than q, and no other v. Kernels with tensor maps, and those on quantized
         operands, take both.
@@ -173,6 +176,7 @@ class KernelSpec:
     smooth_q: Use = "never"
     value_factors: bool = False
     quantizes_q: bool = False
+    integer_powers: str = "none"
     other_head_dim_v: bool = False
     any_head_dim_v: bool = False
     dq: bool = False

@@ -60,6 +60,14 @@ def unserved(problem: AttentionProblem, target: Target) -> UnsupportedError:
     )
 
 
+#: What `explain` says of a row's integer_powers.
+_POWERS = {
+    "corrected": "P of tiles without hidden keys is made of integers, with a corrected mantissa",
+    "half linear": "half of P of tiles without hidden keys is made of integers, with a linear mantissa",
+    "linear": "P of tiles without hidden keys is made of integers, with a linear mantissa: fast_exp",
+}
+
+
 def facts(way: Candidate, problem: AttentionProblem, target: Target) -> tuple[str, ...]:
     """One sentence for each fact that decided about the kernel of a way, but for its time.
 
@@ -87,6 +95,10 @@ def facts(way: Candidate, problem: AttentionProblem, target: Target) -> tuple[st
         said.append(f"P V in {row.pv} with {row.pv_accumulator} accumulators: {reason}")
         if row.quantizes_q:
             said.append("q is read in 16 bits and quantized by this kernel; k and v are by those before it")
+        if row.integer_powers != "none":
+            said.append(_POWERS[row.integer_powers])
+        elif wanted.fast_exp:
+            said.append("fast_exp changes nothing: this kernel makes P by special functions")
     if way.heads_as_queries:
         said.append(f"one query: the {p.seqlen_q} query heads of a kv head are the rows of a tile")
     if way.mask is MaskInput.COPIED:

@@ -279,4 +279,5 @@ def _columns(row: KernelSpec) -> int:
 
 
 def _size(row: KernelSpec, p: AttentionProblem) -> tuple[Any, ...]:
-    return _columns(row), row.score_mods, p.packed_lists and not row.lists, row.options
+    slow = p.precision.fast_exp and row.integer_powers != "linear"
+    return _columns(row), row.score_mods, p.packed_lists and not row.lists, slow, row.options

@@ -291,6 +291,8 @@ def _unfit_precision(row: KernelSpec, problem: AttentionProblem, target: Target)
         return "it multiplies 8-bit integers, and this GPU has 4-bit products"
     if row.smooth_q == ("never" if wanted.smooth_q else "always"):
         return f"it is compiled with{'out' if wanted.smooth_q else ''} smooth_q"
+    if row.integer_powers == "linear" and not wanted.fast_exp:
+        return "it is for Int8(fast_exp=True)"
     if wanted.granularity == "per_token":
         return "it has one scale a lane, not one a token"
     return _unfit_raw_queries(row, problem) if row.quantizes_q else None

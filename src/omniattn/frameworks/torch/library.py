@@ -67,7 +67,7 @@ def precision_text(precision: Any, function: str) -> str:
             f"granularity={precision.granularity!r}, smooth_k={precision.smooth_k}, smooth_q={precision.smooth_q}, "
             f"smooth_v={precision.smooth_v}, pv={precision.pv!r}, pv_accumulator={precision.pv_accumulator!r}, "
             f"hadamard={precision.hadamard}, seed={precision.seed}, min_seqlen={precision.min_seqlen}"
-            f"{_sparse_text(precision)})"
+            f"{_sparse_text(precision)}{', fast_exp=True' * getattr(precision, 'fast_exp', False)})"
         )
     if isinstance(precision, Auto):
         return f"Auto(max_error={precision.max_error!r})"
