@@ -113,6 +113,7 @@ def _precisions() -> Iterator[dict[str, Any]]:
     for kind, pv, sums, smooth_q in itertools.product((Int8, Int4), ("fp8", "fp16"), ("fp32", "fp16"), (False, True)):
         yield {"precision": kind(pv=pv, pv_accumulator=sums, smooth_q=smooth_q).precision}
     yield {"precision": Int8(smooth_q=True, hadamard=True).precision}
+    yield {"precision": Int8(fast_exp=True).precision}
     for rotated, smooth_k in itertools.product((False, True), repeat=2):
         yield {"precision": Fp8(hadamard=rotated, smooth_k=smooth_k).precision}
     for kind_of_v in ("scalar", "per_block"):

@@ -380,7 +380,7 @@ def test_boxes_of_every_row_are_tiles(spec: KernelSpec) -> None:
     elif spec.score_mods:
         forms = {"softmax_scale": -1.0} if spec.softcap == "never" else {"softcap": 3.0}
     p = problem(
-        Int8(smooth_q=smooth_q), dtype=spec.dtype, head_dim=spec.head_dim, varlen=varlen, lse=spec.lse,
+        Int8(smooth_q=smooth_q, fast_exp=spec.integer_powers == "linear"), dtype=spec.dtype, head_dim=spec.head_dim, varlen=varlen, lse=spec.lse,
         **forms,
     )  # fmt: skip
     launches = plan_attention(p, HOPPER, spec.name)

@@ -221,6 +221,8 @@ def low_of(spec: KernelSpec, **knobs: Any) -> Precision:
     # Kernels that quantize q themselves have one scale a lane.
     if spec.arch_specific and not spec.quantizes_q:
         knobs = {"granularity": "per_warp"} | knobs
+    if spec.integer_powers == "linear":
+        knobs = {"fast_exp": True} | knobs
     knobs = {"smooth_q": spec.smooth_q != "never", "pv": spec.pv, "pv_accumulator": spec.pv_accumulator} | knobs
     return kind(**knobs).precision
 

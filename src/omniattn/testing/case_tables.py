@@ -113,6 +113,7 @@ PACKED_SPLIT_CASES: tuple[Case, ...] = (
 QUANTIZED_CASES: tuple[Case, ...] = (
     Case("full", "attention", ((257, 257),) * 2, options={"precision": Int8()}),
     Case("causal", "attention", ((77, 300),), 6, 2, options={"precision": Int8(), "causal": True}),
+    Case("fast_exp", "attention", ((300, 700),), 6, 2, options={"precision": Int8(fast_exp=True), "causal": True}),
     Case("one query row", "attention", ((1, 513),), 8, 1, options={"precision": Int8()}),
     Case(
         "window, V as it is, HND",
