@@ -379,10 +379,8 @@ def test_boxes_of_every_row_are_tiles(spec: KernelSpec) -> None:
         forms = {"block_mask": BlockMaskProblem((3, 8), (0, 0, 8, 1))}
     elif spec.score_mods:
         forms = {"softmax_scale": -1.0} if spec.softcap == "never" else {"softcap": 3.0}
-    p = problem(
-        Int8(smooth_q=smooth_q, fast_exp=spec.integer_powers == "linear"), dtype=spec.dtype, head_dim=spec.head_dim, varlen=varlen, lse=spec.lse,
-        **forms,
-    )  # fmt: skip
+    knobs = Int8(smooth_q=smooth_q, fast_exp=spec.integer_powers == "linear")
+    p = problem(knobs, dtype=spec.dtype, head_dim=spec.head_dim, varlen=varlen, lse=spec.lse, **forms)
     launches = plan_attention(p, HOPPER, spec.name)
     assert launches.selection.spec == spec
     record = launches.records[-1]

@@ -181,9 +181,10 @@ class Int8(_Knobs):
     sparse : Sparse, optional
         Leave out the blocks that `sparse_blocks` predicts to matter least. On compute capability 9.0 and on the CPU.
     fast_exp : bool
-        Allow exponentials with a linear mantissa, up to 6 % off before P is rounded to e4m3: faster, above all at 64
-        channels, with the mean error of docs/precision.md 5 % of itself larger. For plain calls with up to 128 channels
-        on compute capability 9.0, and on the CPU; elsewhere it changes nothing, and `omniattn.explain` says so.
+        Allow exponentials with a linear mantissa, up to 6 % off before P is rounded to e4m3: faster at up to 64
+        channels, with an error up to 10 % of itself larger (docs/precision.md). For plain batches with up to 64
+        channels on compute capability 9.0, and on the CPU; elsewhere it changes nothing, and `omniattn.explain` says
+        so.
     """
 
     qk: ClassVar[str] = "int8"

@@ -43,7 +43,7 @@ _FP16_KEYS = 64  # whose products fp16 sums
 _P_LEVELS_FP16 = 28.0
 #: Channels up to which the kernel has rows that round P by its logarithm.
 _MOST_LOGARITHMS = 128
-#: Up to these it corrects them.
+#: Up to these it corrects them, or not where it may.
 _MOST_CORRECTED = 64
 #: The least factor of V that P is rounded with.
 _LEAST_FACTOR = 2.0**-90
@@ -63,7 +63,7 @@ class Product:
         "fp32": exact but for fp32 rounding. "two_level": 13 bits within a tile, fp32 across tiles, as the kernels do.
         "single_level": 13 bits throughout, to show why they do not. "fp16": fp16 over 64 keys, fp32 across them.
     fast_exp : bool
-        `Int8`'s: `powers` becomes "linear" where it is not "none".
+        `Int8`'s: `powers` becomes "linear" where it is "corrected" else.
     powers : str
         Which P become e4m3 by `encode_by_logarithm`, of rows that see all keys of the tile, but for the last tile:
         "none", "corrected" (all), "half linear" (those of every second 16 keys) or "linear" (all). With one of these O
@@ -280,9 +280,9 @@ def _powers(problem: QuantizeProblem, product: Product) -> str:
     is_int8 = problem.qk_dtype == QK_DTYPES["int8"] and problem.grouping == "sm90"
     if not (plain and is_int8 and product.pv == "fp8" and product.accumulator != "fp16"):
         return "none"
-    if product.fast_exp:
-        return "linear"
-    return "corrected" if problem.head_dim <= _MOST_CORRECTED else "half linear"
+    if problem.head_dim > _MOST_CORRECTED:
+        return "half linear"
+    return "linear" if product.fast_exp else "corrected"
 
 
 @dataclass(frozen=True)

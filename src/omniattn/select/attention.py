@@ -97,8 +97,8 @@ def facts(way: Candidate, problem: AttentionProblem, target: Target) -> tuple[st
             said.append("q is read in 16 bits and quantized by this kernel; k and v are by those before it")
         if row.integer_powers != "none":
             said.append(_POWERS[row.integer_powers])
-        elif wanted.fast_exp:
-            said.append("fast_exp changes nothing: this kernel makes P by special functions")
+        if wanted.fast_exp and row.integer_powers != "linear":
+            said.append("fast_exp changes nothing: kernels of plain batches with up to 64 channels have it")
     if way.heads_as_queries:
         said.append(f"one query: the {p.seqlen_q} query heads of a kv head are the rows of a tile")
     if way.mask is MaskInput.COPIED:
