@@ -423,7 +423,9 @@ def _rounded(p: Array, hidden: Array | None, powers: str, last: bool) -> Array:
     """P of a tile, in [0, 1], to e4m3 as `Product.powers` has it, in the scale that it came in."""
     scaled = p * _F(E4M3_MAX)
     nearest, by_logarithm = encode_e4m3(scaled), encode_by_logarithm(scaled, "linear" in powers)
-    chosen = np.full(len(p), not last) if hidden is None else ~hidden.any(axis=1) & (not last)
+    chosen = np.full(len(p), not last)
+    if hidden is not None:
+        chosen &= ~hidden.any(axis=1)
     of_keys = np.arange(p.shape[1]) // 16 % 2 == 1 if powers == "half linear" else np.ones(p.shape[1], dtype=bool)
     codes = np.where(chosen[:, None] & of_keys, by_logarithm, nearest)
     return np.asarray(decode_e4m3(codes) * _F(1 / E4M3_MAX), dtype=_F)
