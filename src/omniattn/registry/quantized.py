@@ -162,8 +162,8 @@ def _int8_sm90_row(
 
 
 def _attn_int8_sm90(tile: _Int8Sm90Tile, dtype: str, varlen: bool, kind: str, qk: str = "int8") -> KernelSpec:
-    """kind: ``""``, ``"q16"`` (quantizes Q itself), ``"q16_fast"`` (and makes all P of integers, linear), ``"lse"``
-    (makes the LSE too), ``"smoothq"`` (it too, with delta_s), ``"factors"`` (it too),
+    """kind: ``""``, ``"lse"`` (makes the LSE too), ``"q16"`` and ``"q16_lse"`` (quantize Q themselves), ``"q16_fast"``
+    (and makes all P of integers, linear), ``"smoothq"`` (with the LSE and delta_s), ``"factors"`` (with the LSE),
     ``"split"`` (the keys are split over CTAs; of packed sequences with the LSE), ``"split_lse"`` or
     ``"split_factors"``.
     """
@@ -174,13 +174,16 @@ def _attn_int8_sm90(tile: _Int8Sm90Tile, dtype: str, varlen: bool, kind: str, qk
     if varlen or smooth_q:
         tile = replace(tile, num_q_stages=1)
     block_m, block_n = 64 * tile.num_consumers, _INT8_SM90_BLOCK_N
-    tiles_bytes = tile.head_dim * (tile.num_q_stages * block_m * (1 + raw_q) + 2 * tile.num_stages * block_n)
+    # Of 256 channels half of Q in 16 bits passes through a stage of K and V.
+    q_bytes = 2 if raw_q and tile.head_dim < 256 else 1
+    tiles_bytes = tile.head_dim * (tile.num_q_stages * block_m * q_bytes + 2 * tile.num_stages * block_n)
     delta_bytes = (tile.num_stages if smooth_q else 1) * -(-block_m // 128) * block_n * 4
     sums_bytes = block_m * tile.head_dim * 4 + 16 * tile.num_stages  # O, and the scales of K
     channels_bytes = 8 * tile.num_consumers * (tile.head_dim if tile.head_dim <= 128 else 1)  # scales and means of V
     barriers_bytes = 16 * (tile.num_q_stages + tile.num_stages)
     tiles_bytes += 512  # ones, which P is multiplied by for its sums
     smem_bytes = tiles_bytes + delta_bytes + sums_bytes + channels_bytes + barriers_bytes
+    smem_bytes += 4 * block_m * (kind == "q16_lse")  # products of Q and K's mean
     smem_bytes += (80 if packed_split else 36) * tile.num_q_stages + 640
     return _int8_sm90_row(
         tile,
@@ -190,11 +193,11 @@ def _attn_int8_sm90(tile: _Int8Sm90Tile, dtype: str, varlen: bool, kind: str, qk
         qk=qk,
         varlen=varlen,
         smooth_q=smooth_q,
-        lse=packed_split or not (raw_q or kind in ("", "split")),
+        lse=packed_split or kind not in ("", "q16", "q16_fast", "split"),
         # The others have no registers to spare.
         register_q=tile.head_dim < 256
         if packed_split
-        else not varlen and (raw_q or kind in ("", "split") or (split and tile.num_consumers == 2)),
+        else (not varlen or raw_q) and (raw_q or kind in ("", "split") or (split and tile.num_consumers == 2)),
         split=split,
         smem_bytes=smem_bytes,
         factors=kind.endswith("factors"),
@@ -392,11 +395,14 @@ def quantized_attention_rows() -> Iterator[KernelSpec]:
         for dtype in ("float16", "bfloat16")
     )
     yield from (
-        _attn_int8_sm90(tile, dtype, varlen=False, kind=kind)
-        for kind in ("q16", "q16_fast")
+        _attn_int8_sm90(tile, dtype, varlen, kind)
+        for kind in ("q16", "q16_lse", "q16_fast")
+        # Not packed ones: where one of many cu_seqlens goes backwards, other sequences got other bits on an H200, and
+        # it is not known yet why.
+        for varlen in (False,)
         for tile in _INT8_SM90_TILES
-        # Q in 16 bits of 256 channels does not fit. Of 128 all P linear take as long as half of them.
-        if tile.head_dim < 256 and (kind == "q16" or tile.head_dim == 64)
+        # Of 128 channels all P linear take as long as half of them.
+        if kind != "q16_fast" or tile.head_dim == 64
         for dtype in ("float16", "bfloat16")
     )
     yield from (
