@@ -24,10 +24,10 @@
 //                      every flush_keys keys: O += A, A = 0
 // With REGISTER_Q consumers read Q before the first step and release its stage at once. With QUANTIZE_Q so they do, of
 // Q in 16 bits as the call has it [batch, seqlen_q, num_q_heads, head_dim], any strides, and make q_int and q_scale of
-// it (tile/raw_queries.cuh); row_bias is K's mean then, [batch, num_kv_heads, head_dim_pad] or null, whose products with
-// Q are made here: rows with NaN or infinity are known. It may be launched while the kernel that makes K and V ends:
-// until then it reads Q alone. Of head_dim 256 half of Q in 16 bits passes through a stage of K and V, which it takes
-// before its tile's first one (RING_Q below); its integers replace the other half.
+// it (tile/raw_queries.cuh); row_bias is K's mean then, [batch, num_kv_heads, head_dim_pad] or null, whose products
+// with Q are made here: rows with NaN or infinity are known. It may be launched while the kernel that makes K and V
+// ends: until then it reads Q alone. Of head_dim 256 half of Q in 16 bits passes through a stage of K and V, which it
+// takes before its tile's first one (RING_Q below); its integers replace the other half.
 //
 // SPLIT_KEYS: a CTA takes a part of a tile's keys (scheduler/split_tiles.cuh), and rows of a tile are those of several
 // heads, each with scales and biases of its own; attn_combine_sm80 merges. WITH_LSE stores sums of P before rounding

@@ -29,8 +29,9 @@ OA_DEVICE float column_range(const uint16* column) {
     return m;
 }
 
-// Slot `index` of all slots of all heads, of kBlockRows keys or a chunk of samples (kReduceK, kReduceV); heads of a slot
-// are neighbours in k and v. t.rows: of the block, or the head's first. t.batch_idx: -1, packed, if no sequence fills it.
+// Slot `index` of all slots of all heads, of kBlockRows keys or a chunk of samples (kReduceK, kReduceV); heads of a
+// slot are neighbours in k and v. t.rows: of the block, or the head's first. t.batch_idx: -1, packed, if no sequence
+// fills it.
 OA_DEVICE QuantizeItem slot_of_keys(const QuantizeParams& p, uint32 index, ItemKind kind) {
     QuantizeItem t;
     t.kind = kind;

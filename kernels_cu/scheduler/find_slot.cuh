@@ -3,8 +3,8 @@
 #include "ptx/types.cuh"
 #include "scheduler/slots.cuh"
 
-// The sequence that a slot belongs to, of starts as copy_starts makes them of `cu`: every warp for itself, all lanes, in
-// a pass over cu. False: nobody's.
+// The sequence that a slot belongs to, of starts as copy_starts makes them of `cu`: every warp for itself, all lanes,
+// in a pass over cu. False: nobody's.
 OA_DEVICE bool find_slot(const int32* cu, const int32* used, int32 batch, int32 total, int32 slot, int32 rows, int32& b,
                          Sequence& s) {
     int32 lane = threadIdx.x & 31, most = 0;
