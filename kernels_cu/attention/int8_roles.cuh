@@ -256,8 +256,9 @@ class Int8Consumer : public ForwardConsumer<Config, Derived> {
         marks() = uint8(q.bad);
         wait_for_kernel_ahead();
         if constexpr (Config::kLse) note_bias(t, tile);
+        __syncwarp();  // integers go where other lanes of the quad have read
         q.store(tile.first, group_, lane_);
-        // A lane's stores hang on its loads: both are over before the next copies.
+        // All that is loaded and stored here is over before the next copies, which the arrival below allows.
         fence_proxy_async();
         __syncwarp();
         this->release_inner();

@@ -7,11 +7,14 @@
 //   h = 128 (log2 P + 7 + kShift)
 // kShift makes the mean of what P is off by 0. Two forms of the rest, in packed halves:
 //   linear      e4m3 = h / 16, cut
-//   corrected   e4m3 = (16 (h - 20) + 96 - (h & 96)) / 256, cut: the mantissa lies below its chord, most in the middle.
-//               Bits 5 and 6 of h, worth 1/4 and 1/2 of an octave, are subtracted as 1/8 and 1/4 of the last place; 20
-//               puts the chord's ends where that fits.
-// Rms error of P: linear 3.14 %, corrected 2.79 %, rounded to nearest 2.65 %. Below 2^-6, where e4m3 itself is linear,
-// P is too small, and 0 from 2^-7 on instead of 2^-10.
+//   corrected   e4m3 = (16 (h - 35) + 112 - (h & 112)) / 256, cut: the mantissa lies below its chord, most in the
+//               middle. Bits 4, 5 and 6 of h, worth 1/8, 1/4 and 1/2 of an octave, are subtracted as 1/16, 1/8 and 1/4
+//               of the last place; 35 puts the chord's ends where that fits.
+// Rms error of P: linear 3.14 %, corrected 2.82 %, rounded to nearest 2.65 %. Shifts are such that all P from 0.059
+// octaves below 28, the base of the softmax, become 28 (0.062 linear; to nearest 0.052): where scores are nearly equal,
+// a step of e4m3 among P would be all the error there is.
+// Below 2^-6, where e4m3 itself is linear, P is too small, and 0 from 2^-7 on instead of 2^-10: where most P of a step
+// are that small (mostly_small), others take special functions.
 //
 // A word holds 512 octaves. P beyond e4m3 up to 2^255 becomes NaN, which the test of P finds (attention/p_e4m3.cuh);
 // so does P below 2^-263, whose word wraps, down to 2^-503: the tile is computed again. What lies beyond must not
@@ -22,6 +25,7 @@
 #include "ptx/cvt_e4m3.cuh"
 #include "ptx/cvt_quant.cuh"
 #include "ptx/packed16.cuh"
+#include "ptx/sqrt_approx.cuh"
 #include "ptx/types.cuh"
 
 // Which P of a tile without hidden keys are made of integers: none; all, corrected; half of them, linear; all, linear.
@@ -32,15 +36,15 @@ constexpr float kMostOctaves = 210.0f;
 template <bool kLinear>
 struct IntegerPowers {
     static constexpr float kOctave = 8388608.0f;  // 2^23
-    static constexpr float kShift = kLinear ? 0.0054f : 0.13752f;
+    static constexpr float kShift = kLinear ? 0.0054f : 0.252f;
     static constexpr float kMostScore = 1572864.0f;  // 1.5 * 2^20
     int32 base[2];  // of either row: added to the product
-    uint32 down;  // -20 twice, in a register: no instruction takes two constants
+    uint32 down;  // -35 twice, in a register: no instruction takes two constants
     float most_scale;  // c up to which nothing is wrong
 
     // m2: RowState's. most: the largest |S| that may be. All lanes.
     OA_DEVICE IntegerPowers(const float (&m2)[2], float most) {
-        down = kLinear ? 0 : __shfl_sync(0xffffffffu, 0xffecffecu + threadIdx.y, 0);  // opaque: threadIdx.y is 0
+        down = kLinear ? 0 : __shfl_sync(0xffffffffu, 0xffddffddu + threadIdx.y, 0);  // opaque: threadIdx.y is 0
         most_scale = most <= kMostScore ? kCoarseScale : -1.0f;
         const float inverse = rcp_approx(most);
 #pragma unroll
@@ -63,7 +67,7 @@ struct IntegerPowers {
     // Two e4m3, in bytes 1 and 3.
     OA_DEVICE uint32 rounded(uint32 h) const {
         if (kLinear) return clamp_s16x2(h, 0x07ff07ffu) << 4;
-        return add_clamp_s16x2(h, down, 0x07f807f8u) * 16 + ((h & 0x00600060u) ^ 0x00600060u);
+        return add_clamp_s16x2(h, down, 0x07f807f8u) * 16 + ((h & 0x00700070u) ^ 0x00700070u);
     }
     // Of four scores, the word of an operand.
     OA_DEVICE uint32 word(uint32 h0, uint32 h1) const { return permute_bytes(rounded(h0), rounded(h1), 0x7531); }
@@ -86,6 +90,18 @@ OA_DEVICE float most_score(const Queries& q) {
     const int32 longest = squares[0] > squares[1] ? squares[0] : squares[1];
     // A thousandth for the root.
     return 127.2f * sqrt_approx(float(longest) * (32.0f * kSteps)) + 1.0f;
+}
+
+// Whether all P of this lane are below 2^-5 in one of its rows, of 64 keys of which it has 16: more than half of the row
+// is, as a rule, where some lane of its says so. probs: operand of the product with V, even words of one row.
+OA_DEVICE bool mostly_small(const uint32 (&probs)[2][4]) {
+    uint32 bits[2] = {0, 0};
+#pragma unroll
+    for (int k = 0; k < 2; ++k)
+#pragma unroll
+        for (int x = 0; x < 4; ++x) bits[x & 1] |= probs[k][x];
+    constexpr uint32 kFrom = 0x70707070;  // bits that e4m3 has from 2^-5 on
+    return (bits[0] & kFrom) == 0 || (bits[1] & kFrom) == 0;
 }
 
 // h of 64 keys of two rows.

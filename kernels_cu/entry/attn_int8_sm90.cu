@@ -106,6 +106,8 @@ struct Config {
     static constexpr bool kEarlyChannels = kHeadDim <= 128;
     // Of steps without hidden keys; Q is in registers (attention/integer_powers.cuh).
     static constexpr int kPowers = INTEGER_POWERS;
+    // With half of P by special functions what the other half loses of small ones is little.
+    static constexpr bool kWatchesSmall = kPowers == kCorrectedPowers || kPowers == kLinearPowers;
     static constexpr int kOwnChannels = kEarlyChannels ? kHeadDim : 1;
     static_assert(kHeadDim == 64 || kHeadDim == 128 || kHeadDim == 256, "rows of 64 or 128 bytes");
     static_assert(!kFactors || (kBlockScales && kLse && !kDelta), "arrays in e4m3");
@@ -132,6 +134,9 @@ using Tile = Int8Tile<Config>;
 using PlainShift = Select<Config::kDelta, DeltaShift, NoShift>::Type;
 using Factor = Select<Config::kFactors, ValueFactor, NoValueFactor>::Type;  // of V
 using Shift = Select<Config::kFactors, ValueShift, PlainShift>::Type;
+
+// Of a tile's rows; until the next flush.
+constexpr int32 kNeverPowers = 0, kTakesPowers = 1, kNotNowPowers = 2;
 
 struct NoPowers {
     OA_DEVICE NoPowers(const float (&)[2], float) {}
@@ -181,7 +186,7 @@ class PlainConsumer : public Int8Consumer<Config, PlainParams, PlainConsumer> {
         Factor factor;
         bool is_full = false;
         float k_ahead = 1.0f, v_ahead = 1.0f, most = 0.0f;
-        int32 takes_powers = 0;
+        int32 takes_powers = kNeverPowers;
         Walk w{{t, keys, warp_row, state, own, q, s, probs, fresh, opaque, sums, alpha, sum, factor, i, is_full},
                q_scale,
                c,
@@ -204,15 +209,19 @@ class PlainConsumer : public Int8Consumer<Config, PlainParams, PlainConsumer> {
                 mask(w);
                 exponentiate(w);
                 w.finish_pv();
-                if (i == flush_at) {
+                const bool flushes = i == flush_at;
+                if (flushes) {
                     flush(state);
                     flush_at += flush_tiles;
                 }
                 special = next_special(i);
                 w.renew_probs();
                 if (__any_sync(0xffffffffu, is_too_large(w))) redo(w);
+                if constexpr (Config::kWatchesSmall) {
+                    if (flushes && takes_powers != kNeverPowers) watch_small(w);
+                }
                 release_stage(is_full);
-            } else if (Config::kPowers != kNoPowers && takes_powers != 0) {
+            } else if (Config::kPowers != kNoPowers && takes_powers == kTakesPowers) {
                 take_common_steps<Config::kPowers>(w, special);
             } else {
                 take_common_steps<kNoPowers>(w, special);
@@ -229,7 +238,8 @@ class PlainConsumer : public Int8Consumer<Config, PlainParams, PlainConsumer> {
         float (&c)[2];  // of the step's scores, to base 2
         // kFactors: K's scale and V's factor of the block of 128 keys that comes next, a block ahead.
         float &k_ahead, &v_ahead;
-        // kPowers: the largest |S| of these rows, and whether the warpgroup's steps take powers of integers.
+        // kPowers: the largest |S| of these rows, and whether the warpgroup's steps take powers of integers
+        // (kNeverPowers and so on).
         float& most;
         int32& takes_powers;
     };
@@ -260,7 +270,8 @@ class PlainConsumer : public Int8Consumer<Config, PlainParams, PlainConsumer> {
             if constexpr (Config::kPowers != kNoPowers) {
                 w.most = most_score(w.q);
                 const bool too_far = !(w.c[0] * w.most <= kMostOctaves);
-                w.takes_powers = uniform(!any_at_barrier(too_far, kFirstFreeBarrier + group_, 128));
+                const bool never = any_at_barrier(too_far, kFirstFreeBarrier + group_, 128);
+                w.takes_powers = uniform(never ? kNeverPowers : kTakesPowers);
             } else {
                 named_barrier_sync(kFirstFreeBarrier + group_, 128);
             }
@@ -277,6 +288,13 @@ class PlainConsumer : public Int8Consumer<Config, PlainParams, PlainConsumer> {
         if (__any_sync(0xffffffffu, is_too_large(w))) redo(w);
         w.add_sums();
         release_stage(w.is_full);
+    }
+
+    // In a step that computed P by special functions, at its end: whether the next ones may take integers. All four
+    // warps.
+    OA_DEVICE void watch_small(Walk& w) const {
+        const bool small = any_at_barrier(mostly_small(w.probs), kFirstFreeBarrier + group_, 128);
+        w.takes_powers = uniform(small ? kNotNowPowers : kTakesPowers);
     }
 
     // Steps before `special` as long as nothing rare happens; the last one's sums are left to the caller. Rare cases

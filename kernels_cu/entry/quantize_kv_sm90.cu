@@ -11,7 +11,7 @@
 // Two launches of one source, the second one while the first one ends, attention behind them while the second one does:
 //
 //   SUMS 1, CTAs of 4 * HEAD_DIM threads: a chunk of the samples of a head of K or V -> partial sums, ranges; PACKED,
-//       the first one: starts_k
+//       the first one: starts_k and, for attention, which quantizes Q itself, starts_q
 //   SUMS 0, CTAs of 2 * HEAD_DIM threads, those of K and V in turn: 128 keys of a head
 //       load -> [kernel ahead has ended] -> its chunks: mean, scale -> codes
 //       V: the last CTA of a head: v_mean, v_scale; the head again where a sample's scale was too small
@@ -34,7 +34,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, CTAS) quantize_kv_sm90(co
     launch_dependents();
 #if SUMS
     __shared__ ValueSumsStorage<kHeadDim> s;
-    if (PACKED && blockIdx.x == 0 && threadIdx.x < 32) copy_starts(p.cu_seqlens_k, p.starts_k, p.batch, p.seqlen_k);
+    if (PACKED && blockIdx.x == 0) {
+        if (threadIdx.x < 32) copy_starts(p.cu_seqlens_k, p.starts_k, p.batch, p.seqlen_k);
+        if (threadIdx.x / 32 == 1) copy_starts(p.cu_seqlens_q, p.starts_q, p.batch, p.seqlen_q);
+    }
     if (of_values) {
         sum_samples<true, IO_TYPE, kHeadDim>(p, int32(blockIdx.x >> 1), s);
     } else {

@@ -38,13 +38,6 @@ OA_DEVICE float rcp_approx(float x) {
     return y;
 }
 
-// sqrt.approx.ftz.f32: the root, relative error at most 2^-23.
-OA_DEVICE float sqrt_approx(float x) {
-    float y;
-    asm("sqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-
 // max.NaN.f32: the larger one; NaN if either is.
 OA_DEVICE float max_nan(float a, float b) {
     float y;

@@ -123,7 +123,7 @@ struct RawQueries {
     }
 
     // kHeadDim 256: to where RegisterQueries and SharedQueries look for them, in the place of the first two panels. A
-    // lane writes over what its own quad has read.
+    // lane writes over what its own quad has read: behind a __syncwarp.
     OA_DEVICE void store(uint32 tile, int32 group, int lane) const {
         static_assert(Config::kHeadDim == 256 && Config::kRowBytes == 128, "rows of integers are those of a panel");
         const uint32 row = row_of(group, lane), first = tile + row * 128 + 4 * (lane & 3), swizzle = (lane >> 2) << 4;

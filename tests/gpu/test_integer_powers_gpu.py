@@ -85,8 +85,9 @@ def arrays(kind: str, head_dim: int, queries: int = 700, keys: int = 2500, dtype
 def test_error_beside_special_functions(row: str, kind: str, factor: float, causal: bool, attend: Any) -> None:
     """On the same integers.
 
-    Where scores are nearly equal, special functions find P that e4m3 has, and integers a neighbour: an H200 had 0.0186
-    where 0.0129 stood (normal inputs, q a hundredth), which normal scores have in either way.
+    Where scores are nearly equal (a hundredth of q) all P round to 28 or 26, so the place of that boundary decides: a
+    form whose boundary is nearer to 28 than that of rounding to nearest has half as much error again. Of outliers most
+    P are below 2^-6, where integers make 0 of them: such steps are to take special functions.
     """
     for head_dim in (head_dim_of(row), head_dim_of(row) - 24):
         q, k, v = arrays(kind, head_dim, dtype=torch.float16 if head_dim % 64 else None)
@@ -94,7 +95,7 @@ def test_error_beside_special_functions(row: str, kind: str, factor: float, caus
         want = exact(q, k, v, causal)
         nearest = l1(attend(beside(row), q, k, v, causal=causal), want)
         found = l1(attend(row, q, k, v, causal=causal), want)
-        assert found <= MOST[row] * nearest + (7e-3 if head_dim <= 64 else 2e-4), (found, nearest)
+        assert found <= MOST[row] * nearest + 2e-4, (found, nearest)
 
 
 @pytest.mark.parametrize("row", ROWS)

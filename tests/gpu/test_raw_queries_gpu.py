@@ -11,7 +11,6 @@ torch = pytest.importorskip("torch")
 
 import omniattn as oa  # noqa: E402
 from omniattn.plan.engine import PLANS  # noqa: E402
-from omniattn.registry import REGISTRY  # noqa: E402
 from omniattn.registry.spec import IO_TYPES  # noqa: E402
 from omniattn.select.choice import VARIABLE  # noqa: E402
 
@@ -107,12 +106,12 @@ PACKED: list[tuple[list[int], list[int], int, int, int, tuple[list[int], list[in
     ([0, 333, 1400], [0, 333, 1400], 4, 4, 192, ([333, 1000], [300, 1067])),
     ([*range(0, 2000, 50)], [*range(0, 2000, 50)], 2, 2, 96, None),
     ([0, 4000, 9000], [0, 4000, 9000], 2, 1, 256, None),
+    # Backwards: empty, and the sequence behind begins where those before it have ended.
+    ([3, 200, 0, 900, 700, 950], [3, 200, 150, 900, 0, 1000], 2, 2, 64, None),
+    ([*range(0, 2000, 50), 0, 2100], [*range(0, 2000, 50), 5, 2100], 2, 2, 128, None),
 ]
 
 
-@pytest.mark.skipif(
-    not any("_q16_varlen" in row.name for row in REGISTRY), reason="rows for packed sequences are not registered"
-)
 @pytest.mark.parametrize("case", PACKED, ids=lambda case: str(case[:1]))
 def test_packed(case: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     starts_q, starts_k, heads, kv_heads, d, used = case
@@ -122,7 +121,7 @@ def test_packed(case: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
     options: dict[str, Any] = {}
     for name, starts in (("q", starts_q), ("k", starts_k)):
-        longest = max(end - begin for begin, end in itertools.pairwise(starts))
+        longest = max(end - begin for begin, end in itertools.pairwise(itertools.accumulate(starts, max)))
         options |= {f"cu_seqlens_{name}": on_gpu(starts), f"max_seqlen_{name}": longest}
     if used is not None:
         options |= {"seqused_q": on_gpu(used[0]), "seqused_k": on_gpu(used[1])}

@@ -177,7 +177,7 @@ def test_powers_of_integers_are_off_by_what_their_header_says() -> None:
     """e4m3 of logarithms: rms and mean of what they are off by, at most one step beside the nearest."""
     rng = np.random.default_rng(0)
     x = (2.0 ** rng.uniform(-5, 8.5, 100_000)).astype(np.float32)
-    for linear, rms in ((False, 0.0281), (True, 0.0316)):
+    for linear, rms in ((False, 0.0282), (True, 0.0316)):
         codes = encode_by_logarithm(x, linear)
         off = decode_e4m3(codes) / x - 1
         assert abs(off.mean()) <= 2e-4
@@ -193,7 +193,7 @@ def test_words_of_integer_powers_are_right_or_flagged(linear: bool) -> None:
 
     Whatever the distance from the base, P is what `encode_by_logarithm` says, or a byte that the kernel's test finds.
     """
-    octave, shift = 2.0**23, 0.0054 if linear else 0.13752
+    octave, shift = 2.0**23, 0.0054 if linear else 0.252
     for m2 in (-240.0, -3.25, 0.0, 4.8046875, 200.0, 249.0):
         most = min(244.0 + m2, 495.0 - m2)  # of c |S|
         scores = np.arange(-1_500_000, 1_500_001, 37, dtype=np.int64)
@@ -205,8 +205,8 @@ def test_words_of_integer_powers_are_right_or_flagged(linear: bool) -> None:
         if linear:
             byte = np.clip(h, 0, 0x7FF) >> 4
         else:
-            lower = np.clip((h - np.int16(20)).astype(np.int16), 0, 0x7F8).astype(np.int32)
-            byte = lower * 16 + ((h.astype(np.int32) & 0x60) ^ 0x60) >> 8
+            lower = np.clip((h - np.int16(35)).astype(np.int16), 0, 0x7F8).astype(np.int32)
+            byte = lower * 16 + ((h.astype(np.int32) & 0x70) ^ 0x70) >> 8
         exponent = scores * np.float64(np.rint(c * octave) / octave) - m2
         want = encode_by_logarithm(np.exp2(np.clip(exponent, -200.0, 200.0)), linear)
         flagged = byte >= 0x7E

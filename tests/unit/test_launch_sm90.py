@@ -15,7 +15,7 @@ from omniattn.launch.attn_fwd import forward_values
 from omniattn.launch.attn_fwd_sm90 import mapped
 from omniattn.launch.host_struct import At
 from omniattn.launch.quantize import scratch, starts_in
-from omniattn.launch.structs import ATTN_FWD, ATTN_INT8_SM90
+from omniattn.launch.structs import ATTN_FWD, ATTN_INT8_SM90, QUANTIZE
 from omniattn.plan.attention import plan_attention
 from omniattn.plan.engine import Launches
 from omniattn.problems import UNLIMITED, AttentionProblem, AttentionStrides, Int4, Int8, Target
@@ -296,7 +296,7 @@ def test_q_times_the_mean_of_k_is_made_where_q_is_read(head_dim: int) -> None:
 
 
 def test_packed_q_is_read_as_it_comes() -> None:
-    """Its sequences begin where the caller says; those of keys where the copy of that says that never decreases."""
+    """Sequences begin where the copies of cu_seqlens say that never decrease, those of queries too."""
     p = problem(varlen=True, batch=7)
     launches = planned(p, HOPPER, lambda way: is_whole(way) and way.row.quantizes_q)
     sums, blocks, attention = launches.records
@@ -304,13 +304,30 @@ def test_packed_q_is_read_as_it_comes() -> None:
     assert (sums.grid, blocks.grid) == ((2 * 2 * (2 + 7), 1, 1), (2 * 2 * (4 + 7), 1, 1))
     assert (blocks.overlap, attention.overlap) == (True, True)
     fields = fields_of_record(attention, ATTN_INT8_SM90)
-    assert fields["fwd.cu_seqlens_q"] == At("cu_seqlens_q")
-    copy = fields["fwd.cu_seqlens_k"]
-    assert copy.operand == "workspace"
-    assert copy.offset + 4 * (7 + 1) == launches.workspace_bytes
+    end, size = launches.workspace_bytes, 4 * (7 + 1)
+    assert fields["fwd.cu_seqlens_q"] == At("workspace", end - 2 * size)
+    assert fields["fwd.cu_seqlens_k"] == At("workspace", end - size)
+    of_sums = fields_of_record(sums, QUANTIZE)
+    assert [of_sums[f"cu_seqlens_{x}"] for x in "qk"] == [At("cu_seqlens_q"), At("cu_seqlens_k")]
+    assert [of_sums[f"starts_{x}"] for x in "qk"] == [fields[f"fwd.cu_seqlens_{x}"] for x in "qk"]
+    assert (of_sums["seqlen_q"], of_sums["seqlen_k"]) == (p.seqlen_q, p.seqlen_k)
     _, row, head = (2 * stride for stride in STRIDES.q)
     assert fields["map_q"].dims == (240, 300, 4, 1)
     assert fields["map_q"].strides_bytes[:2] == (row, head)
+
+
+def test_the_general_quantizer_copies_starts_of_packed_q_that_it_does_not_quantize() -> None:
+    p = problem(varlen=True, batch=7)
+    found = planned(p, HOPPER, lambda way: is_whole(way) and way.row.quantizes_q)
+    force = f"{found.selection.spec.name},quantize_sm80_bf16_d256"
+    launches = plan_attention(p, HOPPER, force)
+    clear, blocks, attention = launches.records
+    assert [record.spec.op for record in launches.records] == ["quantize", "quantize", "attention"]
+    fields, of_clear = fields_of_record(attention, ATTN_INT8_SM90), fields_of_record(clear, QUANTIZE)
+    assert [of_clear[f"cu_seqlens_{x}"] for x in "qk"] == [At("cu_seqlens_q"), At("cu_seqlens_k")]
+    assert [of_clear[f"starts_{x}"] for x in "qk"] == [fields[f"fwd.cu_seqlens_{x}"] for x in "qk"]
+    assert of_clear["seqlen_q"] == p.seqlen_q
+    assert fields_of_record(blocks, QUANTIZE)["seqlen_q"] == 0
 
 
 def test_what_is_not_smoothed_is_null() -> None:

@@ -70,7 +70,7 @@ def quantized(
     kernels: HostKernels, problem: QuantizeProblem, arrays: dict[str, Any], starts: list[int] | None = None
 ) -> dict[str, Any]:
     """What the kernels make of arrays by their names in a call, k and v (batch, keys, heads, head_dim) or without a
-    batch; checks the copy of cu_seqlens, which is to be ``starts``.
+    batch; checks the copies of cu_seqlens, of which that of keys is to be ``starts``.
     """
     pair = select_kv(problem, HOPPER)
     assert pair is not None
@@ -80,7 +80,8 @@ def quantized(
         (0 if x.ndim == 3 or x.shape[0] == 1 else x.strides[0] // 2, x.strides[-3] // 2, x.strides[-2] // 2)
         for x in (arrays["k"], arrays["v"])
     )
-    records = quantize_kv.build(*specs, problem, steps, outputs, At("workspace", end))  # type: ignore[arg-type]
+    memory_at = At("workspace", end)
+    records = quantize_kv.build(*specs, problem, steps, outputs, memory_at, 1000)  # type: ignore[arg-type]
     memory = np.full(end + quantize_kv.scratch_bytes(specs[0], problem) + 256, 0xFF, np.uint8)
     base = memory.ctypes.data + -memory.ctypes.data % 256
     addresses = {name: x.ctypes.data for name, x in arrays.items()} | {"workspace": base}
@@ -93,9 +94,11 @@ def quantized(
     for name, (sizes, dtype) in problem.shapes().items():
         size = int(np.prod(sizes)) * np.dtype(dtype).itemsize
         found[name] = memory[begin + outputs[name].offset :][:size].view(dtype).reshape(sizes)
-    if starts is not None:
-        copy = quantize_kv.starts_in(specs[0], problem, At("workspace", end))
-        assert memory[begin + copy.offset :][: 4 * len(starts)].view(np.int32).tolist() == starts
+    if starts is not None:  # those of queries clamped to 1000 rows
+        copies = quantize_kv.starts_in(specs[0], problem, memory_at)
+        of_q, of_k = (memory[begin + x.offset :][: 4 * len(starts)].view(np.int32).tolist() for x in copies)
+        assert of_k == starts
+        assert of_q == np.minimum(np.maximum.accumulate(arrays["cu_seqlens_q"]), 1000).tolist()
     return found
 
 
@@ -123,9 +126,6 @@ def test_bits(kernels: HostKernels, shape: tuple[Any, ...], kind: str) -> None:
 )
 @pytest.mark.parametrize("used", [False, True])
 @pytest.mark.parametrize("kind", ["normal", "outlier", "nan"])
-@pytest.mark.skipif(
-    not any(s.op == KV_OPS[1] and s.sequences == "packed" for s in REGISTRY), reason="such rows are not registered"
-)
 def test_packed(kernels: HostKernels, starts: list[int], used: bool, kind: str) -> None:
     """Each sequence has the bits that it has as a batch of one."""
     keys, heads, d = 900, 2, 64
@@ -138,6 +138,9 @@ def test_packed(kernels: HostKernels, starts: list[int], used: bool, kind: str) 
     if used:
         lengths = np.where(np.arange(batch) % 2 == 0, lengths, np.maximum(lengths - 77, 0))
     arrays = {"k": k, "v": v, "cu_seqlens_k": np.array(starts, np.int32), "seqused_k": lengths.astype(np.int32)}
+    of_queries = [3 * start for start in starts]
+    of_queries[batch // 2] = -1  # backwards
+    arrays["cu_seqlens_q"] = np.array(of_queries, np.int32)
     monotone = np.maximum.accumulate(starts).tolist()
     found = quantized(kernels, problem, arrays, monotone)
     for b, (begin, length) in enumerate(zip(monotone[:-1], lengths.tolist(), strict=True)):

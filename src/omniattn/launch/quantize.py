@@ -127,6 +127,7 @@ def build(
     memory: At,
     grid: QuantizeGrid,
     copies: tuple[At, At] | None = None,
+    queries: int | None = None,
 ) -> tuple[LaunchRecord, ...]:
     """The launches of a quantization: one that clears and decodes, one that quantizes, with smooth_q one for delta_s.
 
@@ -144,6 +145,8 @@ def build(
     copies : (At, At), optional
         Where copies of cu_seqlens_q and cu_seqlens_k go, which are made even if there is nothing to quantize; in the
         scratch memory unless given.
+    queries : int, optional
+        Rows of packed queries that cu_seqlens_q divides, where they are not quantized.
     """
     p = call.problem
     work, room = _work(p, grid.units), scratch(spec, p)
@@ -196,7 +199,8 @@ def build(
         "v_levels": p.v_levels,
     }
     # The first launch reads cu_seqlens as they were given; the others the copies, which never decrease.
-    first = _pack(p, {**values, **given, "clear_vectors": room.clear_vectors})
+    rows = p.rows_q if queries is None else queries
+    first = _pack(p, {**values, **given, "seqlen_q": rows, "clear_vectors": room.clear_vectors})
     second = {**values, **starts, "clear_vectors": 0}
     threads = 32 * spec.num_warps
     decoded = work.num_items if room.item_table_bytes else 0

@@ -10,6 +10,9 @@ from . import host_struct
 from .host_struct import At
 from .structs import QUANTIZE
 
+#: Copies of cu_seqlens that never decrease, behind all other scratch memory.
+_STARTS = ("starts_q", "starts_k")
+
 
 def scratch_bytes(spec: KernelSpec, p: QuantizeProblem) -> int:
     """Bytes that `build` needs besides its outputs; spec: one of the two kernels."""
@@ -18,11 +21,12 @@ def scratch_bytes(spec: KernelSpec, p: QuantizeProblem) -> int:
 
 def build(
     sums: KernelSpec, blocks: KernelSpec, p: QuantizeProblem, strides: tuple[Strides3, Strides3],
-    outputs: dict[str, At], memory: At,
+    outputs: dict[str, At], memory: At, queries: int = 0,
 ) -> tuple[LaunchRecord, LaunchRecord]:  # fmt: skip
     """The two launches: sums of samples of K and V; blocks of 128 keys, which begin while the first one ends.
 
-    strides: of k and v, (batch, seq, head). memory: place of the scratch memory, at a multiple of 256 bytes.
+    strides: of k and v, (batch, seq, head). memory: place of the scratch memory, at a multiple of 256 bytes. queries:
+    rows of packed queries, which nobody quantizes; of their cu_seqlens there is a copy as of those of keys.
     """
     places, end = {}, memory.offset
     for name, size in _scratch(sums, p).items():
@@ -38,7 +42,8 @@ def build(
         "tiles_k": p.slots(p.rows_k, p.key_tile), "units": p.units, "v_levels": p.v_levels,
     }  # fmt: skip
     if p.varlen:
-        values |= {"cu_seqlens_k": At("cu_seqlens_k"), "seqused_k": At("seqused_k") if p.used[1] else None}
+        values |= {name: At(name) for name in ("cu_seqlens_q", "cu_seqlens_k")}
+        values |= {"seqlen_q": queries, "seqused_k": At("seqused_k") if p.used[1] else None}
     arguments = QUANTIZE.pack(values)
     chunks, tiles = p.units * p.slots_r, p.units * p.slots(p.rows_k, BLOCK_ROWS)
     return (
@@ -54,11 +59,12 @@ def _scratch(spec: KernelSpec, p: QuantizeProblem) -> dict[str, int]:
         "v_error": 8 * heads * p.head_dim_pad, "partials": 20 * p.units * p.slots_r * spec.head_dim,
         "v_bad": 4 * heads, "v_done": 4 * heads,
     }  # fmt: skip
-    return sizes | ({"starts_k": 4 * (p.batch + 1)} if p.varlen else {})
+    return sizes | (dict.fromkeys(_STARTS, 4 * (p.batch + 1)) if p.varlen else {})
 
 
-def starts_in(spec: KernelSpec, p: QuantizeProblem, memory: At) -> At:
-    """Place of the copy of cu_seqlens_k that never decreases, of packed sequences; ``memory`` as for `build`."""
+def starts_in(spec: KernelSpec, p: QuantizeProblem, memory: At) -> tuple[At, At]:
+    """Places of the copies of cu_seqlens_q and cu_seqlens_k that never decrease; ``memory`` as for `build`."""
     sizes = _scratch(spec, p)
-    assert next(reversed(sizes)) == "starts_k"
-    return At(memory.operand, memory.offset + sum(sizes.values()) - sizes["starts_k"])
+    assert tuple(sizes)[-2:] == _STARTS
+    of_k = memory.offset + sum(sizes.values()) - sizes["starts_k"]
+    return At(memory.operand, of_k - sizes["starts_q"]), At(memory.operand, of_k)

@@ -293,10 +293,10 @@ def _quantized(
         if way.keys_values is not None:
             memory = At("workspace", aligned(end))
             specs = way.keys_values[0].spec, way.keys_values[1].spec
-            records += quantize_kv.build(*specs, part, (strides.k, strides.v), at, memory)
+            records += quantize_kv.build(*specs, part, (strides.k, strides.v), at, memory, problem.seqlen_q)
             kernels += way.keys_values
             if part.varlen:
-                starts = At("cu_seqlens_q"), quantize_kv.starts_in(specs[0], part, memory)
+                starts = quantize_kv.starts_in(specs[0], part, memory)
             end = memory.offset + quantize_kv.scratch_bytes(specs[0], part)
         if way.rows is not None:
             kernels.append(way.rows)
@@ -307,13 +307,15 @@ def _quantized(
         kernels.append(way.general.kernel)
         spec = way.general.kernel.spec
         room, memory = quantize.scratch(spec, part), At("workspace", aligned(end))
-        starts = starts or quantize.starts_in(room, memory)
         call = QuantizeCall(part, (strides.q, strides.k, strides.v), problem.layout, 0)
         delta_spec = None if delta is None else delta.spec
-        records += quantize.build(spec, delta_spec, call, target, at, memory, way.general.grid)
+        # Those that attention quantizes itself are walked by the copy of cu_seqlens, too.
+        queries = problem.seqlen_q if part.varlen else None
+        launches = quantize.build(spec, delta_spec, call, target, at, memory, way.general.grid, queries=queries)
+        if launches:  # none: there is nothing of K and V, and no copy
+            starts = starts or quantize.starts_in(room, memory)
+        records += launches
         end = memory.offset + room.size
     starts = starts or (At("cu_seqlens_q"), At("cu_seqlens_k"))
-    if whole.rows_q == 0:  # queries that nobody has moved to slots of their own
-        starts = At("cu_seqlens_q"), starts[1]
     made = (*dict.fromkeys(kernels), *(() if delta is None else (delta,)))
     return _Operands(end, tuple(records), made, attn_int8.own(whole, at, starts))

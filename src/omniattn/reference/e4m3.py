@@ -46,7 +46,7 @@ def encode_by_logarithm(x: Array, linear: bool = False) -> npt.NDArray[np.uint8]
     With h the largest integer up to 128 (log2 x + 7 + shift), the byte is, cut to 0 .. 127,
 
         linear: h / 16, with a shift of 0.0054
-        else:   (16 (h - 20) + 96 - (h & 96)) / 256, with a shift of 0.13752
+        else:   (16 (h - 35) + 112 - (h & 112)) / 256, with a shift of 0.252
 
     (kernels_cu/attention/integer_powers.cuh). Next to `encode_e4m3` it is the same or one more or less for normal
     numbers, with the same mean; below 2^-6 it is too small, and 0 from 2^-7 on.
@@ -57,13 +57,13 @@ def encode_by_logarithm(x: Array, linear: bool = False) -> npt.NDArray[np.uint8]
         At least 0. NaN gives 0x7f.
     linear : bool
     """
-    shift = 0.0054 if linear else 0.13752
+    shift = 0.0054 if linear else 0.252
     with np.errstate(divide="ignore", invalid="ignore"):
         h = np.floor(128.0 * (np.log2(np.asarray(x, dtype=np.float64)) + (7.0 + shift)))
     nan = np.isnan(h)
     # Beyond these every byte is 0, or 0x7f.
     steps = np.clip(np.where(nan, 0.0, h), -1e6, 1e6).astype(np.int32)
-    corrected = np.clip(steps - 20, 0, 0x7F8) * 16 + ((steps & 0x60) ^ 0x60) >> 8
+    corrected = np.clip(steps - 35, 0, 0x7F8) * 16 + ((steps & 0x70) ^ 0x70) >> 8
     code = np.clip(steps, 0, 0x7FF) >> 4 if linear else corrected
     return np.where(nan, 0x7F, code).astype(np.uint8)
 

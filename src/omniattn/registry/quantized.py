@@ -397,12 +397,10 @@ def quantized_attention_rows() -> Iterator[KernelSpec]:
     yield from (
         _attn_int8_sm90(tile, dtype, varlen, kind)
         for kind in ("q16", "q16_lse", "q16_fast")
-        # Not packed ones: where one of many cu_seqlens goes backwards, other sequences got other bits on an H200, and
-        # it is not known yet why.
-        for varlen in (False,)
+        for varlen in (False, True)
         for tile in _INT8_SM90_TILES
         # Of 128 channels all P linear take as long as half of them.
-        if kind != "q16_fast" or tile.head_dim == 64
+        if kind != "q16_fast" or (tile.head_dim == 64 and not varlen)
         for dtype in ("float16", "bfloat16")
     )
     yield from (

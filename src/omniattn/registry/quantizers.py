@@ -215,7 +215,7 @@ def quantizer_rows() -> Iterator[KernelSpec]:
     yield from (_quantize_values(head_dim, dtype) for head_dim, dtype in sizes)
     yield from (
         _quantize_kv(head_dim, dtype, sums, packed)
-        for packed in (False,)  # as the kernels that read Q in 16 bits (registry/quantized.py)
+        for packed in (False, True)
         for sums in (True, False)
         for head_dim, dtype in sizes
     )
