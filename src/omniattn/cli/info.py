@@ -41,9 +41,13 @@ def add_parser(commands: Any) -> None:
         "info", help="GPU, driver, libraries, cache, and which kernel runs where", description=__doc__
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--markdown", action="store_true", help="print the README's generated tables")
+    parser.add_argument("--markdown", action="store_true", help="print the documents' generated tables")
     parser.add_argument(
-        "--write", type=Path, metavar="README", help="with --markdown: put the tables between the markers of this file"
+        "--write",
+        type=Path,
+        nargs="+",
+        metavar="FILE",
+        help="with --markdown: put the tables between the markers of these files",
     )
     parser.set_defaults(run=run)
 
@@ -51,7 +55,7 @@ def add_parser(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Run the command; returns the exit code."""
     if arguments.write is not None and not arguments.markdown:
-        raise ArgumentError("--write", "to be used with --markdown", str(arguments.write))
+        raise ArgumentError("--write", "to be used with --markdown", " ".join(map(str, arguments.write)))
     if arguments.markdown and arguments.json:
         raise ArgumentError("--json", "to be used without --markdown", "both")
     if arguments.markdown:
