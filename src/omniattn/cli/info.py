@@ -72,8 +72,9 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         console.print_json({**facts, "support": [_support_dict(columns, row) for row in rows]})
     else:
-        _show(facts)
-        _show_support(columns, rows)
+        with console.pipe_columns(_PIPE_COLUMNS):
+            _show(facts)
+            _show_support(columns, rows)
     return 0
 
 
@@ -263,6 +264,8 @@ def _gpu_text(gpu: dict[str, Any]) -> str:
     )
 
 
+#: What a report that is pasted somewhere has.
+_PIPE_COLUMNS = 100
 #: Columns of a terminal that the table with a column for every GPU needs.
 _FULL_WIDTH = 190
 
@@ -281,7 +284,7 @@ def _show_support(columns: Sequence[support.Column], rows: Sequence[support.Supp
     header = ["operation", "dtype", "head_dim", *(f"{column.target} {column.products}" for column in columns)]
     console.print_table(title, header, body)
     for reason, number in reasons.items():
-        console.print_line(f"[{number}] {reason}")
+        console.print_paragraph(f"[{number}] {reason}")
 
 
 def _show_support_narrow(title: str, columns: Sequence[support.Column], rows: Sequence[support.SupportRow]) -> None:
@@ -301,4 +304,4 @@ def _show_support_narrow(title: str, columns: Sequence[support.Column], rows: Se
     for target, of_target in reasons.items():
         alike.setdefault("; ".join(of_target), []).append(target)
     for reason, targets in alike.items():
-        console.print_line(f"{', '.join(targets)}: {reason}")
+        console.print_paragraph(f"{', '.join(targets)}: {reason}")
