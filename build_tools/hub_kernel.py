@@ -94,9 +94,7 @@ def rewritten(source: str, parts: tuple[str, ...], library: str) -> str:
     text = text.replace(f'Library("{PACKAGE}"', f'Library("{library}"')
     text = text.replace(f"torch.ops.{PACKAGE}", f"torch.ops.{library}")
     text = re.sub(rf"\b{PACKAGE}::", f"{library}::", text)
-    return text.replace(
-        f'import_module("{PACKAGE}._native")', 'import_module(__name__.partition(".")[0] + "._native")'
-    )
+    return text.replace(f'import_module("{PACKAGE}._native")', 'import_module(__name__.partition(".")[0] + "._native")')
 
 
 def _is_ours(name: str) -> bool:
