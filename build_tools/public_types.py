@@ -33,7 +33,8 @@ def text() -> str:
         lines.append(f"    omniattn.{name},")
         value = getattr(omniattn, name)
         if isinstance(value, type):
-            found = [x for x in vars(value) if not x.startswith("_") and x not in getattr(value, "__slots__", ())]
+            slots = {x for cls in value.__mro__ for x in getattr(cls, "__slots__", ())}
+            found = [x for x in dir(value) if not x.startswith("_") and x not in slots]
             lines += [f"    omniattn.{name}.{x}," for x in sorted(found)]
     lines += [f"    {module}.{name}," for module in MODULES for name in public_names(module)]
     return "\n".join([*lines, "]", ""])
