@@ -29,6 +29,7 @@ REFERENCE: dict[str, tuple[str, tuple[str, ...]]] = {
     "attention": (
         "Attention and its gradients",
         ("attention", "attention_varlen", "attention_backward", "attention_varlen_backward", "merge_states",
+         "dropout_mask",
          "ScoreMod", "explain", "Explanation"),
     ),
     "precisions": (

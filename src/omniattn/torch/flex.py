@@ -168,8 +168,8 @@ def flex_attention(
 
     Notes
     -----
-    The functions are translated at each call, which takes some hundred microseconds on the host; what is compiled for
-    their text is kept. `trace_score_mod` translates once. Under torch.compile a call is a break of the graph, and a
+    The functions are translated at each call, which takes half a millisecond and more on the host; what is compiled
+    for their text is kept. `trace_score_mod` translates once. Under torch.compile a call is a break of the graph, and a
     call of `attention` with the result of `trace_score_mod` is none. Gradients go to query, key and value; tensors that
     a function reads have none, and one that requires a gradient raises.
     """
@@ -180,7 +180,7 @@ def flex_attention(
     if getattr(return_aux, "max_scores", False):
         raise UnsupportedError(f"{FUNCTION}(): max_scores is not computed", instead="AuxRequest(lse=True)")
     key, value = _checked(query, key, value, enable_gqa)
-    options = _modified(query, key, score_mod, block_mask)
+    options = _modified(query, key, value, score_mod, block_mask)
     head_dim, head_dim_v = query.shape[-1], value.shape[-1]
     tensors = [
         shapes.readable(F.pad(x, (0, shapes.padded_head_dim(x.shape[-1]) - x.shape[-1])) if x.shape[-1] % 8 else x)
@@ -215,7 +215,9 @@ def _checked(
 
 
 @torch.compiler.disable
-def _modified(query: torch.Tensor, key: torch.Tensor, score_mod: Any, block_mask: Any) -> dict[str, Any]:
+def _modified(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, score_mod: Any, block_mask: Any
+) -> dict[str, Any]:
     """``score_mod`` and ``block_mask`` of `attention`."""
     if score_mod is None and block_mask is None:
         return {}
@@ -225,9 +227,9 @@ def _modified(query: torch.Tensor, key: torch.Tensor, score_mod: Any, block_mask
         return {"score_mod": _made(trace, score, None)}
     kinds, size = _blocks(block_mask, query, key)
     mask = _mask_of(trace, block_mask.mask_mod)
-    # Blocks alone are a mask that kernels have for themselves, but one without gradients, and of whole tiles.
-    needs = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key))
-    options: dict[str, Any] = {}
+    # Blocks of whole tiles are a mask that kernels have for themselves. Others, and those of calls with a backward, are
+    # part of the expression.
+    needs = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
     always = mask.op == "const" and bool(mask.value)
     if needs or any(x % 64 for x in size):
         kind = _kind_of_block(trace, kinds, size)
@@ -237,7 +239,7 @@ def _modified(query: torch.Tensor, key: torch.Tensor, score_mod: Any, block_mask
         if always:
             mask = graph.compare("ne", kind, graph.const(0))
         return {"score_mod": _made(trace, score, mask)}
-    options = {"block_mask": kinds != 0, "block_size": size}
+    options: dict[str, Any] = {"block_mask": kinds != 0, "block_size": size}
     if not always and block_mask.full_kv_num_blocks is not None:
         kind = _kind_of_block(trace, kinds, size)
         mask = graph.logical("or", graph.compare("eq", kind, graph.const(_FULL)), mask)
