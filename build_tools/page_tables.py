@@ -12,6 +12,7 @@ from build_tools import (
     decode_tables,
     engine_tables,
     figures,
+    guide_figures,
     jax_tables,
     model_tables,
     option_tables,
@@ -367,4 +368,5 @@ PARTS: dict[str, Part] = {
     **perplexity_tables.PARTS,
     **serve_tables.PARTS,
     **engine_tables.PARTS,
+    **guide_figures.PARTS,
 }

@@ -25,7 +25,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from build_tools import sparse_tables
+from build_tools import guide_figures, sparse_tables
 from build_tools.page_parts import NOT_MEASURED, PageError, Report
 from build_tools.page_tables import FIGURE, PARTS, SOURCES, figure
 
@@ -102,6 +102,10 @@ def expected(root: Path = ROOT) -> dict[Path, str]:
             raise PageError(f"{path.relative_to(root).as_posix()}: {error}") from error
     if "int8" in reports:
         made[FIGURE] = figure(reports["int8"])
+    if (root / guide_figures.CHOICE.parent).exists():
+        made[guide_figures.CHOICE] = guide_figures.choice()
+        if "fp8" in reports:
+            made[guide_figures.SPEED] = guide_figures.speed(reports["fp8"])
     if "sparse_accuracy" in reports:
         made[sparse_tables.FIGURE] = sparse_tables.figure(reports["sparse_accuracy"])
     return made

@@ -30,6 +30,10 @@ __all__ = [
 ]
 
 
+#: In the documents of this package.
+_PAGE = "docs/troubleshooting.md"
+
+
 def _rebuild(cls: type[OmniattnError], args: tuple[Any, ...], state: dict[str, Any]) -> OmniattnError:
     """Unpickle without running ``__init__``, whose arguments differ from ``args``."""
     # Of the base whose memory an error has, which OSError decides for its subclasses.
@@ -39,12 +43,36 @@ def _rebuild(cls: type[OmniattnError], args: tuple[Any, ...], state: dict[str, A
     return error
 
 
+class _Notes:
+    """``__notes__`` of an error, made when they are first asked for: the page about its class.
+
+    Tracebacks of Python 3.11 and newer show them. No instance has them before, so that pickles and comparisons of
+    errors are of what was raised; what ``add_note`` appends stays.
+    """
+
+    def __get__(self, error: OmniattnError | None, cls: type[OmniattnError]) -> list[str]:
+        if error is None:
+            raise AttributeError("__notes__")
+        notes: list[str] = error.__dict__.setdefault("__notes__", [f"About this error: {error.page}"])
+        return notes
+
+
 class OmniattnError(RuntimeError):
     """Base of all errors of this package.
 
     A RuntimeError, as torch and the packages that `compat` stands in for raise for invalid calls: code that is written
     for those catches it.
     """
+
+    __notes__ = _Notes()
+
+    @property
+    def page(self) -> str:
+        """Where the documents say what to do: a page with the heading of this class."""
+        for cls in type(self).__mro__:
+            if cls.__module__ == __name__ and cls is not OmniattnError:
+                return f"{_PAGE}#{cls.__name__.lower()}"
+        return f"{_PAGE}#by-error"
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild, (type(self), self.args, dict(self.__dict__))

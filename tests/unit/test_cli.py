@@ -70,6 +70,19 @@ def test_plot_file_is_checked_before_the_work(
     assert name in error
 
 
+@pytest.mark.parametrize("columns", [None, 100, 80])
+def test_info_keeps_to_its_columns(
+    columns: int | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    if columns is not None:
+        monkeypatch.setenv("COLUMNS", str(columns))
+    assert main(["info"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= (columns or 100)
+    assert not any("…" in line for line in lines), "nothing is cut off"
+
+
 def test_json_needs_neither_rich_nor_matplotlib(no_rich: None, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["info", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["omniattn"]["version"]

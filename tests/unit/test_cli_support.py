@@ -127,9 +127,14 @@ def test_own_gpu_comes_first_and_is_not_repeated() -> None:
     assert columns[0].products == "H200"
 
 
-def test_readme_tables_do_not_drift() -> None:
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert readme.filled(text) == text, "run: omniattn info --markdown --write README.md"
+@pytest.mark.parametrize("page", ["README.md", "docs/environment.md"])
+def test_generated_tables_do_not_drift(page: str) -> None:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    assert readme.filled(text) == text, "run: omniattn info --markdown --write README.md docs/environment.md"
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
 
 
 def test_readme_write_fills_the_markers_and_touches_nothing_else(tmp_path: Path) -> None:
@@ -147,6 +152,14 @@ def test_readme_write_fills_the_markers_and_touches_nothing_else(tmp_path: Path)
 def test_readme_without_markers_is_an_error() -> None:
     with pytest.raises(ArgumentError, match="support-table:begin"):
         readme.filled("nothing here")
+
+
+def test_half_a_marker_is_an_error_and_no_file_is_written(tmp_path: Path) -> None:
+    whole, half = tmp_path / "whole.md", tmp_path / "half.md"
+    whole.write_text("<!-- support-table:begin -->\nstale\n<!-- support-table:end -->\n", encoding="utf-8")
+    half.write_text("<!-- environment-table:begin -->\n", encoding="utf-8")
+    assert main(["info", "--markdown", "--write", str(whole), str(half)]) == 2
+    assert "stale" in whole.read_text(encoding="utf-8")
 
 
 def test_the_readme_table() -> None:

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import inspect
 import pickle
+import re
+import sys
+import traceback
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -31,6 +35,7 @@ from omniattn.errors import (
     UnsupportedError,
 )
 
+ROOT = Path(__file__).resolve().parents[2]
 ARGUMENT_CLASSES = (ArgumentError, DtypeError, ShapeError, StrideError, AlignmentError, DeviceError)
 
 SAMPLES: dict[type[OmniattnError], tuple[OmniattnError, str]] = {
@@ -109,6 +114,35 @@ def test_pickling_keeps_text_and_attributes(cls: type[OmniattnError]) -> None:
     assert type(copy) is cls
     assert str(copy) == text
     assert copy.__dict__ == error.__dict__
+
+
+@pytest.mark.parametrize("cls", SAMPLES, ids=lambda cls: cls.__name__)
+def test_every_error_names_its_heading_in_the_documents(cls: type[OmniattnError]) -> None:
+    error, text = SAMPLES[cls]
+    page, _, anchor = error.page.partition("#")
+    headings = re.findall(r"^#+ (.+)$", (ROOT / page).read_text(encoding="utf-8"), re.MULTILINE)
+    assert anchor in {heading.strip("`").lower().replace(" ", "-") for heading in headings}
+    assert str(error) == text
+
+    class Own(cls):  # type: ignore[valid-type, misc]
+        pass
+
+    own = pickle.loads(pickle.dumps(error))
+    own.__class__ = Own
+    assert own.page == error.page
+
+
+def test_a_traceback_says_the_page_and_keeps_other_notes() -> None:
+    error = ShapeError("k", "(2, 8)", (2, 9))
+    before = dict(error.__dict__)
+    assert pickle.loads(pickle.dumps(error)).__dict__ == before
+    if sys.version_info >= (3, 11):
+        error.add_note("of a test")
+        lines = traceback.format_exception(error)
+        assert "About this error: docs/troubleshooting.md#shapeerror\n" in lines
+        assert "of a test\n" in lines
+        assert pickle.loads(pickle.dumps(error)).__notes__ == error.__notes__
+    assert not hasattr(ShapeError, "__notes__")
 
 
 def test_builtin_bases() -> None:

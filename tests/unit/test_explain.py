@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import omniattn.arrays
 import omniattn.runtime
 from omniattn import Int4, Int8
 from omniattn.errors import AlignmentError, ArgumentError, OmniattnError, ShapeError
+from omniattn.ops.explain import Launch
 from omniattn.problems import UNLIMITED, Precision
 from omniattn.problems.precision import EXACT
 from omniattn.runtime.device import DeviceInfo
@@ -40,6 +42,23 @@ def test_dense_on_the_cpu() -> None:
     assert (problem.softmax_scale, problem.softcap) == (0.25, 4.0)
     # 5 rows that each see 3 keys.
     assert got.flops == 4 * 15 * 16 * 4 * 2
+
+
+def test_the_short_form_is_one_line() -> None:
+    q, k, v = arrays()
+    got = omniattn.explain(q, k, v, causal=True)
+    assert got.short() == f"reference (NumPy, CPU) (python, cpu) on cpu, {got.flops / 1e9:.3f} GFLOP, 0.009 MB"
+    merged = omniattn.explain(
+        omniattn.merge_states, q, np.zeros((2, 4, 5), np.float32), q, np.zeros((2, 4, 5), np.float32)
+    )
+    assert "GFLOP" not in merged.short()
+    assert "\n" in str(merged)
+    assert "\n" not in merged.short()
+    launch = Launch("a", "prebuilt", "sm_90a", 4, 128, 0)
+    on_gpu = dataclasses.replace(
+        got, kernel="a", grid=4, threads=128, launches=(launch, dataclasses.replace(launch, kernel="b"))
+    )
+    assert ", 4 CTAs of 128 threads, 1 more launch, " in on_gpu.short()
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])

@@ -7,11 +7,14 @@ import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, Protocol
 
 from omniattn.errors import ArgumentError, OmniattnError
 
+#: Of a terminal of unknown width, which is a pipe mostly.
+_PIPE_COLUMNS: ContextVar[int] = ContextVar("_PIPE_COLUMNS", default=160)
 _PLOT_SUFFIXES = (".png", ".svg", ".pdf")
 
 
@@ -55,13 +58,28 @@ def _console() -> Any:
     from rich.console import Console
 
     # Into a pipe rich assumes 80 columns and cuts cells off; broad tables are then better than wrong ones.
-    width = None if sys.stdout.isatty() else shutil.get_terminal_size(fallback=(160, 50)).columns
+    width = None if sys.stdout.isatty() else shutil.get_terminal_size(fallback=(_PIPE_COLUMNS.get(), 50)).columns
     return Console(width=width, highlight=False)
+
+
+@contextmanager
+def pipe_columns(columns: int) -> Iterator[None]:
+    """Within the block, tables that go into a pipe are as wide."""
+    token = _PIPE_COLUMNS.set(columns)
+    try:
+        yield
+    finally:
+        _PIPE_COLUMNS.reset(token)
 
 
 def width() -> int:
     """Columns of the terminal."""
     return int(_console().width)
+
+
+def print_paragraph(text: str) -> None:
+    """Write text that is wrapped at the terminal's width; square brackets are text, not markup."""
+    _console().print(text, markup=False)
 
 
 def print_line(text: str = "") -> None:

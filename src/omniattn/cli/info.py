@@ -41,9 +41,13 @@ def add_parser(commands: Any) -> None:
         "info", help="GPU, driver, libraries, cache, and which kernel runs where", description=__doc__
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--markdown", action="store_true", help="print the README's generated tables")
+    parser.add_argument("--markdown", action="store_true", help="print the documents' generated tables")
     parser.add_argument(
-        "--write", type=Path, metavar="README", help="with --markdown: put the tables between the markers of this file"
+        "--write",
+        type=Path,
+        nargs="+",
+        metavar="FILE",
+        help="with --markdown: put the tables between the markers of these files",
     )
     parser.set_defaults(run=run)
 
@@ -51,7 +55,7 @@ def add_parser(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Run the command; returns the exit code."""
     if arguments.write is not None and not arguments.markdown:
-        raise ArgumentError("--write", "to be used with --markdown", str(arguments.write))
+        raise ArgumentError("--write", "to be used with --markdown", " ".join(map(str, arguments.write)))
     if arguments.markdown and arguments.json:
         raise ArgumentError("--json", "to be used without --markdown", "both")
     if arguments.markdown:
@@ -68,8 +72,9 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         console.print_json({**facts, "support": [_support_dict(columns, row) for row in rows]})
     else:
-        _show(facts)
-        _show_support(columns, rows)
+        with console.pipe_columns(_PIPE_COLUMNS):
+            _show(facts)
+            _show_support(columns, rows)
     return 0
 
 
@@ -259,6 +264,8 @@ def _gpu_text(gpu: dict[str, Any]) -> str:
     )
 
 
+#: What a report that is pasted somewhere has.
+_PIPE_COLUMNS = 100
 #: Columns of a terminal that the table with a column for every GPU needs.
 _FULL_WIDTH = 190
 
@@ -277,7 +284,7 @@ def _show_support(columns: Sequence[support.Column], rows: Sequence[support.Supp
     header = ["operation", "dtype", "head_dim", *(f"{column.target} {column.products}" for column in columns)]
     console.print_table(title, header, body)
     for reason, number in reasons.items():
-        console.print_line(f"[{number}] {reason}")
+        console.print_paragraph(f"[{number}] {reason}")
 
 
 def _show_support_narrow(title: str, columns: Sequence[support.Column], rows: Sequence[support.SupportRow]) -> None:
@@ -297,4 +304,4 @@ def _show_support_narrow(title: str, columns: Sequence[support.Column], rows: Se
     for target, of_target in reasons.items():
         alike.setdefault("; ".join(of_target), []).append(target)
     for reason, targets in alike.items():
-        console.print_line(f"{', '.join(targets)}: {reason}")
+        console.print_paragraph(f"{', '.join(targets)}: {reason}")

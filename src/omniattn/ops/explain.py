@@ -121,6 +121,25 @@ class Explanation:
         """
         return self._count()
 
+    def short(self) -> str:
+        """One line: the kernel, where its binary comes from, how many CTAs run, the work.
+
+        Returns
+        -------
+        str
+            ``str`` of the explanation has the reasons, and the other launches.
+        """
+        parts = [f"{self.kernel} ({self.origin}, {self.arch}) on {self.device}"]
+        if self.threads:
+            parts.append(f"{self.grid} CTAs of {self.threads} threads")
+        others = sum(x.kernel != self.kernel for x in self.launches)
+        if others:
+            parts.append(f"{others} more launch{'es' if others > 1 else ''}")
+        if self.flops is not None and isinstance(self.problem, (AttentionProblem, BackwardProblem)):
+            parts.append(f"{self.flops / 1e9:.3f} GFLOP")
+        parts.append(f"{self.min_bytes / 1e6:.3f} MB")
+        return ", ".join(parts)
+
     def __str__(self) -> str:
         lines = [
             f"kernel   {self.kernel}",
