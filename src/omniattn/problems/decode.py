@@ -106,6 +106,11 @@ class DecodeProblem:
         return self.deterministic or self.num_splits > 0
 
     @property
+    def has_even_lists(self) -> bool:
+        """Whether sequences are lists that are known to be of one length."""
+        return bool(self.topk) and not self.has_lengths and not self.packed
+
+    @property
     def head_dim_v(self) -> int:
         """Channels of o; of latent caches fewer than q's."""
         return self.cache.v_format.head_dim
@@ -186,10 +191,13 @@ class DecodeSplit:
         CTAs of the main kernel: each has an even share of the chunks of all segments.
     combine_warps : int
         Warps of the second kernel that merge a row's partial results.
+    cluster : int
+        CTAs of a cluster, which merge their partial results; all of one sequence. More than 1 for a kernel that does.
     """
 
     workers: int
     combine_warps: int
+    cluster: int = 1
 
 
 @dataclass(frozen=True)

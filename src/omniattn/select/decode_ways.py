@@ -22,6 +22,7 @@ from ..registry.decode import (
     RESULTS_OF_WARP,
     SHARED_TILES,
 )
+from ..registry.latent_sm80 import LATENT_CLUSTER, LATENT_TILES
 from ..registry.targets import is_carried
 from .cache import decode_spec, no_latent_kernel, select_decode, select_latent
 from .choice import Selection
@@ -143,14 +144,37 @@ def _with_split(one: KeyPass, tiles: tuple[int, int], pair: tuple[Selection, Sel
     return PassWay(tiles, *pair, DecodeSplit(workers, combine_warps(one, workers, one.segments(rows))))
 
 
+def latent_clusters(one: KeyPass, target: Target) -> DecodeSplit | None:
+    """How clusters of CTAs of few rows divide the keys over a latent cache, where that is the fastest; else None.
+
+    Each CTA has a part of one sequence, and those of a cluster have the same one: so there is one sequence, or lists
+    that are of one length.
+    """
+    p, rows = one.problem, LATENT_TILES[0]
+    if p.has_fixed_splits or not (p.batch == 1 or p.has_even_lists):
+        return None
+    chunks = one.chunks(rows) // max(one.segments(rows), 1)
+    each = min(target.sm_count // max(one.row_blocks(rows) * p.batch, 1), chunks)
+    if each < 2:
+        return None
+    cluster = min(1 << (each.bit_length() - 1), LATENT_CLUSTER)
+    workers = p.batch * (each if p.batch == 1 else each // cluster * cluster)
+    results = -(-workers // (cluster * p.batch))
+    return DecodeSplit(workers, next(x for x in COMBINE_WARPS if results <= RESULTS_OF_WARP * x), cluster)
+
+
 def _over_latents(one: KeyPass, target: Target, force: str | None) -> PassWay:
     """The way over a latent cache: all blocks of rows walk over the same keys, so that the SMs are divided by them."""
     p = one.problem
     dims = p.head_dim, p.head_dim_v
     if dims != LATENT_DIMS:
         raise no_latent_kernel(*dims)
-    pair = select_latent(p.dtype, one.k, one.rows, target, force, box=box_rows(p), queries=query_box(p) != (0, 0))
+    clusters = latent_clusters(one, target)
+    able = {"box": box_rows(p), "queries": query_box(p) != (0, 0), "clusters": clusters is not None}
+    pair = select_latent(p.dtype, one.k, one.rows, target, force, **able)
     spec = pair[0].spec
+    if clusters is not None and spec.cluster > 1:
+        return PassWay((1, 1), *pair, clusters)
     ctas = target.sm_count * at_a_time(spec, target)
     return _with_split(one, (1, 1), pair, max(1, ctas // max(one.row_blocks(spec.block_m), 1)))
 
