@@ -32,6 +32,11 @@ def _code_row(fmt: str) -> int:
     return _ROW_BYTES[fmt] + (16 if fmt == "latent_e4m3" else 0)
 
 
+def has_latent_clusters(dtype: str, fmt: str) -> bool:
+    """Whether a row is clustered too: those that lists are of in DeepSeek's models."""
+    return dtype == "bfloat16" and fmt != "latent_e4m3"
+
+
 def latent_few_row(dtype: str, fmt: str, *, clusters: bool = False) -> KernelSpec:
     """One ``mla_decode_few_sm90`` kernel: up to 16 query rows on Hopper.
 
@@ -139,4 +144,5 @@ def latent_sm80_rows() -> Iterator[KernelSpec]:
         yield latent_sm80_row(dtype, fmt, rows)
     for dtype, fmt in itertools.product(("float16", "bfloat16"), _ROW_BYTES):
         yield latent_few_row(dtype, fmt)
-        yield latent_few_row(dtype, fmt, clusters=True)
+        if has_latent_clusters(dtype, fmt):
+            yield latent_few_row(dtype, fmt, clusters=True)
