@@ -14,7 +14,9 @@ from .host_struct import Arguments, At
 from .structs import MLA_DECODE
 
 
-def arguments(values: dict[str, object], problem: DecodeProblem, slot_rows: int, spec: KernelSpec, cluster: int = 1) -> Arguments:
+def arguments(
+    values: dict[str, object], problem: DecodeProblem, slot_rows: int, spec: KernelSpec, cluster: int = 1
+) -> Arguments:
     """The struct of a call.
 
     Parameters

@@ -32,9 +32,9 @@ def _code_row(fmt: str) -> int:
     return _ROW_BYTES[fmt] + (16 if fmt == "latent_e4m3" else 0)
 
 
-def has_latent_clusters(dtype: str, fmt: str) -> bool:
-    """Whether a row is clustered too: those that lists are of in DeepSeek's models."""
-    return dtype == "bfloat16" and fmt != "latent_e4m3"
+def has_latent_clusters(fmt: str) -> bool:
+    """Whether rows of a format have a kernel of clusters: those that lists were measured over."""
+    return fmt != "latent_e4m3"
 
 
 def latent_few_row(dtype: str, fmt: str, *, clusters: bool = False) -> KernelSpec:
@@ -144,5 +144,5 @@ def latent_sm80_rows() -> Iterator[KernelSpec]:
         yield latent_sm80_row(dtype, fmt, rows)
     for dtype, fmt in itertools.product(("float16", "bfloat16"), _ROW_BYTES):
         yield latent_few_row(dtype, fmt)
-        if has_latent_clusters(dtype, fmt):
+        if has_latent_clusters(fmt):
             yield latent_few_row(dtype, fmt, clusters=True)

@@ -161,7 +161,7 @@ def select_latent(
         able[at:at] = own
     if few and has_latent_row(dtype, fmt) and fmt != "latent_e4m3":  # which was not measured
         able.insert(0, latent_few_row(dtype, fmt))
-    if clusters and has_latent_clusters(dtype, fmt):
+    if clusters and has_latent_clusters(fmt):
         able.insert(0, latent_few_row(dtype, fmt, clusters=True))
     names = names_in(force)
     named = [row for row in able if row.name in names]
