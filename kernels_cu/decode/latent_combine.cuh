@@ -16,8 +16,8 @@
 // Partial results of a sequence, and where the plan has put them.
 struct Merge {
     int32 sequence, count;
-    int32 begin;  // the first chunk's number
-    int32 worker, first_slot;  // who has the first result, and where that is
+    int32 first_slot;  // of the first result; that of number i behind it is base + i * step
+    int32 base, step;
 };
 
 template <typename Config>
@@ -76,9 +76,11 @@ class LatentCombine {
 
   private:
     OA_DEVICE Merge merge_of(const Partition& partition, int32 sequence, int32 begin, int32 chunks) const {
-        if (chunks == 0 || p_.fixed_splits) return {sequence, chunks, begin, 0, 0};
+        if (chunks == 0 || p_.fixed_splits) return {sequence, chunks, begin, begin, 1};
         const int32 worker = partition.worker_of(begin), count = partition.worker_of(begin + chunks - 1) - worker + 1;
-        return {sequence, count, begin, worker, partial_slot(p_, partition, worker, begin, begin)};
+        // One result of each cluster of workers.
+        return {sequence, (count + params_.cluster - 1) / params_.cluster,
+                partial_slot(p_, partition, worker, begin, begin), 2 * worker, 2 * params_.cluster};
     }
     // Lists what is to be merged; returns how many. One partial result is none: the kernel ahead wrote O.
     OA_DEVICE int32 collect(const Merge& own) {
@@ -147,8 +149,7 @@ class LatentCombine {
     }
     // Place of a sequence's partial result: workers behind the first one begin with it.
     OA_DEVICE int32 slot_of(const Merge& merge, int32 at) const {
-        if (p_.fixed_splits) return merge.begin + at;
-        return at == 0 ? merge.first_slot : 2 * (merge.worker + at);
+        return at == 0 ? merge.first_slot : merge.base + at * merge.step;
     }
     // The sums of `split` warps, to the first of them.
     OA_DEVICE void add_warps(PartialSum<4>& sum, int32 split) {

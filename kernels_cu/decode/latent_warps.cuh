@@ -2,6 +2,7 @@
 #pragma once
 #include "attention/sinks.cuh"
 #include "attention/softmax.cuh"
+#include "decode/latent_cluster.cuh"
 #include "decode/latent_codes.cuh"
 #include "decode/latent_producer.cuh"
 #include "decode/latent_row_store.cuh"
@@ -344,7 +345,7 @@ class LatentWarps {
                     for (int i = 0; i < 16; ++i) x[i] = o_[m][4 * (i >> 1) + 2 * r + (i & 1)];
                     const int32 row = 16 * m + (lane >> 2) + 8 * r;
                     store_row<Config>(params_, split, row, x, smem_.m[row], smem_.l[row], row_scale() * own_unit(),
-                                      warp_, lane);
+                                      warp_, lane, part_of_cluster());
                 }
         } else {
             end_of_teams(split);
@@ -386,7 +387,7 @@ class LatentWarps {
             for (int j = 0; j < 4; ++j)
                 own[i + j] = fmaf(own[i + j] * factor, weight, __uint_as_float(words[j]) * weight_other);
         }
-        store_row<Config>(params_, split, row, own, top, l, row_scale(), warp_, lane_);
+        store_row<Config>(params_, split, row, own, top, l, row_scale(), warp_, lane_, part_of_cluster());
     }
     // What O is in, beside the one scale of e4m3 rows.
     OA_DEVICE float own_unit() const {
@@ -401,6 +402,11 @@ class LatentWarps {
     }
 
   public:
+    // In a cluster, where each CTA has one split: what it leaves, in the place of tiles that nobody reads any more.
+    OA_DEVICE uint32 part_of_cluster() const {
+        static_assert(!Config::kClusters || sizeof(all_.stages) >= sizeof(ClusterPart<Config>), "room");
+        return smem_addr_of(all_.stages[0]);
+    }
     // A barrier of all warps that compute.
     OA_DEVICE void all_teams() const {
         if constexpr (Config::kTeams == 1) {

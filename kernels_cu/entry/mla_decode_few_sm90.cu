@@ -18,6 +18,7 @@
 // listed keys | scan, splits. Registers: 104 of warps that compute, 64 of those that copy,
 // together what 640 threads of 96 begin with.
 #include "decode/latent.cuh"
+#include "decode/latent_cluster.cuh"
 #include "decode/latent_producer.cuh"
 #include "decode/latent_rows.cuh"
 #include "decode/latent_warps.cuh"
@@ -47,6 +48,7 @@ struct Config {
     static constexpr int kHeld = 5;  // panels of Q in registers, of nine: the others are read from shared memory
     static constexpr int kHeldSteps = 4;  // with kInCodes, of nine of 16 channels
     static constexpr bool kByCopies = true;  // Q comes by way of shared memory
+    static constexpr bool kClusters = CLUSTERS;  // each CTA has one split, and clusters merge theirs
     static_assert(kHeadDim == 576 && kHeadDimV == 512, "the formats of rows");
 };
 
@@ -144,8 +146,13 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, 1) mla_decode_few
     for (uint32 number = 0;; ++number) {
         // In shared memory, by one thread: registers are for the products.
         const LatentSplit& split = smem.split[number & 1];
-        if (split.blocks == 0) break;
+        if (split.blocks == 0) return;
         attend(warps, split, team);
+        if constexpr (Config::kClusters) {
+            merge_in_cluster<Config, Config::kTeams * Config::kTeamThreads>(
+                params, split, warps.part_of_cluster(), ClusterMembers(params, smem.chunks));
+            return;
+        }
         LatentSplit& other = smem.split[~number & 1];
         if (threadIdx.x == 0 && !smem.cursor.next(p, Partition(smem.chunks, p), other)) other.blocks = 0;
         warps.all_teams();

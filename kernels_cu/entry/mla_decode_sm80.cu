@@ -52,6 +52,7 @@ struct Config {
     static constexpr int kHeldSteps = kFormat == kRowsE4m3 ? 7 : 9;  // with kInCodes, of nine
     static constexpr bool kByCopies = kRows <= 32;  // Q comes by way of shared memory
     static_assert(kRows == 16 || kRows == 32 || kRows == 64, "the warps of S");
+    static constexpr bool kClusters = false;
     static_assert(kHeadDim == 576 && kHeadDimV == 512, "the formats of rows");
 };
 

@@ -25,4 +25,6 @@ struct MlaDecodeParams {
     // With lists_rows a sequence is one query token of the caller's, of whose sequences each has so many: lse is
     // [batch / listed_tokens, num_q_heads, listed_tokens].
     int32 listed_tokens;
+    // CTAs of a cluster, which merge their partial results: the one that is left is the first one's.
+    int32 cluster;
 };

@@ -14,6 +14,7 @@ import pytest
 
 from omniattn.plan.engine import PLANS
 from omniattn.select import cache as select_cache
+from omniattn.select import decode_ways
 
 from .memory_turns import Turn
 
@@ -102,6 +103,7 @@ def latent_family(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
         pytest.skip("a kernel of Hopper")
     if request.param != "few":
         monkeypatch.setattr(select_cache, "FEW_LATENT_ROWS", 0)
+        monkeypatch.setattr(decode_ways, "few_at_a_time", lambda *_: False)
     if request.param == "blocks":
         monkeypatch.setattr(select_cache, "LATENT_ROWS", 0)
     PLANS.clear()

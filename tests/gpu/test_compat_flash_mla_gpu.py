@@ -9,6 +9,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+import omniattn as oa  # noqa: E402
 from omniattn.compat import flash_mla  # noqa: E402
 
 from .latent_rows8 import dressed, stored  # noqa: E402
@@ -59,12 +60,16 @@ def test_sparse_decoding(tokens: int, has_sinks: bool, kind: str) -> None:
         cache, meant = values.bfloat16(), values.bfloat16().double()
     else:
         cache, either = stored(values, "656")
-        meant = either.rounded  # by kernels for more than 16 query rows
-        cache = cache.view(getattr(torch, kind))
+        meant, cache = either.exact, cache.view(getattr(torch, kind))
     q = torch.randn(batch, tokens, HEADS, DIM, device="cuda").bfloat16()
     indices, _, _ = lists_of(batch * tokens, topk, len(meant))
     indices[0] = -1
     length = torch.tensor([200, 1, 0, 77], dtype=torch.int32, device="cuda")
+    if kind != "bfloat16":
+        pool = oa.PagedKVCache.from_arrays(cache.view(torch.uint8).view(30, size, 1, -1), head_dim_v=DIM_V)
+        lengths = length[:, None].repeat(1, tokens)
+        given_lists = {"indices": indices.view(batch, tokens, topk), "topk_length": lengths}
+        meant = either.of(str(oa.explain(oa.decode, q, pool, **given_lists).kernel))
     sinks = sinks_of(HEADS) if has_sinks else None
     given: dict[str, Any] = {
         "softmax_scale": SCALE, "is_fp8_kvcache": kind != "bfloat16", "indices": indices.view(batch, tokens, topk),

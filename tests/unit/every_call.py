@@ -239,6 +239,11 @@ def latent_calls() -> Iterator[DecodeProblem]:
                 DTYPE, cache, 32, 1, heads, 1, 576, 8192, 64, 2, 128, -1, 0.125, 0.0, "none", False, 0, False, strides,
                 strides, tensor_maps=maps,
             )  # fmt: skip
+        if cache.k_format.dtype != "fp8" or array.shape[-1] == 656:
+            yield DecodeProblem(
+                DTYPE, cache, 1, 1, 128, 1, 576, 2048, 64, 2, 2048, -1, 0.125, 0.0, "none", False, 0, False, strides,
+                strides, topk=2048, has_lengths=False,
+            )  # fmt: skip
 
 
 def latent_appends() -> Iterator[AppendProblem]:

@@ -220,6 +220,24 @@ def test_few_rows_have_a_kernel_of_hoppers(heads: int, q_len: int) -> None:
     assert not main.tensor_maps
 
 
+@pytest.mark.parametrize(
+    ("heads", "keys", "name", "grid"),
+    [(16, 4096, "few_sm90_fp16_d576v512", (1, 64, 1)), (32, 4096, "few_sm90_fp16_d576v512", (2, 32, 1)),
+     (128, 1024, "few_sm90_fp16_d576v512", (8, 8, 1)), (128, 4096, "rows16_sm90_fp16_d576v512", (2, 32, 1)),
+     (16, 32768, "few_sm90_fp16_d576v512", (1, 64, 1)), (64, 32768, "rows16_sm90_fp16_d576v512", (1, 64, 1)),
+     (16, 65536, "few_sm90_fp16_d576v512", (1, 132, 1))],
+)  # fmt: skip
+def test_one_sequence(heads: int, keys: int, name: str, grid: tuple[int, int, int]) -> None:
+    """Little to do for CTAs of 16 rows; and no more results than warps merge at once, where keys are few enough."""
+    main, _ = launches(problem(heads, batch=1, capacity=keys))
+    assert (main.spec.name, main.grid) == (f"mla_decode_{name}", grid)
+
+
+def test_deterministic_calls_do_not_depend_on_how_little_there_is() -> None:
+    main, _ = launches(problem(128, batch=1, capacity=1024, deterministic=True))
+    assert main.spec.name == "mla_decode_rows16_sm90_fp16_d576v512"
+
+
 def test_a_named_kernel_is_taken() -> None:
     for name in ("mla_decode_sm80_fp16_d576v512_r64", "mla_decode_sm90_fp16_d576v512"):
         assert plan_decode(problem(16), HOPPER, name).records[0].spec.name == name

@@ -395,8 +395,10 @@ def test_a_row_of_656_bytes_is_what_the_page_says() -> None:
 HOPPER = Target((9, 0), 227 << 10, 132)
 
 
-def planned(fmt: str = "16", tokens: int = 0, heads: int = 128, batch: int = 6, **more: Any) -> LaunchRecord:
-    """The launch of a call over lists of 2048 rows; tokens: those of each sequence of `decode`."""
+def all_planned(
+    fmt: str = "16", tokens: int = 0, heads: int = 128, batch: int = 6, **more: Any
+) -> tuple[LaunchRecord, ...]:
+    """The launches of a call over lists of 2048 rows; tokens: those of each sequence of `decode`."""
     rows = {
         "16": np.zeros((2, 8, 1, 576), np.float16), "656": np.zeros((2, 8, 1, 656), np.uint8),
         "e4m3": np.zeros((2, 8, 1, 576), e4m3()),
@@ -407,14 +409,50 @@ def planned(fmt: str = "16", tokens: int = 0, heads: int = 128, batch: int = 6, 
     known = {"has_lengths": False, "maximum": False, "deterministic": False, **more}
     problem = DecodeProblem(
         dtype, facts, batch, 1, heads, 1, 576, 2048, 8, 2, 2048, -1, 0.1, 0.0, "none", known.pop("deterministic"), 0,
-        False, *strides, tensor_maps=False, topk=2048, tokens=tokens, **known,
+        False, *strides, topk=2048, tokens=tokens, **known,
     )  # fmt: skip
-    return plan_decode(problem, HOPPER, None).records[0]
+    return plan_decode(problem, HOPPER, None).records
+
+
+def planned(fmt: str = "16", tokens: int = 0, **more: Any) -> LaunchRecord:
+    return all_planned(fmt, tokens, **more)[0]
 
 
 def field(record: LaunchRecord, name: str) -> int:
     at = MLA_DECODE.offsets[name]
     return int.from_bytes(record.arguments[at : at + 4], "little")
+
+
+@pytest.mark.parametrize(
+    ("batch", "heads", "cluster", "each", "merged"),
+    [(1, 128, 8, 8, False), (2, 64, 8, 8, False), (8, 16, 8, 8, False), (2, 128, 4, 4, False), (4, 128, 2, 4, True)],
+)
+def test_few_lists_have_clusters(batch: int, heads: int, cluster: int, each: int, merged: bool) -> None:
+    main, *combine = all_planned("656", batch=batch, heads=heads)
+    assert main.spec.name == "mla_decode_few_sm90_bf16_d576v512_656_clusters"
+    assert main.grid == (heads // 16, batch * each, 1)
+    assert main.cluster == (1, cluster, 1)
+    assert field(main, "cluster") == cluster
+    assert len(combine) == merged
+
+
+@pytest.mark.parametrize(
+    ("batch", "more", "name"),
+    [
+        (1, {"fmt": "16", "has_lengths": True}, "mla_decode_few_sm90_fp16_d576v512"),
+        (1, {"has_lengths": True}, "mla_decode_few_sm90_bf16_d576v512_656"),
+        (1, {"tensor_maps": False}, "mla_decode_few_sm90_bf16_d576v512_656"),
+        (1, {"deterministic": True}, "mla_decode_rows8_sm90_bf16_d576v512_656"),
+        (1, {"fmt": "e4m3"}, "mla_decode_sm90_fp16_d576v512_e4m3"),
+        (3, {"heads": 16}, "mla_decode_few_sm90_bf16_d576v512_656"),
+        (5, {}, "mla_decode_rows8_sm90_bf16_d576v512_656"),
+    ],
+)
+def test_lists_without_clusters(batch: int, more: dict[str, Any], name: str) -> None:
+    main = planned(**{"fmt": "656", "batch": batch, **more})
+    assert main.spec.name == name
+    assert main.cluster is None
+    assert field(main, "cluster") == 1
 
 
 @pytest.mark.parametrize("fmt", ["16", "e4m3", "656"])
@@ -439,6 +477,7 @@ def pretend_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """NumPy arrays that pose as a GPU's; calls that are planned end there."""
     info = DeviceInfo(0, "Test GPU", (9, 0), 132, 227 << 10, 50 << 20, (13, 0))
     monkeypatch.setattr(runtime, "device_info", lambda ordinal: info)
+    monkeypatch.setattr(runtime, "has_tensor_maps", lambda: True)
     describe = library.describe
 
     def on_gpu(value: Any, name: str, *rest: Any) -> Any:

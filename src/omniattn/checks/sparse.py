@@ -12,7 +12,7 @@ from ..plan.engine import Call
 from ..problems import DecodeProblem
 from . import values
 from .caches import check_int32
-from .decode import check_queries, check_scale_sinks_out
+from .decode import check_queries, check_scale_sinks_out, has_maps
 
 #: The caller's arrays, in the order of a call.
 ARRAYS = ("q", "indices", "topk_length", "sinks", "out")
@@ -62,8 +62,8 @@ def check_sparse(call: Call, tensors: dict[str, Tensor]) -> DecodeProblem:
     out_strides = _joined(tensors.get("out", q), o_strides, tokens, "out", name)
     return DecodeProblem(
         q.dtype, cache.facts, batch, 1, q.shape[-2], 1, q.shape[-1], topk, cache.block_size, cache.num_blocks, topk, -1,
-        scale, softcap, sinks, deterministic, 0, return_lse, q_strides, out_strides, tensor_maps=False, topk=topk,
-        tokens=tokens, has_lengths=length is not None, maximum=return_max,
+        scale, softcap, sinks, deterministic, 0, return_lse, q_strides, out_strides, tensor_maps=has_maps(q, cache),
+        topk=topk, tokens=tokens, has_lengths=length is not None, maximum=return_max,
     )  # fmt: skip
 
 

@@ -167,7 +167,7 @@ class _PassPlan:
                 f"{self.row_blocks} blocks of query rows are more than the kernels count in 31 bits",
                 instead="a smaller batch",
             )
-        self.num_workers = kernels.split.workers
+        self.num_workers, self.cluster = kernels.split.workers, kernels.split.cluster
         # Of a latent cache: on the SMs that the main kernel leaves, where they are many. CTAs that have to wait for an
         # SM begin late, and their code has yet to come.
         of_main = spec.at_a_time(target.max_smem)
@@ -244,7 +244,7 @@ class _PassPlan:
             **scale_values(cache),
         }
         if cache.is_latent:
-            arguments = mla_decode.arguments(values, p, self.slot_rows, spec)
+            arguments = mla_decode.arguments(values, p, self.slot_rows, spec, self.cluster)
         else:
             arguments = DECODE.pack(values)
         if self.segments == 0:
@@ -256,12 +256,13 @@ class _PassPlan:
         grid = (self.segments + others, -(-min(self.slot_rows, one.rows) * split // _COMBINE_WARPS), 1)
         ctas = (self.num_workers, 1, 1)
         if cache.is_latent:
-            ctas = (self.row_blocks, self.num_workers, 1)
+            ctas = (self.row_blocks, self.cluster * -(-self.num_workers // self.cluster), 1)
             # CTAs that find what is to be merged by themselves.
             parts = _LATENT_PARTS if split > 1 else 1
             groups = -(-min(self.slot_rows, one.rows) * parts * split // _COMBINE_WARPS)
             grid = (min(p.batch * groups, self.combine_ctas), 1, 1)
-        main = LaunchRecord(spec, ctas, 32 * spec.num_warps, *arguments)
+        cluster = (1, self.cluster, 1) if self.cluster > 1 else None
+        main = LaunchRecord(spec, ctas, 32 * spec.num_warps, *arguments, cluster=cluster)
         if self.has_whole_sequences:
             return (main,)
         return main, LaunchRecord(combine, grid, 32 * _COMBINE_WARPS, *arguments, overlap=True)
@@ -274,7 +275,7 @@ class _PassPlan:
 
     @property
     def has_whole_sequences(self) -> bool:
-        """Whether each CTA is known to have whole sequences, of lists of one length: nothing is to be merged."""
+        """Whether each CTA or cluster is known to have whole sequences, of one length: nothing is to be merged."""
         p = self.one.problem
-        is_even = bool(p.topk) and not p.has_lengths and not p.packed and p.batch % self.num_workers == 0
-        return is_even and p.capacity > 0 and not p.has_fixed_splits
+        clusters = -(-self.num_workers // self.cluster)
+        return p.has_even_lists and p.batch % clusters == 0 and p.capacity > 0 and not p.has_fixed_splits

@@ -14,7 +14,9 @@ from .host_struct import Arguments, At
 from .structs import MLA_DECODE
 
 
-def arguments(values: dict[str, object], problem: DecodeProblem, slot_rows: int, spec: KernelSpec) -> Arguments:
+def arguments(
+    values: dict[str, object], problem: DecodeProblem, slot_rows: int, spec: KernelSpec, cluster: int = 1
+) -> Arguments:
     """The struct of a call.
 
     Parameters
@@ -37,6 +39,7 @@ def arguments(values: dict[str, object], problem: DecodeProblem, slot_rows: int,
         "slot_rows": slot_rows,
         "lists_rows": int(problem.topk > 0),
         "listed_tokens": max(problem.tokens, 1),
+        "cluster": cluster,
     }
     return MLA_DECODE.pack(packed)
 

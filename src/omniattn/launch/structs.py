@@ -385,7 +385,7 @@ MERGE_STATES = HostStruct(
 
 MLA_DECODE = HostStruct(
     "MlaDecodeParams", ("M", "map map_q"), (DECODE, "decode"), ("P", "row_max"),
-    ("i", "box_rows_log2 slot_rows lists_rows listed_tokens"),
+    ("i", "box_rows_log2 slot_rows lists_rows listed_tokens cluster"),
 )
 
 # params/quantize.cuh

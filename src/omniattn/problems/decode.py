@@ -106,6 +106,11 @@ class DecodeProblem:
         return self.deterministic or self.num_splits > 0
 
     @property
+    def has_even_lists(self) -> bool:
+        """Whether sequences are lists that are known to be of one length."""
+        return bool(self.topk) and not self.has_lengths and not self.packed
+
+    @property
     def head_dim_v(self) -> int:
         """Channels of o; of latent caches fewer than q's."""
         return self.cache.v_format.head_dim
@@ -147,6 +152,9 @@ class DecodeProblem:
 
 #: Keys of a block of Hopper's kernel over latent caches, and rows in one page from which on a tensor map brings them.
 LATENT_KEYS, _FEWEST_ROWS = 64, 8
+#: Keys and query rows of the one sequence over a latent cache up to which chunks have `LATENT_KEYS`
+#: (docs/performance/mla_decode_sm90.md, "Few sequences").
+_SHORT, _SHORT_ROWS = 4096, 16
 #: Query rows of a block of that kernel.
 LATENT_QUERIES = 64
 
@@ -186,10 +194,13 @@ class DecodeSplit:
         CTAs of the main kernel: each has an even share of the chunks of all segments.
     combine_warps : int
         Warps of the second kernel that merge a row's partial results.
+    cluster : int
+        CTAs of a cluster, which merge their partial results; all of one sequence. More than 1 for a kernel that does.
     """
 
     workers: int
     combine_warps: int
+    cluster: int = 1
 
 
 @dataclass(frozen=True)
@@ -239,7 +250,9 @@ class KeyPass:
         if p.num_splits:
             return max(CHUNK, 1 << max(-(-self.keys // p.num_splits) - 1, 0).bit_length())
         if not p.deterministic:
-            return CHUNK
+            # Of one sequence of few rows: twice as many CTAs.
+            is_short = p.cache.is_latent and p.batch == 1 and self.keys <= _SHORT and self.rows <= _SHORT_ROWS
+            return LATENT_KEYS if is_short and not p.topk and not self.k.quantized else CHUNK
         return LATENT_FIXED_SPLIT if p.cache.is_latent else FIXED_SPLIT
 
     def row_blocks(self, tile_rows: int) -> int:

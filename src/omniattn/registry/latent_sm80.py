@@ -9,6 +9,8 @@ from typing import Any
 from .decode import LATENT_DIMS
 from .spec import IO_TYPES, KernelSpec
 
+#: CTAs of a cluster, at most.
+LATENT_CLUSTER = 8
 #: Query rows of a CTA.
 LATENT_TILES = (16, 32, 64)
 _WIDTH, _WIDTH_V = LATENT_DIMS
@@ -30,13 +32,20 @@ def _code_row(fmt: str) -> int:
     return _ROW_BYTES[fmt] + (16 if fmt == "latent_e4m3" else 0)
 
 
-def latent_few_row(dtype: str, fmt: str) -> KernelSpec:
+def has_latent_clusters(fmt: str) -> bool:
+    """Whether rows of a format have a kernel of clusters: those that lists were measured over."""
+    return fmt != "latent_e4m3"
+
+
+def latent_few_row(dtype: str, fmt: str, *, clusters: bool = False) -> KernelSpec:
     """One ``mla_decode_few_sm90`` kernel: up to 16 query rows on Hopper.
 
     Parameters
     ----------
     dtype, fmt : str
         As of `latent_sm80_row`.
+    clusters : bool
+        The one whose CTAs have one split each, and merge theirs in clusters.
     """
     rows, parts, teams = LATENT_TILES[0], 4, 2
     keys, stages = (32, 5) if fmt == "latent" else (64, 4)
@@ -52,7 +61,9 @@ def latent_few_row(dtype: str, fmt: str) -> KernelSpec:
         + 6 * 4  # cursor, scale
         + 2 * 8 * 4  # splits
     )
-    return _row("mla_decode_few_sm90", dtype, fmt, rows, keys, warps, exact, min_arch=(9, 0), arch_specific=True)
+    suffix, defines = "_clusters" if clusters else "", (("CLUSTERS", str(int(clusters))),)
+    others = {"min_arch": (9, 0), "arch_specific": True, "cluster": LATENT_CLUSTER if clusters else 1}
+    return _row("mla_decode_few_sm90", dtype, fmt, rows, keys, warps, exact, suffix, defines, **others)
 
 
 def latent_sm80_row(dtype: str, fmt: str, rows: int) -> KernelSpec:
@@ -133,3 +144,5 @@ def latent_sm80_rows() -> Iterator[KernelSpec]:
         yield latent_sm80_row(dtype, fmt, rows)
     for dtype, fmt in itertools.product(("float16", "bfloat16"), _ROW_BYTES):
         yield latent_few_row(dtype, fmt)
+        if has_latent_clusters(fmt):
+            yield latent_few_row(dtype, fmt, clusters=True)

@@ -24,7 +24,7 @@ from ..registry.decode import (
     latent_row,
 )
 from ..registry.latent_append import latent_append_row
-from ..registry.latent_sm80 import LATENT_TILES, latent_few_row, latent_sm80_row
+from ..registry.latent_sm80 import LATENT_TILES, has_latent_clusters, latent_few_row, latent_sm80_row
 from .choice import Selection, names_in, only, the_one
 from .fit import fit
 
@@ -135,13 +135,16 @@ def select_latent(
     *,
     box: int = 0,
     queries: bool = True,
+    few: bool = False,
+    clusters: bool = False,
 ) -> tuple[Selection, Selection]:
     """The kernels of one pass over a latent cache for so many query rows of a sequence, as `select_decode`'s.
 
     Hopper has kernels of its own, for 64 rows at a time; see `FEW_LATENT_ROWS`. box: rows of the cache that one copy by
     TMA can bring, 0 if none can. Where those are a block of keys, 64 query rows and more have a kernel that computes
     more at a time. queries: whether one copy by TMA brings 64 query rows, which that kernel has to have. Rows of 656
-    bytes have a kernel that dequantizes beside the products.
+    bytes have a kernel that dequantizes beside the products. few, clusters: whether CTAs of few rows, and clusters of
+    them, are the fastest, as what there is to do is little.
     """
     fmt = latent_kind(k)
     best = next((tile for tile in LATENT_TILES if tile >= rows), LATENT_TILES[-1])
@@ -156,6 +159,10 @@ def select_latent(
         if fmt == "latent_656":
             own = [latent_656_row()]
         able[at:at] = own
+    if few and has_latent_row(dtype, fmt) and fmt != "latent_e4m3":  # which was not measured
+        able.insert(0, latent_few_row(dtype, fmt))
+    if clusters and has_latent_clusters(fmt):
+        able.insert(0, latent_few_row(dtype, fmt, clusters=True))
     names = names_in(force)
     named = [row for row in able if row.name in names]
     main = next((row for row in named or able if fit(row, None, target) is None), general)

@@ -22,6 +22,7 @@ from ..registry.decode import (
     RESULTS_OF_WARP,
     SHARED_TILES,
 )
+from ..registry.latent_sm80 import LATENT_TILES
 from ..registry.targets import is_carried
 from .cache import decode_spec, no_latent_kernel, select_decode, select_latent
 from .choice import Selection
@@ -32,6 +33,11 @@ from .ways import Asked
 #: CTAs that end where sequences end, as a part of those that there could be, from which on they are the faster ones
 #: (docs/performance/decode.md).
 _ALIGNED = 0.9
+#: Keys of a list that CTAs of few rows over a latent cache may have each, to be the fastest, and blocks of rows from
+#: which on clusters of them are (docs/performance/mla_decode_sm90.md, "Few sequences").
+LIST_KEYS, CLUSTERED_BLOCKS = 512, 4
+#: Keys of a worker up to which one sequence over a latent cache has no more workers than warps merge at once.
+_KEYS_OF_WORKER = 512
 
 
 @dataclass(frozen=True)
@@ -143,16 +149,56 @@ def _with_split(one: KeyPass, tiles: tuple[int, int], pair: tuple[Selection, Sel
     return PassWay(tiles, *pair, DecodeSplit(workers, combine_warps(one, workers, one.segments(rows))))
 
 
+def few_at_a_time(one: KeyPass, target: Target) -> bool:
+    """Whether CTAs of few rows over a latent cache are the fastest: what there is to do is little for so many of them.
+
+    The keys of lists come row by row to every kernel. Other calls have a chunk for each CTA at most.
+    """
+    p, rows = one.problem, LATENT_TILES[0]
+    blocks = one.row_blocks(rows) * p.batch
+    if p.has_fixed_splits or not 0 < blocks <= target.sm_count:
+        return False
+    if p.topk:
+        return one.keys <= LIST_KEYS * (target.sm_count // blocks)
+    return blocks * -(-one.keys // one.chunk) <= target.sm_count
+
+
+def latent_clusters(one: KeyPass, target: Target) -> DecodeSplit | None:
+    """How clusters of CTAs of few rows divide lists of one length over a latent cache; None where others are faster.
+
+    Each CTA has a part of one list, and those of a cluster have the same one. Clusters of more than two CTAs find room
+    on half of the SMs. Drivers without tensor maps launch no clusters.
+    """
+    p = one.problem
+    blocks = one.row_blocks(LATENT_TILES[0]) * p.batch
+    if not (p.has_even_lists and p.tensor_maps and blocks >= CLUSTERED_BLOCKS and few_at_a_time(one, target)):
+        return None
+    ways = ((8, 8, target.sm_count // 2), (4, 4, target.sm_count // 2), (2, 4, target.sm_count))
+    for cluster, each, room in ways:
+        if blocks * each <= room and one.keys <= LIST_KEYS * each and each <= -(-one.keys // one.chunk):
+            return DecodeSplit(p.batch * each, 1, cluster)
+    return None
+
+
 def _over_latents(one: KeyPass, target: Target, force: str | None) -> PassWay:
     """The way over a latent cache: all blocks of rows walk over the same keys, so that the SMs are divided by them."""
     p = one.problem
     dims = p.head_dim, p.head_dim_v
     if dims != LATENT_DIMS:
         raise no_latent_kernel(*dims)
-    pair = select_latent(p.dtype, one.k, one.rows, target, force, box=box_rows(p), queries=query_box(p) != (0, 0))
+    clusters = latent_clusters(one, target)
+    pair = select_latent(
+        p.dtype, one.k, one.rows, target, force, box=box_rows(p), queries=query_box(p) != (0, 0),
+        few=few_at_a_time(one, target), clusters=clusters is not None,
+    )  # fmt: skip
     spec = pair[0].spec
-    ctas = target.sm_count * at_a_time(spec, target)
-    return _with_split(one, (1, 1), pair, max(1, ctas // max(one.row_blocks(spec.block_m), 1)))
+    if clusters is not None and spec.cluster > 1:
+        return PassWay((1, 1), *pair, clusters)
+    most = max(1, target.sm_count * at_a_time(spec, target) // max(one.row_blocks(spec.block_m), 1))
+    merged = RESULTS_OF_WARP * COMBINE_WARPS[-1]
+    if spec.arch_specific and p.batch == 1 and not p.has_fixed_splits and one.keys <= _KEYS_OF_WORKER * merged:
+        most = min(most, merged)
+    return _with_split(one, (1, 1), pair, most)
 
 
 def _by_rule(one: KeyPass, target: Target, force: str | None) -> PassWay:
