@@ -8,6 +8,7 @@ the means of another.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import torch
@@ -142,9 +143,7 @@ class Quantized:
     def _of(self, rows: Range) -> tuple[QuantizeProblem, QuantizeProblem]:
         """The problems of a chunk's K and V."""
         number = rows[1] - rows[0]
-        return dataclasses.replace(self.problems[0], rows_k=number), dataclasses.replace(
-            self.problems[1], rows_k=number
-        )
+        return _with_rows(self.problems[0], number), _with_rows(self.problems[1], number)
 
     def _shapes(self, rows: Range) -> list[tuple[tuple[int, ...], str]]:
         of_k, of_v = self._of(rows)
@@ -160,6 +159,12 @@ class Quantized:
         pair = self.queries[task.q]
         o, lse = attention(pair.q, keys.k, values, return_lse=True, **self.common.options(task))
         return o, lse
+
+
+@functools.lru_cache(maxsize=256)
+def _with_rows(problem: QuantizeProblem, rows: int) -> QuantizeProblem:
+    """The same object for the same numbers: plans of calls on operands are found by it."""
+    return dataclasses.replace(problem, rows_k=rows)
 
 
 def _local(chunks: tuple[Range, ...]) -> list[Range]:

@@ -11,6 +11,7 @@ from .. import arrays
 from ..arguments import check_bool, check_number
 from ..checks import values
 from ..errors import ArgumentError, OmniattnError, ShapeError, UnsupportedError
+from ..frameworks import FUNCTIONS
 from ..frameworks.torch.head_dims import one_head_dim
 from ..problems import Fp8, Int8, Precision
 from .exchange import Group, agree, group_of, meet
@@ -403,3 +404,6 @@ def _of_sinks(saved: Saved, sinks: Any) -> Any:
     share = torch.exp(sinks.to(wide)[:, None] - saved.lse)
     share = torch.where(saved.lse == -torch.inf, 0.0, share)
     return -(share * of_row).sum((0, 2)).to(sinks.dtype)
+
+
+FUNCTIONS["ring_attention"] = ring_attention

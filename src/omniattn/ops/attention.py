@@ -21,7 +21,7 @@ from . import dropout, factors, on_cpu
 from .attention_backward import backward_call
 from .extras import Extras
 from .score_mod import ScoreMod
-from .traced import run_traced
+from .traced import run_sharded, run_traced
 
 _ON_OPERANDS = {
     name: Operation(
@@ -73,7 +73,7 @@ _ATTENTION, _ATTENTION_VARLEN = (
         name, _arrays_of(name), checks.check_attention, check_memory, plan, on_cpu.attention,
         ("q", "k", "v"), checks.ALIGNED, same=("q",), otherwise=_on_operands,
         placed=(checks.ARRAYS.index("mask"), checks.MASK_ALIGNMENT), gradients=_with_gradients,
-        traced=run_traced,
+        traced=run_traced, sharded=run_sharded,
     )
     for name, plan in (("attention", plan_attention), ("attention_varlen", plan_varlen))
 )  # fmt: skip
@@ -86,7 +86,7 @@ def _with_arrays(name: str, more: tuple[str, ...]) -> Operation:
         name, (*_arrays_of(name), *more), extras.check_call, check_memory, plan_attention, on_cpu.attention,
         ("q", "k", "v", *more), checks.ALIGNED, same=("q",),
         placed=(checks.ARRAYS.index("mask"), checks.MASK_ALIGNMENT), gradients=_with_gradients,
-        traced=run_traced,
+        traced=run_traced, sharded=run_sharded,
     )  # fmt: skip
 
 
@@ -104,7 +104,7 @@ _WITH_DESCALES = {
     name: Operation(
         name, (*_arrays_of(name), *checks.DESCALES), checks.check_attention, check_memory, plan_attention,
         on_cpu.attention, ("q", "k", "v"), checks.ALIGNED, placed=(checks.ARRAYS.index("mask"), checks.MASK_ALIGNMENT),
-        gradients=_with_gradients, traced=run_traced,
+        gradients=_with_gradients, traced=run_traced, sharded=run_sharded,
     )
     for name in ("attention", "attention_varlen")
 }  # fmt: skip

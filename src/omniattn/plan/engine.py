@@ -106,6 +106,8 @@ class Operation:
         (call) -> results, where a tensor of the call needs a gradient.
     traced : callable, optional
         (call) -> results, where a trace, a transform or a dispatch mode has to see the call.
+    sharded : callable, optional
+        (call) -> results, where an array is a DTensor.
     """
 
     name: str
@@ -125,6 +127,7 @@ class Operation:
     writes_cache: bool = False
     gradients: Callable[[Call], list[Any]] | None = None
     traced: Callable[[Call], list[Any]] | None = None
+    sharded: Callable[[Call], list[Any]] | None = None
 
 
 class Call:
@@ -293,6 +296,8 @@ def run(call: Call, *, is_asked: bool = False) -> list[Any]:
                 results = known(call)
                 if results is not None:
                     return results
+        if call.operation.sharded is not None and arrays.is_sharded(call.objects):
+            return call.operation.sharded(call)
         traced = arrays.needs_operator(call.objects) or (call.cache is not None and call.cache.traced)
         if call.operation.traced is not None and (traced or _is_autocast(call)):
             return call.operation.traced(call)
