@@ -58,7 +58,7 @@ def case(
         said["mask"].requires_grad_(mask.is_floating_point() and grads)
     o, lse = oa.attention(*leaves, sinks=sink, return_lse=True, **said)
     assert tuple(o.placements) == tuple(q.placements), (name, o.placements)
-    assert o.shape == expected["o"].shape and lse.shape == expected["lse"].shape, name
+    assert (o.shape, lse.shape) == (expected["o"].shape, expected["lse"].shape), name
     found = {"o": o, "lse": lse}
     if grads:
         local = lse.full_tensor()
@@ -131,7 +131,7 @@ def packed() -> None:
     found = oa.attention_varlen(q, k, v, cu_seqlens_q=at, cu_seqlens_k=at, **options)
     near("packed", found.full_tensor(), expected, 1e-6)
     rows = distribute_tensor(tensors[0], mesh, [Shard(0)])
-    with pytest.raises(ArgumentError, match="argument 'q'.*its rows.*ring_attention_varlen"):
+    with pytest.raises(ArgumentError, match=r"argument 'q'.*its rows.*ring_attention_varlen"):
         oa.attention_varlen(rows, k, v, cu_seqlens_q=at, cu_seqlens_k=at, **options)
     say("packed")
 
@@ -175,7 +175,7 @@ def refused() -> None:
         with pytest.raises(error, match=text):
             call()
     three = distribute_tensor(torch.zeros(1, 4, 3, 16), mesh, [Replicate()])
-    with pytest.raises(ShapeError, match="argument '[qk]': expected a multiple"):
+    with pytest.raises(ShapeError, match=r"argument '[qk]': expected a multiple"):
         oa.attention(distribute_tensor(torch.zeros(1, 4, 6, 16), mesh, [Shard(2)]), three, three)
     say("refused")
 

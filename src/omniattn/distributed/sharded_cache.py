@@ -396,7 +396,7 @@ def _packed_positions(seq_lens: Any, cu_seqlens: Any, rows: int, function: str) 
 
 
 def _slots(cache: KVCache, places: Any, sequences: Any, table: Any, batch: int, function: str) -> Any:
-    """Slot of each token, int64; -1 for tokens of other ranks, and on a GPU for those that the cache has no room for."""
+    """Slot of each token, int64; -1 for tokens of other ranks, and on a GPU for those that have no room here."""
     size = cache.block_size
     if cache.paged:
         if not isinstance(table, torch.Tensor):
