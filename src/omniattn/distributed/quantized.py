@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import CommunicationError, UnsupportedError
-from ..ops.attention import attention
+from ..ops.attention import attention_beside
 from ..ops.quantize import quantize_qk, quantize_v
 from ..problems import Precision, QuantizedQK, QuantizedV, QuantizeProblem
 from ..problems.products import products_of
@@ -149,7 +149,7 @@ class Quantized:
         of_k, of_v = self._of(rows)
         return [of_k.shapes()[name] for name in K_ARRAYS] + [of_v.shapes()[name] for name in V_ARRAYS]
 
-    def attend(self, part: list[Any], step: Step, task: Task, sinks: Any) -> tuple[Any, Any]:
+    def attend(self, part: list[Any], step: Step, task: Task, sinks: Any, spare_sms: int) -> tuple[Any, Any]:
         """Attention of one chunk of queries over one of keys."""
         at = _chunks(step).index(task.k) * (len(K_ARRAYS) + len(V_ARRAYS))
         k_int, k_scale, v, v_scale, v_mean = part[at : at + len(K_ARRAYS) + len(V_ARRAYS)]
@@ -157,8 +157,8 @@ class Quantized:
         keys = QuantizedQK(None, k_int, None, k_scale, None, None, None, None, None, None, of_k, "NHD")
         values = QuantizedV(v, v_scale, v_mean, None, of_v, "NHD")
         pair = self.queries[task.q]
-        o, lse = attention(pair.q, keys.k, values, return_lse=True, **self.common.options(task))
-        return o, lse
+        options = self.common.options(task)
+        return attention_beside(pair.q, keys.k, values, spare_sms=spare_sms, sinks=None, **options)
 
 
 @functools.lru_cache(maxsize=256)

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 
 from ..errors import UnsupportedError
-from ..ops.attention import attention, attention_varlen
+from ..ops.attention import attention_beside, attention_varlen
 from ..ops.attention_backward import attention_backward, attention_varlen_backward
 from ..ops.merge import merge_states
 from .exchange import Group, Transfer, exchange
@@ -58,8 +58,8 @@ class Wire(Protocol):
     def own(self, step: Step) -> list[Any]:
         """What the owner itself reads in ``step``, without copies."""
 
-    def attend(self, part: list[Any], step: Step, task: Task, sinks: Any) -> tuple[Any, Any]:
-        """o and LSE of one task."""
+    def attend(self, part: list[Any], step: Step, task: Task, sinks: Any, spare_sms: int) -> tuple[Any, Any]:
+        """o and LSE of one task. spare_sms: those that a transfer has meanwhile."""
 
 
 class Plain:
@@ -81,13 +81,12 @@ class Plain:
         rows = step.rows[1] - step.rows[0]
         return [x.new_empty((x.shape[0], rows, *x.shape[2:])) for x in (self.k, self.v)]
 
-    def attend(self, part: list[Any], step: Step, task: Task, sinks: Any) -> tuple[Any, Any]:
+    def attend(self, part: list[Any], step: Step, task: Task, sinks: Any, spare_sms: int) -> tuple[Any, Any]:
         """Exact attention of a rectangle, or of whole documents."""
         q, (k, v) = rows_of(self.q, task.q), keys_of(part, step, task)
         options = self.common.options(task)
         if not task.starts:
-            o, lse = attention(q, k, v, sinks=sinks, return_lse=True, **options)
-            return o, lse
+            return attention_beside(q, k, v, spare_sms=spare_sms, sinks=sinks, **options)
         o, lse = attention_varlen(
             q[0], k[0], v[0], sinks=sinks, return_lse=True, **packed(task, q.device), **options
         )  # fmt: skip
@@ -199,7 +198,8 @@ def forward(
         arriving = send_keys(group, ring, wire, number + 1, common.function)
         for task in step.tasks:
             with_sinks = sinks if early and task is tasks[0] else None
-            merged.add(task.q, *wire.attend(part, step, task, with_sinks))
+            spare = 0 if arriving is None else arriving.sms
+            merged.add(task.q, *wire.attend(part, step, task, with_sinks, spare))
     return merged.result(None if early else sinks, bias)
 
 

@@ -14,7 +14,7 @@ from ..checks.memory import check_memory
 from ..errors import ArgumentError, UnsupportedError
 from ..frameworks import FUNCTIONS, compiling
 from ..plan.attention import plan_attention
-from ..plan.engine import Call, Operation, repeated, run
+from ..plan.engine import Call, Operation, SpareSms, repeated, run
 from ..plan.with_cache import plan_varlen
 from ..problems import OPERANDS, Auto, Fp8, Int4, Int8
 from . import dropout, factors, on_cpu
@@ -44,6 +44,7 @@ def _on_operands(call: Call) -> Call | None:
     of_q, of_k = q.pair, k.pair
     facts = (
         Same(of_q.problem), Same(of_k.problem), Same(v.problem), of_q is of_k, of_q.layout, of_k.layout, v.layout,
+        call.facts,
     )  # fmt: skip
     objects = operands.arrays_of(of_q, of_k, v, out, mask, sinks)
     return Call(_ON_OPERANDS[function], objects, call.options, call.stream, None, facts, (q, k, v))

@@ -10,8 +10,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from .. import arguments, arrays, runtime
 from ..arrays import Tensor
@@ -175,6 +175,20 @@ class Call:
         self.facts = facts
         self.subject = subject
         self.problem: Any = None
+
+
+class SpareSms(NamedTuple):
+    """Among the facts of a call: SMs that its plan leaves to kernels of other streams, which run at the same time.
+
+    A persistent kernel divides its work among as many CTAs as there are SMs. Those that find no SM free begin when the
+    others have ended.
+
+    Attributes
+    ----------
+    count : int
+    """
+
+    count: int
 
 
 class Plan:
@@ -405,7 +419,11 @@ def make_plan(call: Call, tensors: dict[str, Tensor], *, load: bool) -> Plan:
     if place.device == "cpu":
         return Plan(problem, None, None, 0)
     ordinal = place.ordinal
-    launches = operation.plan(problem, target_of(runtime.device_info(ordinal)), forced_kernels())
+    target = target_of(runtime.device_info(ordinal))
+    for fact in call.facts if call.facts.__class__ is tuple else (call.facts,):
+        if fact.__class__ is SpareSms:
+            target = replace(target, sm_count=max(target.sm_count - fact.count, 1))
+    launches = operation.plan(problem, target, forced_kernels())
     program = None
     if load:
         names = operand_names(operation, cache is not None, problem)
