@@ -84,9 +84,7 @@ class Transfer:
         Streaming multiprocessors that the transfer keeps busy.
     """
 
-    def __init__(
-        self, works: Sequence[Any], received: list[Any], kept: Sequence[Any], what: str, sms: int = 0
-    ) -> None:
+    def __init__(self, works: Sequence[Any], received: list[Any], kept: Sequence[Any], what: str, sms: int = 0) -> None:
         self.works, self.received, self.kept, self.what, self.sms = works, received, kept, what, sms
 
     def wait(self) -> list[Any]:

@@ -142,6 +142,6 @@ def _count(seen: Any, group: Group, interleave: int) -> Any:
 
 def places_of(positions: Any, group: Group, interleave: int) -> Any:
     """Place of each token among those here; -1 for tokens of other ranks, and for positions below 0."""
-    turn = positions // interleave
-    places = turn // group.size * interleave + positions % interleave
-    return torch.where((turn % group.size == group.rank) & (positions >= 0), places, -1)
+    block = positions // interleave
+    places = block // group.size * interleave + positions % interleave
+    return torch.where((block % group.size == group.rank) & (positions >= 0), places, -1)
