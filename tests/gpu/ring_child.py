@@ -210,8 +210,22 @@ def caches() -> None:
                 torch.cuda.synchronize()
                 with torch.cuda.graph(captured, capture_error_mode="thread_local"):
                     found = step()
+    latent, part = (oa.KVCache(2, 600, 1, 576, like=k, head_dim_v=512) for _ in range(2))
+    seq_lens, rows, q = int32([600, 77]), numbers(2, 77, 1, 576), numbers(2, 1, 16, 576)
+    for cache, add in ((latent, oa.append), (part, append_sharded)):
+        add(cache, rows, seq_lens=int32([77, 77]))
+        add(cache, numbers_of(q, 523), seq_lens=seq_lens, cu_seqlens=int32([0, 523, 523]))
+    for heads in ("all", "own"):
+        own = slice(None) if heads == "all" else slice(dist.get_rank() * 16 // size, (dist.get_rank() + 1) * 16 // size)
+        found = decode_sharded(q, part, seq_lens=seq_lens, heads=heads)
+        near(f"caches latent {heads}", found, oa.decode(q, latent, seq_lens=seq_lens)[:, :, own], BOUNDS["o"])
     assert local_seqlen(7) in (7 // size, -(-7 // size))
     say("caches")
+
+
+def numbers_of(like: Any, rows: int) -> Any:
+    """Latent rows, the same for equal q."""
+    return like[:1, 0, :1].expand(rows, 1, -1) * torch.linspace(-1.0, 1.0, rows, device="cuda")[:, None, None].to(like)
 
 
 def dtensors() -> None:

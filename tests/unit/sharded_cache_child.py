@@ -218,6 +218,7 @@ def errors() -> None:
     paged, table = new_cache(True, [9, 9], like, 1)
     lengths = torch.tensor([3, 4], dtype=torch.int32)
     q, k = numbers(2, 1, 4, 16), numbers(2, 1, 2, 16)
+    tokens = local_tokens(lengths)
     far = lengths * 0 + 100 * dist.get_world_size() + dist.get_rank() + 1  # of a token that is here
     recent = oa.KVCache(2, 8, 2, 16, like=like, k_dtype="int8", recent_window=16)
     for call, error, text in (
@@ -236,6 +237,7 @@ def errors() -> None:
         (lambda: append_sharded(recent, k, k, seq_lens=lengths), UnsupportedError, "recent_window"),
         (lambda: append_sharded(cache, k[0], k[0], seq_lens=lengths), ShapeError, "argument 'k'"),
         (lambda: append_sharded(cache, k, k, seq_lens=local_tokens(lengths, q_len=2)), ShapeError, "argument 'k'"),
+        (lambda: decode_sharded(q, cache, seq_lens=tokens, interleave=2), ArgumentError, "argument 'interleave'"),
         (lambda: local_tokens(lengths, q_len=17), ArgumentError, "argument 'q_len'"),
         (lambda: local_seqlen(-1), ArgumentError, "argument 'seqlen'"),
     ):

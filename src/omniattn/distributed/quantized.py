@@ -161,8 +161,7 @@ class Quantized:
         shapes = self._shapes(task.k)
         sizes = [_size_of(*shapes[name]) for name in SMALL]
         v_scale, v_mean, k_scale = (
-            x.view(shapes[name][1]).view(shapes[name][0])
-            for name, x in zip(SMALL, together.split(sizes), strict=True)
+            x.view(shapes[name][1]).view(shapes[name][0]) for name, x in zip(SMALL, together.split(sizes), strict=True)
         )
         keys = QuantizedQK(None, k_int, None, k_scale, None, None, None, None, None, None, of_k, "NHD")
         values = QuantizedV(v, v_scale, v_mean, None, of_v, "NHD")

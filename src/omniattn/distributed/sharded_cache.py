@@ -45,7 +45,7 @@ def decode_sharded(
     seq_lens: Any,
     block_table: Any = None,
     group: Any = None,
-    interleave: int = 1,
+    interleave: int | None = None,
     softmax_scale: float | None = None,
     softcap: float = 0.0,
     sinks: Any = None,
@@ -74,8 +74,8 @@ def decode_sharded(
         With a `PagedKVCache`: this rank's blocks of this rank's tokens.
     group : ProcessGroup or DeviceMesh of one dimension, optional
         The default group unless given.
-    interleave : int
-        Neighbouring tokens that are on one rank.
+    interleave : int, optional
+        Neighbouring tokens that are on one rank: 1, or what seq_lens says, unless given.
     softmax_scale, softcap, sinks, deterministic
         As in `omniattn.decode`. One rank counts the sinks.
     heads : "all" or "own"
@@ -123,6 +123,7 @@ def decode_sharded(
             raise ArgumentError("heads", " or ".join(map(repr, HEADS)), repr(heads), function=function)
         _check_cache(cache, function)
         _check_queries(q, at, heads, function)
+        interleave = _interleave_of(interleave, seq_lens, function)
         tokens = _tokens_of(seq_lens, q, at, interleave, function)
         options: dict[str, Any] = {
             "softmax_scale": softmax_scale, "softcap": softcap, "deterministic": deterministic, "return_lse": True,
@@ -137,7 +138,7 @@ def decode_sharded(
     if agree_first if agree_first is not None else q.device.type == "cpu":
         facts = {
             "q": (tuple(q.shape), str(q.dtype)), "sinks": sinks is not None, "softmax_scale": softmax_scale,
-            "softcap": softcap, "heads": heads, "interleave": getattr(seq_lens, "interleave", interleave),
+            "softcap": softcap, "heads": heads, "interleave": interleave,
             "cache": mine.head_dim if mine is not None else None,
         }  # fmt: skip
         agree(at, q.device, function, facts, failure)
@@ -158,7 +159,7 @@ def append_sharded(
     cu_seqlens: Any = None,
     block_table: Any = None,
     group: Any = None,
-    interleave: int = 1,
+    interleave: int | None = None,
     cos: Any = None,
     sin: Any = None,
     rope: str = "half",
@@ -192,6 +193,7 @@ def append_sharded(
     at = _group_of(group, seq_lens, function)
     _check_cache(cache, function)
     check_tensor(k, "k", function)
+    interleave = _interleave_of(interleave, seq_lens, function)
     packed = cu_seqlens is not None
     _check_device(seq_lens.seq_lens if isinstance(seq_lens, LocalTokens) else seq_lens, "seq_lens", k, function)
     fewest, most = (2, 3) if packed else (3, 4)  # a latent cache's keys may leave out their one head
@@ -199,11 +201,10 @@ def append_sharded(
         raise ShapeError("k", f"{most} dimensions", f"shape {tuple(k.shape)}", function=function)
     if packed:
         positions, sequences = _packed_positions(seq_lens, cu_seqlens, k.shape[0], function)
-        places = places_of(positions, at, check_int(interleave, "interleave", function, least=1))
+        places = places_of(positions, at, interleave)
     else:
         tokens = seq_lens
         if not isinstance(tokens, LocalTokens):
-            interleave = check_int(interleave, "interleave", function, least=1)
             tokens = found_tokens(seq_lens, k.shape[1], at, interleave, function)
         shape = (tokens.seq_lens.shape[0], tokens.q_len)
         if tuple(k.shape[:2]) != shape:
@@ -226,6 +227,17 @@ def _group_of(group: Any, seq_lens: Any, function: str) -> Group:
             raise ArgumentError("group", "None, or the group of seq_lens", "another group", function=function)
         return seq_lens.group
     return group_of(group, function)
+
+
+def _interleave_of(interleave: Any, seq_lens: Any, function: str) -> int:
+    """The caller's, or that of `LocalTokens`."""
+    of_tokens = seq_lens.interleave if isinstance(seq_lens, LocalTokens) else None
+    if interleave is None:
+        return of_tokens or 1
+    found = check_int(interleave, "interleave", function, least=1)
+    if of_tokens not in (None, found):
+        raise ArgumentError("interleave", f"None, or {of_tokens} as in seq_lens", f"{found}", function=function)
+    return found
 
 
 def _check_cache(cache: Any, function: str) -> None:
@@ -253,9 +265,8 @@ def _check_queries(q: Any, group: Group, heads: str, function: str) -> None:
         raise ShapeError("q", expected, f"{q.shape[2]}", function=function)
 
 
-def _tokens_of(seq_lens: Any, q: Any, group: Group, interleave: Any, function: str) -> LocalTokens:
+def _tokens_of(seq_lens: Any, q: Any, group: Group, interleave: int, function: str) -> LocalTokens:
     if not isinstance(seq_lens, LocalTokens):
-        interleave = check_int(interleave, "interleave", function, least=1)
         seq_lens = found_tokens(seq_lens, q.shape[1], group, interleave, function)
     _check_device(seq_lens.seq_lens, "seq_lens", q, function)
     if tuple(seq_lens.local.shape) != tuple(q.shape[:2]):
