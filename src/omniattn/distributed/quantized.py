@@ -106,7 +106,7 @@ class Quantized:
             k = (k - self.mean[:, None]).to(k.dtype)
         target = format_of(precision, q.device)
         self.queries: dict[Range, QuantizedQK] = {}
-        self.keys: dict[Range, tuple[QuantizedQK, QuantizedV]] = {}
+        self.keys: dict[Range, list[Any]] = {}
         rows_q, rows_k = (_local(chunks) for chunks in (ring.chunks_q(group.rank), ring.chunks_k(group.rank)))
         for of_q, of_k in zip(rows_q, rows_k, strict=True):
             pair = quantize_qk(

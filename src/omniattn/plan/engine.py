@@ -185,10 +185,10 @@ class SpareSms(NamedTuple):
 
     Attributes
     ----------
-    count : int
+    sms : int
     """
 
-    count: int
+    sms: int
 
 
 class Plan:
@@ -422,7 +422,7 @@ def make_plan(call: Call, tensors: dict[str, Tensor], *, load: bool) -> Plan:
     target = target_of(runtime.device_info(ordinal))
     for fact in call.facts if call.facts.__class__ is tuple else (call.facts,):
         if fact.__class__ is SpareSms:
-            target = replace(target, sm_count=max(target.sm_count - fact.count, 1))
+            target = replace(target, sm_count=max(target.sm_count - fact.sms, 1))
     launches = operation.plan(problem, target, forced_kernels())
     program = None
     if load:
