@@ -17,8 +17,9 @@ import torch.distributed as dist
 
 from ..errors import ArgumentError, CommunicationError, OmniattnError
 
-#: SMs that point-to-point transfers of NCCL run on, where the group does not say fewer (`ncclConfig_t.maxCTAs`).
-NCCL_SMS = 16
+#: SMs that point-to-point transfers of NCCL run on, where the group does not say fewer (`ncclConfig_t.maxCTAs`): its
+#: 32 channels between two H100 (NCCL 2.28).
+NCCL_SMS = 32
 _SMS: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 #: Groups whose ranks have all met in a collective operation. NCCL makes its communicator there; the first exchange of
 #: a ring may leave ranks out, which must not be the first operation of a group.
@@ -86,6 +87,11 @@ class Transfer:
 
     def __init__(self, works: Sequence[Any], received: list[Any], kept: Sequence[Any], what: str, sms: int = 0) -> None:
         self.works, self.received, self.kept, self.what, self.sms = works, received, kept, what, sms
+
+    @property
+    def tensors(self) -> tuple[Sequence[Any], Sequence[Any]]:
+        """What is sent, and what is received."""
+        return self.kept, self.received
 
     def wait(self) -> list[Any]:
         """What was received. Raises CommunicationError where a rank is gone or does not answer in the group's time."""

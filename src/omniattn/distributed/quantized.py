@@ -103,7 +103,8 @@ class Quantized:
         self.mean: Any = None
         if precision.smooth_k:
             self.mean = mean_of_keys(group, k, ring.seqlen_k, common.function)
-            k = (k - self.mean[:, None]).to(k.dtype)
+            # In float32, rounded once, in one launch.
+            k = torch.sub(k, self.mean[:, None], out=torch.empty_like(k, memory_format=torch.contiguous_format))
         target = format_of(precision, q.device)
         self.queries: dict[Range, QuantizedQK] = {}
         self.keys: dict[Range, list[Any]] = {}

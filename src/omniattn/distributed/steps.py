@@ -19,6 +19,10 @@ from ..ops.merge import merge_states
 from .exchange import Group, Transfer, exchange
 from .schedule import UNLIMITED, Range, Ring, Step, Task
 
+#: Operations of attention in the time of a byte of a transfer: 810 TFLOP/s and 280 GB/s, two H100 with NVLink (NCCL
+#: 2.28, November 2026). It decides about time only.
+FLOP_PER_BYTE = 2900
+
 
 @dataclass(frozen=True)
 class Common:
@@ -196,11 +200,25 @@ def forward(
     for number, step in enumerate(steps):
         part = wire.own(step) if arriving is None else arriving.wait()
         arriving = send_keys(group, ring, wire, number + 1, common.function)
+        spare = spare_sms(arriving, step, q, head_dim_v)
         for task in step.tasks:
             with_sinks = sinks if early and task is tasks[0] else None
-            spare = 0 if arriving is None else arriving.sms
             merged.add(task.q, *wire.attend(part, step, task, with_sinks, spare))
     return merged.result(None if early else sinks, bias)
+
+
+def spare_sms(transfer: Transfer | None, step: Step, q: Any, head_dim_v: int) -> int:
+    """SMs that the kernels of a step leave to a transfer at the same time; 0 where that would cost more than it saves.
+
+    A kernel on all SMs and a transfer beside it end one after the other, in whichever order they begin. On fewer SMs
+    the kernel is slower by their part, and the transfer takes no time.
+    """
+    if transfer is None or not transfer.sms:
+        return 0
+    sent, received = (sum(x.numel() * x.element_size() for x in tensors) for tensors in transfer.tensors)
+    flops = 2 * sum(task.pairs for task in step.tasks) * q.shape[0] * q.shape[2] * (q.shape[3] + head_dim_v)
+    others = torch.cuda.get_device_properties(q.device).multi_processor_count - transfer.sms
+    return transfer.sms if flops * transfer.sms < FLOP_PER_BYTE * max(sent, received) * others else 0
 
 
 def send_keys(group: Group, ring: Ring, wire: Wire, number: int, function: str) -> Transfer | None:
