@@ -165,6 +165,7 @@ def refused() -> None:
         (lambda: oa.attention(odd, odd, odd), ShapeError, "argument 'q': expected a length"),
         (lambda: oa.attention(q, k, v, out=q), UnsupportedError, "out with DTensors"),
         (lambda: oa.attention(q, k, v, score_mod=mod), UnsupportedError, "score_mod|ScoreMod"),
+        (lambda: oa.attention(q, k, v, dropout_p=0.1, dropout_rng=(1, 2)), UnsupportedError, "dropout_rng"),
         (lambda: oa.attention(*sequence, mask=mask), UnsupportedError, "a mask over a sequence"),
         (lambda: oa.attention(*sequence, stream=1), ArgumentError, "argument 'stream'"),
         (lambda: oa.attention(*sequence, precision="int4"), ArgumentError, "argument 'precision'"),

@@ -14,14 +14,15 @@ from ..checks.memory import check_memory
 from ..errors import ArgumentError, UnsupportedError
 from ..frameworks import FUNCTIONS, compiling
 from ..plan.attention import plan_attention
-from ..plan.engine import Call, Operation, SpareSms, repeated, run
+from ..plan.engine import Call, Operation, repeated, run
+from ..plan.tuning import SpareSms
 from ..plan.with_cache import plan_varlen
 from ..problems import OPERANDS, Auto, Fp8, Int4, Int8
 from . import dropout, factors, on_cpu
 from .attention_backward import backward_call
 from .extras import Extras
 from .score_mod import ScoreMod
-from .traced import run_sharded, run_traced
+from .traced import run_traced
 
 _ON_OPERANDS = {
     name: Operation(
@@ -74,7 +75,7 @@ _ATTENTION, _ATTENTION_VARLEN = (
         name, _arrays_of(name), checks.check_attention, check_memory, plan, on_cpu.attention,
         ("q", "k", "v"), checks.ALIGNED, same=("q",), otherwise=_on_operands,
         placed=(checks.ARRAYS.index("mask"), checks.MASK_ALIGNMENT), gradients=_with_gradients,
-        traced=run_traced, sharded=run_sharded,
+        traced=run_traced,
     )
     for name, plan in (("attention", plan_attention), ("attention_varlen", plan_varlen))
 )  # fmt: skip
@@ -87,7 +88,7 @@ def _with_arrays(name: str, more: tuple[str, ...]) -> Operation:
         name, (*_arrays_of(name), *more), extras.check_call, check_memory, plan_attention, on_cpu.attention,
         ("q", "k", "v", *more), checks.ALIGNED, same=("q",),
         placed=(checks.ARRAYS.index("mask"), checks.MASK_ALIGNMENT), gradients=_with_gradients,
-        traced=run_traced, sharded=run_sharded,
+        traced=run_traced,
     )  # fmt: skip
 
 
@@ -105,7 +106,7 @@ _WITH_DESCALES = {
     name: Operation(
         name, (*_arrays_of(name), *checks.DESCALES), checks.check_attention, check_memory, plan_attention,
         on_cpu.attention, ("q", "k", "v"), checks.ALIGNED, placed=(checks.ARRAYS.index("mask"), checks.MASK_ALIGNMENT),
-        gradients=_with_gradients, traced=run_traced, sharded=run_sharded,
+        gradients=_with_gradients, traced=run_traced,
     )
     for name in ("attention", "attention_varlen")
 }  # fmt: skip
@@ -419,6 +420,17 @@ def call_of(q: Any, k: Any, v: Any, *, causal: bool = False, precision: Any = "e
     """A call of `attention` as data, not run: for measurements that need its plan."""
     options = AttentionOptions("NHD", causal, None, None, 0.0, precision, False, False)
     return Call(_ATTENTION, (q, k, v, None, None, None, None, None), options)
+
+
+def attention_beside(
+    q: Any, k: Any, v: Any, *, spare_sms: int, sinks: Any, window: Any, softmax_scale: Any, softcap: Any,
+    deterministic: Any,
+) -> tuple[Any, Any]:  # fmt: skip
+    """o and LSE of `attention`, whose kernel leaves so many SMs to the kernels of other streams."""
+    options = AttentionOptions("NHD", False, window, softmax_scale, softcap, "exact", True, deterministic)
+    facts = SpareSms(spare_sms) if spare_sms else None
+    o, lse = run(Call(_ATTENTION, (q, k, v, None, None, None, None, sinks), options, None, None, facts))
+    return o, lse
 
 
 def _one_or_more(results: list[Any], more: tuple[Any, ...] = ()) -> Any:

@@ -10,8 +10,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
 
 from .. import arguments, arrays, runtime
 from ..arrays import Tensor
@@ -25,7 +25,7 @@ from ..select import Selection
 from . import native
 from .cache import PlanCache
 from .repeat import Repeat
-from .tuning import target_of
+from .tuning import target_beside
 
 if TYPE_CHECKING:
     from ..kv.cache import KVCache
@@ -106,8 +106,6 @@ class Operation:
         (call) -> results, where a tensor of the call needs a gradient.
     traced : callable, optional
         (call) -> results, where a trace, a transform or a dispatch mode has to see the call.
-    sharded : callable, optional
-        (call) -> results, where an array is a DTensor.
     """
 
     name: str
@@ -127,7 +125,6 @@ class Operation:
     writes_cache: bool = False
     gradients: Callable[[Call], list[Any]] | None = None
     traced: Callable[[Call], list[Any]] | None = None
-    sharded: Callable[[Call], list[Any]] | None = None
 
 
 class Call:
@@ -175,20 +172,6 @@ class Call:
         self.facts = facts
         self.subject = subject
         self.problem: Any = None
-
-
-class SpareSms(NamedTuple):
-    """Among the facts of a call: SMs that its plan leaves to kernels of other streams, which run at the same time.
-
-    A persistent kernel divides its work among as many CTAs as there are SMs. Those that find no SM free begin when the
-    others have ended.
-
-    Attributes
-    ----------
-    sms : int
-    """
-
-    sms: int
 
 
 class Plan:
@@ -310,8 +293,6 @@ def run(call: Call, *, is_asked: bool = False) -> list[Any]:
                 results = known(call)
                 if results is not None:
                     return results
-        if call.operation.sharded is not None and arrays.is_sharded(call.objects):
-            return call.operation.sharded(call)
         traced = arrays.needs_operator(call.objects) or (call.cache is not None and call.cache.traced)
         if call.operation.traced is not None and (traced or _is_autocast(call)):
             return call.operation.traced(call)
@@ -419,11 +400,7 @@ def make_plan(call: Call, tensors: dict[str, Tensor], *, load: bool) -> Plan:
     if place.device == "cpu":
         return Plan(problem, None, None, 0)
     ordinal = place.ordinal
-    target = target_of(runtime.device_info(ordinal))
-    for fact in call.facts if call.facts.__class__ is tuple else (call.facts,):
-        if fact.__class__ is SpareSms:
-            target = replace(target, sm_count=max(target.sm_count - fact.sms, 1))
-    launches = operation.plan(problem, target, forced_kernels())
+    launches = operation.plan(problem, target_beside(runtime.device_info(ordinal), call.facts), forced_kernels())
     program = None
     if load:
         names = operand_names(operation, cache is not None, problem)

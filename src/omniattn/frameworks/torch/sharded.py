@@ -68,6 +68,10 @@ class _Mesh:
 def run_sharded(call: Call) -> list[Any]:
     """Results of a call one of whose tensors is a DTensor: DTensors placed as q."""
     function, options = call.operation.name, call.options
+    if function not in _LSE_DIMS:
+        raise UnsupportedError(
+            f"{function}() of DTensors", instead="each rank's call on to_local() of its tensors; attention() takes them"
+        )
     values.check_layout(options.layout, function)
     names = call.operation.arrays
     given = {name: x for name, x in zip(names, call.objects, strict=True) if x is not None}
