@@ -6,6 +6,7 @@ Every rank has the whole tensors, from one seed, and compares its part with atte
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -13,7 +14,17 @@ import torch
 import torch.distributed as dist
 
 import omniattn as oa
-from omniattn.distributed import ring_attention, ring_attention_varlen, shard, ulysses_attention, unshard
+from omniattn.distributed import (
+    append_sharded,
+    decode_sharded,
+    local_seqlen,
+    local_tokens,
+    ring_attention,
+    ring_attention_varlen,
+    shard,
+    ulysses_attention,
+    unshard,
+)
 
 #: Largest difference of bf16 results, beside a rounding of each.
 BOUNDS = {"o": 2e-2, "lse": 2e-3, "dq": 6e-2, "dk": 6e-2, "dv": 6e-2}
@@ -127,10 +138,121 @@ def streams() -> None:
     say("streams")
 
 
+def graph() -> None:
+    """A ring captured in a CUDA graph, replayed with other inputs; the same bits as without it."""
+    for precision in ("exact", "int8"):
+        held = [shard(x, 1) for x in inputs(1024, (8, 2), 128)[:3]]
+        ring_attention(*held, causal=True, precision=precision)  # kernels are loaded, and ranks have met
+        torch.cuda.synchronize()
+        captured = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(captured, capture_error_mode="thread_local"):
+            o = ring_attention(*held, causal=True, precision=precision)
+        for rows in (1024, 1026):
+            fresh = [shard(x[:, :1024], 1) for x in inputs(rows, (8, 2), 128)[:3]]
+            for old, new in zip(held, fresh, strict=True):
+                old.copy_(new)
+            captured.replay()
+            expected = ring_attention(*fresh, causal=True, precision=precision)
+            assert torch.equal(o, expected), (precision, rows)
+    say("graph")
+
+
+def caches() -> None:
+    """Sharded caches: pages and contiguous memory, one and three queries, within a CUDA graph; beside one cache."""
+    lengths = [700, 3, 1, 2047]
+    batch, size = len(lengths), dist.get_world_size()
+    made = torch.Generator().manual_seed(5)
+
+    def numbers(*shape: int) -> Any:
+        return torch.randn(*shape, generator=made).to("cuda", torch.bfloat16)
+
+    def int32(*values: Any) -> Any:
+        return torch.tensor(*values, dtype=torch.int32, device="cuda")
+
+    starts = int32([0, *torch.tensor(lengths).cumsum(0).tolist()])
+    k, v = (numbers(int(sum(lengths)), 2, 128) for _ in range(2))
+    for paged, q_len, heads in ((True, 1, "all"), (True, 3, "own"), (False, 1, "own"), (False, 2, "all")):
+        blocks, block = -(-2200 // 16), 16
+        whole = oa.KVCache(batch, 2200, 2, 128, like=k)
+        table = {}
+        if paged:
+            part = oa.PagedKVCache(batch * blocks, block, 2, 128, like=k)
+            table["block_table"] = int32(range(batch * blocks)).view(batch, blocks).flip(0).contiguous()
+        else:
+            part = oa.KVCache(batch, 2200, 2, 128, like=k)
+        seq_lens = int32(lengths)
+        oa.append(whole, k, v, seq_lens=seq_lens, cu_seqlens=starts)
+        append_sharded(part, k, v, seq_lens=seq_lens, cu_seqlens=starts, **table)
+        fresh, q = numbers(batch, q_len, 2, 128), numbers(batch, q_len, 8, 128)
+        newest = fresh.flip(0).contiguous()
+
+        def step() -> Any:
+            tokens = local_tokens(seq_lens, q_len=q_len)  # noqa: B023
+            append_sharded(part, fresh, newest, seq_lens=tokens, **table)  # noqa: B023
+            return decode_sharded(
+                q, part, seq_lens=tokens, heads=heads, return_lse=True, **table  # noqa: B023
+            )  # fmt: skip
+
+        own = slice(None) if heads == "all" else slice(dist.get_rank() * 8 // size, (dist.get_rank() + 1) * 8 // size)
+        captured, found = None, None
+        for number in range(3):
+            seq_lens += q_len
+            oa.append(whole, fresh, newest, seq_lens=seq_lens)
+            if captured is not None:
+                captured.replay()
+            else:
+                found = step()
+            o, lse = oa.decode(q, whole, seq_lens=seq_lens, return_lse=True)
+            near(f"caches {paged} {q_len} {number} o", found[0], o[:, :, own], BOUNDS["o"])
+            near(f"caches {paged} {q_len} {number} lse", found[1], lse[:, own], BOUNDS["lse"])
+            if captured is None:
+                captured = torch.cuda.CUDAGraph()
+                torch.cuda.synchronize()
+                with torch.cuda.graph(captured, capture_error_mode="thread_local"):
+                    found = step()
+    latent, part = (oa.KVCache(2, 600, 1, 576, like=k, head_dim_v=512) for _ in range(2))
+    seq_lens, rows, q = int32([600, 77]), numbers(2, 77, 1, 576), numbers(2, 1, 16, 576)
+    for cache, add in ((latent, oa.append), (part, append_sharded)):
+        add(cache, rows, seq_lens=int32([77, 77]))
+        add(cache, numbers_of(q, 523), seq_lens=seq_lens, cu_seqlens=int32([0, 523, 523]))
+    for heads in ("all", "own"):
+        own = slice(None) if heads == "all" else slice(dist.get_rank() * 16 // size, (dist.get_rank() + 1) * 16 // size)
+        found = decode_sharded(q, part, seq_lens=seq_lens, heads=heads)
+        near(f"caches latent {heads}", found, oa.decode(q, latent, seq_lens=seq_lens)[:, :, own], BOUNDS["o"])
+    assert local_seqlen(7) in (7 // size, -(-7 // size))
+    say("caches")
+
+
+def numbers_of(like: Any, rows: int) -> Any:
+    """Latent rows, the same for equal q."""
+    return like[:1, 0, :1].expand(rows, 1, -1) * torch.linspace(-1.0, 1.0, rows, device="cuda")[:, None, None].to(like)
+
+
+def dtensors() -> None:
+    """DTensors: batch, heads or sequence divided."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = init_device_mesh("cuda", (dist.get_world_size(),))
+    tensors = inputs(512, (8, 4), 128, batch=4)
+    wanted = [x.clone().requires_grad_() for x in tensors[:3]]
+    expected = results(*oa.attention(*wanted, causal=True, return_lse=True), tensors[3], *wanted)
+    for dim in (0, 1, 2):
+        q, k, v, do = (distribute_tensor(x, mesh, [Shard(dim)]) for x in tensors)
+        q, k, v = (x.requires_grad_() for x in (q, k, v))
+        o, lse = oa.attention(q, k, v, causal=True, return_lse=True)
+        (o * do).sum().full_tensor().backward()
+        found = {"o": o.detach(), "lse": lse.detach(), "dq": q.grad, "dk": k.grad, "dv": v.grad}
+        for key, x in found.items():
+            near(f"dtensors {dim} {key}", x.full_tensor(), expected[key], BOUNDS[key])
+    say("dtensors")
+
+
 def main() -> None:
     """Every case once."""
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl", timeout=timedelta(seconds=60))
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl", timeout=timedelta(seconds=60), device_id=device)
     for schedule in ("zigzag", "contiguous"):
         for causal in (True, False):
             ring(f"{schedule} causal={causal} 1024", 1024, schedule, causal=causal)
@@ -140,9 +262,9 @@ def main() -> None:
         for precision in ("int8", "fp8"):
             ring(f"{schedule} {precision}", 1024, schedule, causal=True, precision=precision)
     ring("three rows", 3, "zigzag", causal=True)
-    documents()
-    heads()
-    streams()
+    parts: tuple[Callable[[], None], ...] = (documents, heads, streams, caches, dtensors, graph)
+    for part in parts:
+        part()
     dist.barrier()
     dist.destroy_process_group()
 

@@ -167,9 +167,9 @@ def test_context_parallel_by_nccl() -> None:
 
 
 def test_ring_attention_by_nccl() -> None:
-    """Schedules, masks, packed documents, 8 bits on the wire, streams; the same bits at every run."""
+    """Schedules, masks, documents, 8 bits on the wire, streams, caches, DTensors, graphs; the same bits again."""
     said = by_torchrun("tests/gpu/ring_child.py", seconds=150)
     calls = [f"causal={causal} {rows}" for causal in (True, False) for rows in (1024, 777)]
     calls += ["window", "softcap", "int8", "fp8"]
     lines = [f"{schedule} {call}" for schedule in ("zigzag", "contiguous") for call in calls]
-    count(said, [*lines, "three rows", "documents", "heads", "streams"])
+    count(said, [*lines, "three rows", "documents", "heads", "streams", "caches", "dtensors", "graph"])

@@ -70,6 +70,26 @@ def test_seconds_are_those_of_work_or_of_the_link() -> None:
         told.seconds(tflops=0, link_gb_s=1.0)
 
 
+def test_merges_and_transfers_take_time() -> None:
+    """Two ranks merge once, in bf16; more convert to float32 and back."""
+    told = plan(8192, 2, causal=True, **FACTS)
+    row = FACTS["num_q_heads"] * FACTS["head_dim"]
+    assert [[step.bytes_merged for step in steps] for steps in told.ranks] == [
+        [0, 3 * 2 * 2048 * row], [0, 3 * 2 * 4096 * row],
+    ]  # fmt: skip
+    plain, merged = (told.seconds(tflops=1.0, link_gb_s=1e9, memory_gb_s=rate) for rate in (None, 1.0))
+    assert merged - plain == pytest.approx(3 * 2 * 4096 * row / 1e9)
+    first, last = (step.flops / 1e12 for step in told.ranks[0])
+    slower = told.seconds(tflops=1.0, link_gb_s=1e9, transfer_sms=0.5)
+    assert slower == pytest.approx(2 * first + last)
+    steps = plan(8192, 4, causal=True, **FACTS).ranks[3]
+    full = 2048 * row
+    assert [step.bytes_merged for step in steps] == [6 * full, 18 * full, 18 * full, 24 * full]
+    for said in ({"memory_gb_s": 0}, {"transfer_sms": 1.0}):
+        with pytest.raises(ArgumentError, match=next(iter(said))):
+            told.seconds(tflops=1.0, link_gb_s=1.0, **said)
+
+
 def test_the_table_has_a_line_for_each_step() -> None:
     lines = str(plan(100, 3, **FACTS)).splitlines()
     assert len(lines) == 1 + 9 + 1

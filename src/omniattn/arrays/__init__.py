@@ -59,6 +59,7 @@ __all__ = [
     "has_tracer",
     "is_autocast",
     "is_e4m3",
+    "is_sharded",
     "needs_gradient",
     "needs_operator",
     "needs_torch_operator",
@@ -190,6 +191,13 @@ def traced_by_jax(objects: Sequence[Any]) -> bool:
 def needs_operator(objects: Sequence[Any]) -> bool:
     """Whether a trace, a transform or a dispatch mode has to see the call that these are of."""
     return traced_by_jax(objects) or needs_torch_operator(objects)
+
+
+def is_sharded(objects: Sequence[Any]) -> bool:
+    """Whether one of these is a DTensor, of which this process has a part."""
+    module = sys.modules.get("torch.distributed.tensor")
+    cls = () if module is None else getattr(module, "DTensor", ())
+    return bool(cls) and any(isinstance(obj, cls) for obj in objects)
 
 
 def needs_torch_operator(objects: Sequence[Any]) -> bool:

@@ -189,8 +189,8 @@ def is_autocast(objects: Sequence[Any]) -> bool:
 
 @functools.cache
 def _has_own_dispatch(cls: type) -> bool:
-    """Whether a class of tensors wants to see operators; DTensor would need rules of its own, and is refused."""
-    if cls in PLAIN or any(base.__name__ in ("DTensor", "NestedTensor") for base in cls.__mro__):
+    """Whether a class of tensors wants to see operators; nested tensors would need rules of their own: refused."""
+    if cls in PLAIN or any(base.__name__ == "NestedTensor" for base in cls.__mro__):
         return False
     return getattr(cls, "__torch_dispatch__", None) is not torch._C._disabled_torch_dispatch_impl
 

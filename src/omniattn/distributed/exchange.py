@@ -17,6 +17,10 @@ import torch.distributed as dist
 
 from ..errors import ArgumentError, CommunicationError, OmniattnError
 
+#: SMs that point-to-point transfers of NCCL run on, where the group does not say fewer (`ncclConfig_t.maxCTAs`): its
+#: 32 channels between two H100 (NCCL 2.28).
+NCCL_SMS = 32
+_SMS: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 #: Groups whose ranks have all met in a collective operation. NCCL makes its communicator there; the first exchange of
 #: a ring may leave ranks out, which must not be the first operation of a group.
 _MET: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -77,10 +81,17 @@ class Transfer:
         What is being sent: it has to live until then.
     what : str
         For an error: which function and step.
+    sms : int
+        Streaming multiprocessors that the transfer keeps busy.
     """
 
-    def __init__(self, works: Sequence[Any], received: list[Any], kept: Sequence[Any], what: str) -> None:
-        self.works, self.received, self.kept, self.what = works, received, kept, what
+    def __init__(self, works: Sequence[Any], received: list[Any], kept: Sequence[Any], what: str, sms: int = 0) -> None:
+        self.works, self.received, self.kept, self.what, self.sms = works, received, kept, what, sms
+
+    @property
+    def tensors(self) -> tuple[Sequence[Any], Sequence[Any]]:
+        """What is sent, and what is received."""
+        return self.kept, self.received
 
     def wait(self) -> list[Any]:
         """What was received. Raises CommunicationError where a rank is gone or does not answer in the group's time."""
@@ -122,10 +133,24 @@ def exchange(
         if x.numel()
     ]
     received, kept = [x for x, _ in receives], [x for x, _ in sends]
+    sms = _sms_of(group) if operations and operations[0].tensor.is_cuda else 0
     try:
-        return Transfer(dist.batch_isend_irecv(operations) if operations else (), received, kept, what)
+        return Transfer(dist.batch_isend_irecv(operations) if operations else (), received, kept, what, sms)
     except RuntimeError as error:
         raise _failed(what, error) from error
+
+
+def _sms_of(group: Group) -> int:
+    """SMs that NCCL's kernels of a group run on at most: one for each of its channels."""
+    found = _SMS.get(group.handle)
+    if found is None:
+        try:
+            config = group.handle._get_backend(torch.device("cuda")).options.config
+            most = int(config.max_ctas)
+        except (AttributeError, RuntimeError, TypeError, ValueError):
+            most = 0
+        found = _SMS[group.handle] = min(most, NCCL_SMS) if most > 0 else NCCL_SMS
+    return found
 
 
 def meet(group: Group, device: Any, function: str) -> None:

@@ -8,13 +8,15 @@ the means of another.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import math
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ..errors import CommunicationError, UnsupportedError
-from ..ops.attention import attention
+from ..ops.attention import attention_beside
 from ..ops.quantize import quantize_qk, quantize_v
 from ..problems import Precision, QuantizedQK, QuantizedV, QuantizeProblem
 from ..problems.products import products_of
@@ -23,9 +25,11 @@ from .exchange import Group
 from .schedule import Range, Ring, Step, Task
 from .steps import Common, rows_of
 
-#: Arrays of one chunk that travel, in order; those of K, then those of V.
-K_ARRAYS = ("k_int", "k_scale")
-V_ARRAYS = ("v", "v_scale", "v_mean")
+#: Small arrays of one chunk: they travel as bytes of one message behind those of k_int and of v, in this order, in
+#: which each begins at a multiple of 16 bytes.
+SMALL = ("v_scale", "v_mean", "k_scale")
+#: Messages of a chunk.
+MESSAGES = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,10 +103,11 @@ class Quantized:
         self.mean: Any = None
         if precision.smooth_k:
             self.mean = mean_of_keys(group, k, ring.seqlen_k, common.function)
-            k = (k - self.mean[:, None]).to(k.dtype)
+            # In float32, rounded once, in one launch.
+            k = torch.sub(k, self.mean[:, None], out=torch.empty_like(k, memory_format=torch.contiguous_format))
         target = format_of(precision, q.device)
         self.queries: dict[Range, QuantizedQK] = {}
-        self.keys: dict[Range, tuple[QuantizedQK, QuantizedV]] = {}
+        self.keys: dict[Range, list[Any]] = {}
         rows_q, rows_k = (_local(chunks) for chunks in (ring.chunks_q(group.rank), ring.chunks_k(group.rank)))
         for of_q, of_k in zip(rows_q, rows_k, strict=True):
             pair = quantize_qk(
@@ -115,17 +120,15 @@ class Quantized:
                 smooth_v=precision.smooth_v,
                 pv_accumulator=target.pv_accumulator,
             )
-            self.queries[of_q], self.keys[of_k] = pair, (pair, values)
+            small = [values.v_scale, values.v_mean, pair.k_scale]
+            together = torch.cat([x.contiguous().view(-1).view(torch.uint8) for x in small])
+            self.queries[of_q], self.keys[of_k] = pair, [pair.k_int, values.v, together]
             self.problems = pair.problem, values.problem
         self.like = q
 
     def own(self, step: Step) -> list[Any]:
         """Of the chunks that the step reads."""
-        found = []
-        for rows in _chunks(step):
-            pair, values = self.keys[rows]
-            found += [getattr(pair, name) for name in K_ARRAYS] + [getattr(values, name) for name in V_ARRAYS]
-        return found
+        return [x for rows in _chunks(step) for x in self.keys[rows]]
 
     def sent(self, step: Step) -> list[Any]:
         """The same: operands are contiguous."""
@@ -133,33 +136,62 @@ class Quantized:
 
     def buffers(self, step: Step) -> list[Any]:
         """For the chunks of another rank, whose lengths the ring says."""
-        return [
-            torch.empty(shape, dtype=getattr(torch, dtype), device=self.like.device)
-            for rows in _chunks(step)
-            for shape, dtype in self._shapes(rows)
-        ]
+        found = []
+        for rows in _chunks(step):
+            shapes = self._shapes(rows)
+            found += [
+                torch.empty(shape, dtype=dtype, device=self.like.device)
+                for shape, dtype in (shapes["k_int"], shapes["v"], ((_bytes_of(shapes),), torch.uint8))
+            ]
+        return found
 
     def _of(self, rows: Range) -> tuple[QuantizeProblem, QuantizeProblem]:
         """The problems of a chunk's K and V."""
         number = rows[1] - rows[0]
-        return dataclasses.replace(self.problems[0], rows_k=number), dataclasses.replace(
-            self.problems[1], rows_k=number
-        )
+        return _with_rows(self.problems[0], number), _with_rows(self.problems[1], number)
 
-    def _shapes(self, rows: Range) -> list[tuple[tuple[int, ...], str]]:
-        of_k, of_v = self._of(rows)
-        return [of_k.shapes()[name] for name in K_ARRAYS] + [of_v.shapes()[name] for name in V_ARRAYS]
+    def _shapes(self, rows: Range) -> dict[str, tuple[tuple[int, ...], Any]]:
+        """Shapes and dtypes of a chunk's arrays by name."""
+        return _shapes_of(*self._of(rows))
 
-    def attend(self, part: list[Any], step: Step, task: Task, sinks: Any) -> tuple[Any, Any]:
+    def attend(self, part: list[Any], step: Step, task: Task, sinks: Any, spare_sms: int) -> tuple[Any, Any]:
         """Attention of one chunk of queries over one of keys."""
-        at = _chunks(step).index(task.k) * (len(K_ARRAYS) + len(V_ARRAYS))
-        k_int, k_scale, v, v_scale, v_mean = part[at : at + len(K_ARRAYS) + len(V_ARRAYS)]
+        at = _chunks(step).index(task.k) * MESSAGES
+        k_int, v, together = part[at : at + MESSAGES]
         of_k, of_v = self._of(task.k)
+        shapes = self._shapes(task.k)
+        sizes = [_size_of(*shapes[name]) for name in SMALL]
+        v_scale, v_mean, k_scale = (
+            x.view(shapes[name][1]).view(shapes[name][0]) for name, x in zip(SMALL, together.split(sizes), strict=True)
+        )
         keys = QuantizedQK(None, k_int, None, k_scale, None, None, None, None, None, None, of_k, "NHD")
         values = QuantizedV(v, v_scale, v_mean, None, of_v, "NHD")
         pair = self.queries[task.q]
-        o, lse = attention(pair.q, keys.k, values, return_lse=True, **self.common.options(task))
-        return o, lse
+        options = self.common.options(task)
+        return attention_beside(pair.q, keys.k, values, spare_sms=spare_sms, sinks=None, **options)
+
+
+@functools.lru_cache(maxsize=256)
+def _with_rows(problem: QuantizeProblem, rows: int) -> QuantizeProblem:
+    """The same object for the same numbers: plans of calls on operands are found by it."""
+    return dataclasses.replace(problem, rows_k=rows)
+
+
+@functools.lru_cache(maxsize=256)
+def _shapes_of(of_k: QuantizeProblem, of_v: QuantizeProblem) -> dict[str, tuple[tuple[int, ...], Any]]:
+    found = {name: of_k.shapes()[name] for name in ("k_int", "k_scale")}
+    found |= {name: of_v.shapes()[name] for name in ("v", "v_scale", "v_mean")}
+    return {name: (tuple(shape), getattr(torch, dtype)) for name, (shape, dtype) in found.items()}
+
+
+def _size_of(shape: tuple[int, ...], dtype: Any) -> int:
+    """Bytes."""
+    return math.prod(shape) * int(dtype.itemsize)
+
+
+def _bytes_of(shapes: dict[str, tuple[tuple[int, ...], Any]]) -> int:
+    """Bytes of the small arrays."""
+    return sum(_size_of(*shapes[name]) for name in SMALL)
 
 
 def _local(chunks: tuple[Range, ...]) -> list[Range]:

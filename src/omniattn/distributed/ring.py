@@ -6,11 +6,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from .. import arrays
 from ..arguments import check_bool, check_number
 from ..checks import values
 from ..errors import ArgumentError, OmniattnError, ShapeError, UnsupportedError
+from ..frameworks import FUNCTIONS
 from ..frameworks.torch.head_dims import one_head_dim
 from ..problems import Fp8, Int8, Precision
 from .exchange import Group, agree, group_of, meet
@@ -210,6 +212,10 @@ def _call(
     return_lse: Any, agree_first: Any,
 ) -> Any:  # fmt: skip
     """One call of either function. starts: cu_seqlens of packed documents, in a tuple."""
+    key = _key_of(function, (q, k, v, sinks), group, said, return_lse) if starts is None and not agree_first else None
+    known = None if key is None else _KNOWN.get(key)
+    if known is not None and dist.is_initialized():
+        return _run(q, k, v, sinks, *known, return_lse)
     at = group_of(group, function)
     check_tensor(q, "q", function)
     device = q.device
@@ -228,8 +234,49 @@ def _call(
     if asked is None:
         raise failure  # type: ignore[misc]
     meet(at, device, function)
-    grads = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, sinks))
-    padded = one_head_dim(q, k, v, asked.common.softmax_scale) if grads else None
+    if key is not None:
+        if len(_KNOWN) >= _MOST_KNOWN:
+            _KNOWN.pop(next(iter(_KNOWN)))
+        _KNOWN[key] = at, asked
+    return _run(q, k, v, sinks, at, asked, return_lse)
+
+
+#: Calls that have been checked, by `_key_of`: a layer's is the same in every step of a training.
+_KNOWN: dict[Any, tuple[Group, Asked]] = {}
+_MOST_KNOWN = 256
+
+
+def _key_of(function: str, tensors: tuple[Any, ...], group: Any, said: dict[str, Any], return_lse: Any) -> Any:
+    """All that the check of a call depends on; None where it has to be checked anew."""
+    q = tensors[0]
+    # Ranks on CPUs compare their arguments at every call.
+    if type(q) is not torch.Tensor or not q.is_cuda or arrays.needs_operator(tensors) or arrays.is_autocast(tensors):
+        return None
+    facts: list[Any] = []
+    for x in tensors:
+        if x is None:
+            facts.append(None)
+        elif type(x) not in (torch.Tensor, torch.nn.Parameter) or x.layout is not torch.strided or x.is_neg():
+            return None
+        else:
+            facts.append((x.dtype, x.device, x.shape, x.stride()))
+    options = tuple(said.values())
+    # True == 1 == 1.0, but not every one of them is right everywhere.
+    types = tuple(map(type, options)), tuple(map(type, said["window"])) if type(said["window"]) is tuple else None
+    key = (function, *facts, dist.group.WORLD if group is None else group, options, types, return_lse, type(return_lse))
+    try:
+        hash(key)
+    except TypeError:  # a list for window, say
+        return None
+    return key
+
+
+def _run(q: Any, k: Any, v: Any, sinks: Any, at: Group, asked: Asked, return_lse: bool) -> Any:
+    """A call that has been checked."""
+    if not torch.is_grad_enabled() or not any(x is not None and x.requires_grad for x in (q, k, v, sinks)):
+        o, lse = _outside(q, k, v, sinks, at, asked, False)
+        return (o, lse) if return_lse else o
+    padded = one_head_dim(q, k, v, asked.common.softmax_scale)
     head_dim_v = v.shape[-1]
     if padded is not None:
         q, k, v = padded[:3]
@@ -364,13 +411,23 @@ def _forward(q: Any, k: Any, v: Any, sinks: Any, group: Group, asked: Asked, has
     return forward(group, asked.ring, wire, q, v.shape[-1], asked.common, sinks, bias, not low)
 
 
+def _outside(
+    q: Any, k: Any, v: Any, sinks: Any, group: Group, asked: Asked, has_gradient: bool
+) -> tuple[Any, Any]:  # fmt: skip
+    """o and LSE in the caller's layout."""
+    inside = (asked.inside(q), asked.inside(k), asked.inside(v))
+    if torch.is_autocast_enabled(q.device.type):
+        with torch.autocast(q.device.type, enabled=False):
+            o, lse = _forward(*inside, sinks, group, asked, has_gradient)
+    else:
+        o, lse = _forward(*inside, sinks, group, asked, has_gradient)
+    return asked.outside(o), lse[0] if asked.packed else lse
+
+
 class _Ring(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Any, k: Any, v: Any, sinks: Any, group: Group, asked: Asked) -> tuple[Any, Any]:
-        q_inside, k_inside, v_inside = (asked.inside(x) for x in (q, k, v))
-        with torch.autocast(q.device.type, enabled=False):
-            o, lse = _forward(q_inside, k_inside, v_inside, sinks, group, asked, any(ctx.needs_input_grad))
-        o, lse = asked.outside(o), lse[0] if asked.packed else lse
+        o, lse = _outside(q, k, v, sinks, group, asked, any(ctx.needs_input_grad))
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(q, k, v, sinks, o, lse)
         ctx.asked = asked, group
@@ -403,3 +460,6 @@ def _of_sinks(saved: Saved, sinks: Any) -> Any:
     share = torch.exp(sinks.to(wide)[:, None] - saved.lse)
     share = torch.where(saved.lse == -torch.inf, 0.0, share)
     return -(share * of_row).sum((0, 2)).to(sinks.dtype)
+
+
+FUNCTIONS["ring_attention"] = ring_attention

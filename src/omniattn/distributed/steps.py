@@ -13,11 +13,15 @@ from typing import Any, Protocol
 import torch
 
 from ..errors import UnsupportedError
-from ..ops.attention import attention, attention_varlen
+from ..ops.attention import attention_beside, attention_varlen
 from ..ops.attention_backward import attention_backward, attention_varlen_backward
 from ..ops.merge import merge_states
 from .exchange import Group, Transfer, exchange
 from .schedule import UNLIMITED, Range, Ring, Step, Task
+
+#: Operations of attention in the time of a byte of a transfer: 810 TFLOP/s and 280 GB/s, two H100 with NVLink (NCCL
+#: 2.28, November 2026). It decides about time only.
+FLOP_PER_BYTE = 2900
 
 
 @dataclass(frozen=True)
@@ -58,8 +62,8 @@ class Wire(Protocol):
     def own(self, step: Step) -> list[Any]:
         """What the owner itself reads in ``step``, without copies."""
 
-    def attend(self, part: list[Any], step: Step, task: Task, sinks: Any) -> tuple[Any, Any]:
-        """o and LSE of one task."""
+    def attend(self, part: list[Any], step: Step, task: Task, sinks: Any, spare_sms: int) -> tuple[Any, Any]:
+        """o and LSE of one task. spare_sms: those that a transfer has meanwhile."""
 
 
 class Plain:
@@ -81,13 +85,12 @@ class Plain:
         rows = step.rows[1] - step.rows[0]
         return [x.new_empty((x.shape[0], rows, *x.shape[2:])) for x in (self.k, self.v)]
 
-    def attend(self, part: list[Any], step: Step, task: Task, sinks: Any) -> tuple[Any, Any]:
+    def attend(self, part: list[Any], step: Step, task: Task, sinks: Any, spare_sms: int) -> tuple[Any, Any]:
         """Exact attention of a rectangle, or of whole documents."""
         q, (k, v) = rows_of(self.q, task.q), keys_of(part, step, task)
         options = self.common.options(task)
         if not task.starts:
-            o, lse = attention(q, k, v, sinks=sinks, return_lse=True, **options)
-            return o, lse
+            return attention_beside(q, k, v, spare_sms=spare_sms, sinks=sinks, **options)
         o, lse = attention_varlen(
             q[0], k[0], v[0], sinks=sinks, return_lse=True, **packed(task, q.device), **options
         )  # fmt: skip
@@ -197,10 +200,25 @@ def forward(
     for number, step in enumerate(steps):
         part = wire.own(step) if arriving is None else arriving.wait()
         arriving = send_keys(group, ring, wire, number + 1, common.function)
+        spare = spare_sms(arriving, step, q, head_dim_v)
         for task in step.tasks:
             with_sinks = sinks if early and task is tasks[0] else None
-            merged.add(task.q, *wire.attend(part, step, task, with_sinks))
+            merged.add(task.q, *wire.attend(part, step, task, with_sinks, spare))
     return merged.result(None if early else sinks, bias)
+
+
+def spare_sms(transfer: Transfer | None, step: Step, q: Any, head_dim_v: int) -> int:
+    """SMs that the kernels of a step leave to a transfer at the same time; 0 where that would cost more than it saves.
+
+    A kernel on all SMs and a transfer beside it end one after the other, in whichever order they begin. On fewer SMs
+    the kernel is slower by their part, and the transfer takes no time.
+    """
+    if transfer is None or not transfer.sms:
+        return 0
+    sent, received = (sum(x.numel() * x.element_size() for x in tensors) for tensors in transfer.tensors)
+    flops = 2 * sum(task.pairs for task in step.tasks) * q.shape[0] * q.shape[2] * (q.shape[3] + head_dim_v)
+    others = torch.cuda.get_device_properties(q.device).multi_processor_count - transfer.sms
+    return transfer.sms if flops * transfer.sms < FLOP_PER_BYTE * max(sent, received) * others else 0
 
 
 def send_keys(group: Group, ring: Ring, wire: Wire, number: int, function: str) -> Transfer | None:

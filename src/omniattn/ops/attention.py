@@ -15,6 +15,7 @@ from ..errors import ArgumentError, UnsupportedError
 from ..frameworks import FUNCTIONS, compiling
 from ..plan.attention import plan_attention
 from ..plan.engine import Call, Operation, repeated, run
+from ..plan.tuning import SpareSms
 from ..plan.with_cache import plan_varlen
 from ..problems import OPERANDS, Auto, Fp8, Int4, Int8
 from . import dropout, factors, on_cpu
@@ -44,6 +45,7 @@ def _on_operands(call: Call) -> Call | None:
     of_q, of_k = q.pair, k.pair
     facts = (
         Same(of_q.problem), Same(of_k.problem), Same(v.problem), of_q is of_k, of_q.layout, of_k.layout, v.layout,
+        call.facts,
     )  # fmt: skip
     objects = operands.arrays_of(of_q, of_k, v, out, mask, sinks)
     return Call(_ON_OPERANDS[function], objects, call.options, call.stream, None, facts, (q, k, v))
@@ -418,6 +420,17 @@ def call_of(q: Any, k: Any, v: Any, *, causal: bool = False, precision: Any = "e
     """A call of `attention` as data, not run: for measurements that need its plan."""
     options = AttentionOptions("NHD", causal, None, None, 0.0, precision, False, False)
     return Call(_ATTENTION, (q, k, v, None, None, None, None, None), options)
+
+
+def attention_beside(
+    q: Any, k: Any, v: Any, *, spare_sms: int, sinks: Any, window: Any, softmax_scale: Any, softcap: Any,
+    deterministic: Any,
+) -> tuple[Any, Any]:  # fmt: skip
+    """o and LSE of `attention`, whose kernel leaves so many SMs to the kernels of other streams."""
+    options = AttentionOptions("NHD", False, window, softmax_scale, softcap, "exact", True, deterministic)
+    facts = SpareSms(spare_sms) if spare_sms else None
+    o, lse = run(Call(_ATTENTION, (q, k, v, None, None, None, None, sinks), options, None, None, facts))
+    return o, lse
 
 
 def _one_or_more(results: list[Any], more: tuple[Any, ...] = ()) -> Any:

@@ -17,13 +17,17 @@ def run_traced_rows(call: Call, kv: Any, head_dim_v: int) -> list[Any]:
 
 
 def run_traced(call: Call) -> list[Any]:
-    """Run a call by its operator or its primitive; results as `plan.engine.run`."""
+    """Run a call by its operator or its primitive, on DTensors by its parts; results as `plan.engine.run`."""
     # torch.compile's front end would read the dictionary of all modules, which may grow meanwhile, to look for JAX's.
     cache = call.cache
     if not compiling() and (arrays.traced_by_jax(call.objects) or (cache is not None and cache.traced)):
         from ..frameworks.jax.tracing import run_call as run_primitive
 
         return run_primitive(call)
+    if not compiling() and arrays.is_sharded(call.objects):
+        from ..frameworks.torch.sharded import run_sharded
+
+        return run_sharded(call)
     from ..frameworks.torch.tracing import run_call
 
     return run_call(call)

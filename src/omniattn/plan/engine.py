@@ -25,7 +25,7 @@ from ..select import Selection
 from . import native
 from .cache import PlanCache
 from .repeat import Repeat
-from .tuning import target_of
+from .tuning import target_beside
 
 if TYPE_CHECKING:
     from ..kv.cache import KVCache
@@ -400,7 +400,7 @@ def make_plan(call: Call, tensors: dict[str, Tensor], *, load: bool) -> Plan:
     if place.device == "cpu":
         return Plan(problem, None, None, 0)
     ordinal = place.ordinal
-    launches = operation.plan(problem, target_of(runtime.device_info(ordinal)), forced_kernels())
+    launches = operation.plan(problem, target_beside(runtime.device_info(ordinal), call.facts), forced_kernels())
     program = None
     if load:
         names = operand_names(operation, cache is not None, problem)

@@ -7,7 +7,7 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -112,6 +112,29 @@ def tuning_for(device: DeviceInfo) -> Tuning | None:
 def forget() -> None:
     """The file is read again when it is needed next. Plans that were made with it stay."""
     from_file.cache_clear()
+
+
+class SpareSms(NamedTuple):
+    """Among the facts of a call: SMs that its plan leaves to kernels of other streams, which run at the same time.
+
+    A persistent kernel divides its work among as many CTAs as there are SMs. Those that find no SM free begin when the
+    others have ended.
+
+    Attributes
+    ----------
+    sms : int
+    """
+
+    sms: int
+
+
+def target_beside(device: DeviceInfo, facts: Any) -> Target:
+    """A GPU as the plan of a call with these facts sees it."""
+    target = target_of(device)
+    for fact in facts if facts.__class__ is tuple else (facts,):
+        if fact.__class__ is SpareSms:
+            target = replace(target, sm_count=max(target.sm_count - fact.sms, 1))
+    return target
 
 
 def target_of(device: DeviceInfo) -> Target:
