@@ -179,11 +179,11 @@ class BwdProducer {
                 if constexpr (Config::kOrdered) store_release_shared2(BwdFeedStorage<true>::due(), ++due, 0);
                 continue;
             }
-            mbarrier_wait(bars_.kv_empty, phase);
-            phase ^= 1;
-            mbarrier_arrive_expect_tx(bars_.k_full, Layout::kKvBytes);
-            copy<Config::kBlockN>(smem_addr_at(&SharedStorage::k), &params_.map_k, bars_.k_full, t.n0, t.kv_head_idx,
-                                  t.batch_idx, t.k_begin, t.seqlen_k);
+            if constexpr (!Config::kLists) {
+                mbarrier_wait(bars_.kv_empty, phase);
+                phase ^= 1;
+                load_k(t);
+            }
             const int32 group = fwd.num_q_heads / fwd.num_kv_heads;
             bool is_first = true;
 #pragma unroll 1
@@ -195,6 +195,14 @@ class BwdProducer {
                     for (int32 left = *list; left > 0; --left) {
                         const int32 entry = *++list;
                         load_step<kMayStray>(t, head, row, listed_tile(entry) * Config::kBlockM, is_first, entry);
+                        // Q and dO of the first step come while the consumers end the tile before.
+                        if (is_first) {
+                            mbarrier_wait(bars_.kv_empty, phase);
+                            phase ^= 1;
+                            load_k(t);
+                            load_v(t);
+                            is_first = false;
+                        }
                     }
                     continue;
                 }
@@ -211,7 +219,18 @@ class BwdProducer {
         }
     }
 
-    // A step's Q, dO and numbers of their rows, and V ahead of the first dO. row: the head's first one of the sequence
+    OA_DEVICE void load_k(const BwdTile& t) const {
+        mbarrier_arrive_expect_tx(bars_.k_full, Layout::kKvBytes);
+        copy<Config::kBlockN>(smem_addr_at(&SharedStorage::k), &params_.map_k, bars_.k_full, t.n0, t.kv_head_idx,
+                              t.batch_idx, t.k_begin, t.seqlen_k);
+    }
+    OA_DEVICE void load_v(const BwdTile& t) const {
+        mbarrier_arrive_expect_tx(bars_.v_full, Layout::kKvBytes);
+        copy<Config::kBlockN>(smem_addr_at(&SharedStorage::v), &params_.map_v, bars_.v_full, t.n0, t.kv_head_idx,
+                              t.batch_idx, t.k_begin, t.seqlen_k);
+    }
+
+    // A step's Q, dO and numbers of their rows; without lists V ahead of the first dO. row: the head's first one of the sequence
     // in the workspaces; entry: of a list, for the consumers.
     template <bool kMayStray>
     OA_DEVICE void load_step(const BwdTile& t, int32 head, int64 row, int32 first_row, bool& is_first,
@@ -225,10 +244,8 @@ class BwdProducer {
         bulk_load(smem_addr_at(&SharedStorage::lse2) + q_at_.stage * Layout::kRowBytes,
                   params_.bwd.lse2 + row + first_row, Layout::kRowBytes, bar);
         q_at_.advance();
-        if (is_first) {
-            mbarrier_arrive_expect_tx(bars_.v_full, Layout::kKvBytes);
-            copy<Config::kBlockN>(smem_addr_at(&SharedStorage::v), &params_.map_v, bars_.v_full, t.n0, t.kv_head_idx,
-                                  t.batch_idx, t.k_begin, t.seqlen_k);
+        if (!Config::kLists && is_first) {
+            load_v(t);
             is_first = false;
         }
         const uint32 is_stray = kMayStray ? stray_do<Config::kBlockM>(params_.bwd, row + first_row) : 0;

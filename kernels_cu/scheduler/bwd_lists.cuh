@@ -32,23 +32,104 @@ OA_DEVICE int32 listed_steps(const AttnBwdParams& p, const BwdTile& t, int32 blo
     return steps;
 }
 
-// Tiles of keys of dense batches as DrawnBwdTiles has them, with how many steps each takes; one warp, all lanes
-// together.
+// Tiles of keys of dense batches that CTAs draw from a counter, which is 0 before, with how many steps each takes; one
+// warp, all lanes together. Head by head: few heads at a time, whose Q, dO and sums of dQ stay in L2 although CTAs go
+// through the queries at places of their own. Of a head the longest tiles first, in kClasses classes of length: CTAs
+// that run together then have as much to do, and a launch does not end with a long tile.
 template <int kBlockN>
 class ListedBwdTiles {
+    using Storage = BwdFeedStorage<true>;
+    static constexpr int32 kClasses = 64;  // a power of 2
+    // More tiles of a head come in the order of their keys.
+    static constexpr int32 kMostSorted = sizeof(Storage::sequences);
+
   public:
-    OA_DEVICE ListedBwdTiles(const AttnBwdParams& p) : p_(p), tiles_(p.fwd, item_counter(p)) {}
+    OA_DEVICE ListedBwdTiles(const AttnBwdParams& p) : p_(p) {}
 
     // Moves `t` to the next tile; false when there is none.
     OA_DEVICE bool next(BwdTile& t) {
-        if (!tiles_.next(t)) return false;
-        t.steps = listed_steps(p_, t, t.n0 / kBlockN);
+        const AttnFwdParams& fwd = p_.fwd;
+        const uint32 blocks = (uint32(fwd.seqlen_k) + kBlockN - 1) / kBlockN;
+        uint32 item = 0;
+        if ((threadIdx.x & 31) == 0) item = atomic_add_relaxed(item_counter(p_), 1);
+        item = __shfl_sync(0xffffffffu, item, 0);
+        if (item >= blocks * uint32(fwd.batch) * uint32(fwd.num_kv_heads)) return false;
+        const int32 head = int32(item / blocks);
+        int32 block = int32(item - uint32(head) * blocks);
+        t.batch_idx = t.sequence = head / fwd.num_kv_heads;
+        t.kv_head_idx = head - t.batch_idx * fwd.num_kv_heads;
+        t.q_begin = t.k_begin = 0;
+        t.seqlen_q = fwd.seqlen_q;
+        t.seqlen_k = fwd.seqlen_k;
+        if (blocks <= uint32(kMostSorted)) {
+            if (head != head_) classify(t, int32(blocks));
+            head_ = head;
+            block = block_of_rank(block, int32(blocks));
+        }
+        t.n0 = block * kBlockN;
+        t.steps = listed_steps(p_, t, block);
         return true;
     }
 
   private:
+    OA_DEVICE static uint8& class_of(int32 block) {
+        return reinterpret_cast<uint8*>(Storage::at(&Storage::sequences))[block];
+    }
+
+    // Classes of all tiles of a head, by their steps.
+    OA_DEVICE void classify(const BwdTile& t, int32 blocks) const {
+        const int32 heads = p_.fwd.num_q_heads / p_.fwd.num_kv_heads;
+        const int32 shift = max_of(32 - __clz(heads * p_.num_list_tiles) - 6, 0);
+        __syncwarp();  // all lanes have read those of the head before
+#pragma unroll 1
+        for (int32 block = threadIdx.x & 31; block < blocks; block += 32) {
+            int32 steps = 0;
+#pragma unroll 1
+            for (int32 h = 0; h < heads; ++h) steps += *bwd_list(p_, t.batch_idx, t.kv_head_idx * heads + h, block);
+            class_of(block) = uint8(steps >> shift);
+        }
+        __syncwarp();
+    }
+
+    // How many tiles of the head have a class above `of`.
+    OA_DEVICE static int32 count_above(int32 of, int32 blocks) {
+        int32 count = 0;
+#pragma unroll 1
+        for (int32 base = 0; base < blocks; base += 32) {
+            const int32 block = base + int32(threadIdx.x & 31);
+            count += __popc(__ballot_sync(0xffffffffu, block < blocks && class_of(block) > of));
+        }
+        return count;
+    }
+
+    // The tile with `rank` tiles ahead of it: those of higher classes, and of its class those of lower keys.
+    OA_DEVICE static int32 block_of_rank(int32 rank, int32 blocks) {
+        int32 low = 0;
+#pragma unroll 1
+        for (int32 high = kClasses - 1; low < high;) {
+            const int32 middle = (low + high) / 2;
+            if (count_above(middle, blocks) <= rank)
+                high = middle;
+            else
+                low = middle + 1;
+        }
+        rank -= count_above(low, blocks);
+#pragma unroll 1
+        for (int32 base = 0;; base += 32) {
+            const int32 block = base + int32(threadIdx.x & 31);
+            uint32 equal = __ballot_sync(0xffffffffu, block < blocks && class_of(block) == low);
+            const int32 count = __popc(equal);
+            if (rank < count) {
+#pragma unroll 1
+                for (; rank > 0; --rank) equal &= equal - 1;
+                return base + __ffs(int(equal)) - 1;
+            }
+            rank -= count;
+        }
+    }
+
     const AttnBwdParams& p_;
-    DrawnBwdTiles<kBlockN> tiles_;
+    int32 head_ = -1;  // whose classes are there
 };
 
 // Hands these tiles to the other roles; one warp.
