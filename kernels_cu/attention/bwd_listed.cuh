@@ -16,6 +16,13 @@ OA_DEVICE uint32 entry_of_step([[maybe_unused]] int32 stage) {
         return 0;
 }
 
+// A warp has read V for the last time, and goes on to read K. Without lists: both are released together.
+template <typename Config>
+OA_DEVICE void release_listed_v([[maybe_unused]] int lane) {
+    if constexpr (Config::kLists)
+        if (lane == 0) mbarrier_arrive(BwdFeedStorage<Config::kWalker>::v_free());
+}
+
 // In place of BwdWriter and BwdAlternateWriter.
 template <typename Config>
 class BwdListedWriter {

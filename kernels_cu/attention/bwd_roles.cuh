@@ -15,6 +15,7 @@
 #include "ptx/mbarrier.cuh"
 #include "ptx/shared.cuh"
 #include "ptx/tma.cuh"
+#include "ptx/tma_prefetch.cuh"
 #include "scheduler/bwd_feed.cuh"
 #include "scheduler/bwd_lists.cuh"
 #include "scheduler/bwd_tile.cuh"
@@ -129,6 +130,7 @@ struct BwdBarriers {
         // Consumer warps, the producer, the writers.
         if constexpr (Config::kWalker) init_bwd_feed(kConsumerWarps + 1 + Config::kConsumers);
         if constexpr (Config::kOrdered) init_steps();
+        if constexpr (Config::kLists) mbarrier_init(BwdFeedStorage<true>::v_free(), kConsumerWarps);
         mbarrier_init(k_full, 1);
         mbarrier_init(v_full, 1);
         mbarrier_init(kv_empty, kConsumerWarps);
@@ -190,17 +192,19 @@ class BwdProducer {
             for (int32 head = t.kv_head_idx * group; head < (t.kv_head_idx + 1) * group; ++head) {
                 const int64 row = head * params_.bwd.rows_stride_h + first_padded_row<Config>(params_.bwd, t);
                 if constexpr (Config::kLists) {
+                    if (is_first) prefetch<Config::kBlockN>(&params_.map_k, t), prefetch<Config::kBlockN>(&params_.map_v, t);
                     const int32* list = bwd_list(params_.bwd, t.batch_idx, head, t.n0 / Config::kBlockN);
 #pragma unroll 1
                     for (int32 left = *list; left > 0; --left) {
                         const int32 entry = *++list;
                         load_step<kMayStray>(t, head, row, listed_tile(entry) * Config::kBlockM, is_first, entry);
-                        // Q and dO of the first step come while the consumers end the tile before.
+                        // Q, dO and V of the first step come while the consumers end the tile before.
                         if (is_first) {
-                            mbarrier_wait(bars_.kv_empty, phase);
-                            phase ^= 1;
-                            load_k(t);
+                            mbarrier_wait(BwdFeedStorage<Config::kWalker>::v_free(), phase);
                             load_v(t);
+                            mbarrier_wait(bars_.kv_empty, phase);
+                            load_k(t);
+                            phase ^= 1;
                             is_first = false;
                         }
                     }
@@ -219,6 +223,12 @@ class BwdProducer {
         }
     }
 
+    // Into L2, while the place in shared memory is taken.
+    template <int kRows>
+    OA_DEVICE static void prefetch(const TensorMap* map, const BwdTile& t) {
+#pragma unroll
+        for (int c = 0; c < Config::kPanels; ++c) tma_prefetch_4d(map, c * 64, t.n0, t.kv_head_idx, t.batch_idx);
+    }
     OA_DEVICE void load_k(const BwdTile& t) const {
         mbarrier_arrive_expect_tx(bars_.k_full, Layout::kKvBytes);
         copy<Config::kBlockN>(smem_addr_at(&SharedStorage::k), &params_.map_k, bars_.k_full, t.n0, t.kv_head_idx,

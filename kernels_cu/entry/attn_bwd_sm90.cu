@@ -193,6 +193,7 @@ class Consumer : BwdProducts<Config>, Dropping {
             load_operand(w.v, smem_addr_at(&SharedStorage::v));
         }
         step<0>(t, rows, w);
+        if constexpr (Config::kKvInRegisters) release_listed_v<Config>(lane_);
         if (total > 1) step<1>(t, rows, w);
         if constexpr (Config::kAlternate) {
             alternate(t, rows, w, total);
@@ -200,6 +201,7 @@ class Consumer : BwdProducts<Config>, Dropping {
 #pragma unroll 1
             for (int32 i = 2; i < total; ++i) step<2>(t, rows, w);
         }
+        if constexpr (!Config::kKvInRegisters) release_listed_v<Config>(lane_);
         // What is left: dQ of the last two tiles, dK of the last one.
         if (total > 1) finish_dq_of(w, total - 2);
         wgmma_pin(w.dk);

@@ -29,11 +29,13 @@ struct BwdFeedStorage<true> {
     uint64 steps_asked[2], steps_before[2];
     uint64 tiles_due;  // how many tiles the producer has as good as ended
     int32 entries[4];  // of lists (attention/bwd_listed.cuh), one a stage of Q
+    uint64 v_empty;  // of lists: V is free before K is
 
     OA_DEVICE static Ring<kTileStages> ring() {
         return {smem_addr_at(&BwdFeedStorage::tile_full), smem_addr_at(&BwdFeedStorage::tile_empty)};
     }
     OA_DEVICE static uint32 entry_at(int32 stage) { return smem_addr_at(&BwdFeedStorage::entries) + 4 * stage; }
+    OA_DEVICE static uint32 v_free() { return smem_addr_at(&BwdFeedStorage::v_empty); }
     OA_DEVICE static uint32 due() { return smem_addr_at(&BwdFeedStorage::tiles_due); }
     template <typename Member>
     OA_DEVICE static Member* at(Member BwdFeedStorage::* member) {

@@ -227,3 +227,35 @@ def test_dropout_takes_the_general_kernels(deterministic: bool) -> None:
     of_gradients = [name for name in names if name.endswith("_dropout")]
     assert len(of_gradients) == 1 + deterministic
     assert all("_sm80_" in name and "_mods" in name for name in of_gradients)
+
+
+def listed_blocks(steps: list[int], most: int) -> list[int]:
+    """ListedBwdTiles (kernels_cu/scheduler/bwd_lists.cuh): tiles of keys of a head as they are drawn."""
+    shift = max(most.bit_length() - 6, 0)
+    classes = [n >> shift for n in steps]
+    assert max(classes) < 64
+
+    def above(of: int) -> int:
+        return sum(c > of for c in classes)
+
+    found = []
+    for rank in range(len(steps)):
+        low, high = 0, 63
+        while low < high:
+            middle = (low + high) // 2
+            low, high = (low, middle) if above(middle) <= rank else (middle + 1, high)
+        found.append([n for n, c in enumerate(classes) if c == low][rank - above(low)])
+    return found
+
+
+def test_tiles_of_keys_are_drawn_longest_first() -> None:
+    rng = np.random.default_rng(0)
+    for most in (1, 2, 63, 64, 65, 1000):
+        for blocks in (1, 5, 32, 33, 90):
+            steps = rng.integers(0, most, blocks, endpoint=True).tolist()
+            found = listed_blocks(steps, most)
+            assert sorted(found) == list(range(blocks))
+            resolution = max(most // 32, 1)
+            assert all(steps[a] > steps[b] - resolution for a, b in zip(found, found[1:], strict=False))
+            if most < 64:
+                assert found == sorted(range(blocks), key=lambda n: (-steps[n], n))
