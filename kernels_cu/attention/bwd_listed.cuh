@@ -1,6 +1,7 @@
 // Block masks in the one-pass backward (entry/attn_bwd_sm90.cu, LISTS): a tile of keys visits the tiles of queries that
 // a list names (scheduler/bwd_lists.cuh), head by head. A warp hands the tiles of keys to the other roles, with their
-// number of steps; the producer hands the entry of each step to the consumers, beside Q.
+// number of steps; the producer hands the entry of each step to the consumers, beside Q. It copies Q and dO of a tile's
+// first step ahead of V, which is released (v_empty) before the last dK and dQ of the tile before, and V ahead of K.
 #pragma once
 #include "attention/bwd_roles.cuh"
 #include "ptx/bulk_store.cuh"

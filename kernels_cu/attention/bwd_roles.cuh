@@ -192,7 +192,7 @@ class BwdProducer {
             for (int32 head = t.kv_head_idx * group; head < (t.kv_head_idx + 1) * group; ++head) {
                 const int64 row = head * params_.bwd.rows_stride_h + first_padded_row<Config>(params_.bwd, t);
                 if constexpr (Config::kLists) {
-                    if (is_first) prefetch<Config::kBlockN>(&params_.map_k, t), prefetch<Config::kBlockN>(&params_.map_v, t);
+                    if (is_first) prefetch(&params_.map_k, t), prefetch(&params_.map_v, t);
                     const int32* list = bwd_list(params_.bwd, t.batch_idx, head, t.n0 / Config::kBlockN);
 #pragma unroll 1
                     for (int32 left = *list; left > 0; --left) {
@@ -224,7 +224,6 @@ class BwdProducer {
     }
 
     // Into L2, while the place in shared memory is taken.
-    template <int kRows>
     OA_DEVICE static void prefetch(const TensorMap* map, const BwdTile& t) {
 #pragma unroll
         for (int c = 0; c < Config::kPanels; ++c) tma_prefetch_4d(map, c * 64, t.n0, t.kv_head_idx, t.batch_idx);
@@ -240,8 +239,8 @@ class BwdProducer {
                               t.batch_idx, t.k_begin, t.seqlen_k);
     }
 
-    // A step's Q, dO and numbers of their rows; without lists V ahead of the first dO. row: the head's first one of the sequence
-    // in the workspaces; entry: of a list, for the consumers.
+    // A step's Q, dO and numbers of their rows; without lists V ahead of the first dO. row: the head's first one of the
+    // sequence in the workspaces; entry: of a list, for the consumers.
     template <bool kMayStray>
     OA_DEVICE void load_step(const BwdTile& t, int32 head, int64 row, int32 first_row, bool& is_first,
                              [[maybe_unused]] int32 entry = 0) {

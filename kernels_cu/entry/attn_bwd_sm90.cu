@@ -5,11 +5,10 @@
 //   lse2 = lse * log2(e), delta = rowsum(dO * O) - dlse: of attn_bwd_prepare; attn_bwd_finish scales and rounds dQ
 //
 // q, do: [batch, seqlen_q, num_q_heads, head_dim]   k, v: [batch, seqlen_k, num_kv_heads, head_dim]. Where head_dim is
-// below HEAD_DIM, TMA fills with zeros. A persistent kernel, one CTA an SM, walks over tiles of 128 keys of one kv head;
-// each of two consumer warpgroups owns 64 of them, their dK and dV in registers. Tiles of 64 queries, of all query heads
-// of the kv head, come by. Scores are transposed, keys times queries, so that P^T and dS^T are operands from registers;
-// dS goes through shared memory too, for dQ, of whose columns either warpgroup computes half, or all of every other tile
-// of queries (kAlternate).
+// below HEAD_DIM, TMA fills with zeros. Persistent: a CTA an SM walks over tiles of 128 keys of one kv head; each of
+// two consumer warpgroups owns 64 of them, their dK and dV in registers. Tiles of 64 queries of all its query heads
+// come by. Scores are transposed, keys times queries, so that P^T and dS^T are operands from registers; dS goes through
+// shared memory too, for dQ, of whose columns either warpgroup computes half, or all of every other tile (kAlternate).
 //   warpgroup 0: producer, one lane copies; a lane for each consumer adds its dQ     warpgroups 1, 2: consumers
 //
 //   producer                          consumer g, tile i of queries
@@ -24,14 +23,13 @@
 //     dQ added to global memory       arrive ds_full(i), dq_full
 //     arrive dq_empty
 //
-// dQ lags by two tiles and warpgroups need not meet: either may be more than a tile ahead. Plain calls issue dK ahead
-// of dQ (kDkFirst). VARLEN: packed [rows, heads, head_dim]; warp 3 walks cu_seqlens (scheduler/bwd_feed.cuh), copies
-// end with their sequence (params/attn_bwd.cuh). SOFTCAP, KEY_MASK: score modifications (attention/bwd_mods.cuh);
-// dropout: attention/dropout.cuh. ORDERED: dQ is added to in a fixed order, the last queries first
-// (attention/bwd_ordered.cuh). LISTS: a block mask (attention/bwd_listed.cuh). Shared memory, bytes: VARLEN, ORDERED,
-// LISTS: tiles | K, V [128 * PANELS * 128] | Q [3][64 * PANELS * 128] | dO [NUM_DO_STAGES][same] | dS [3][64 * 256] |
-// dQ [2][256 * DQ_WIDTH] | lse2 [3][64 * 4] | delta [NUM_DO_STAGES][64 * 4] | barriers. Panels: 64 columns, 128-byte
-// swizzle.
+// dQ lags by two tiles and warpgroups need not meet: either may be more than a tile ahead. VARLEN: packed [rows, heads,
+// head_dim]; warp 3 walks cu_seqlens (scheduler/bwd_feed.cuh), copies end with their sequence (params/attn_bwd.cuh).
+// SOFTCAP, KEY_MASK: score modifications (attention/bwd_mods.cuh); dropout: attention/dropout.cuh. ORDERED: dQ is added
+// to in a fixed order, the last queries first (attention/bwd_ordered.cuh). LISTS: a block mask
+// (attention/bwd_listed.cuh). Shared memory, bytes: VARLEN, ORDERED, LISTS: tiles | K, V [128 * PANELS * 128] | Q
+// [3][64 * PANELS * 128] | dO [NUM_DO_STAGES][same] | dS [3][64 * 256] | dQ [2][256 * DQ_WIDTH] | lse2 [3][64 * 4] |
+// delta [NUM_DO_STAGES][64 * 4] | barriers. Panels: 64 columns, 128-byte swizzle.
 #include "attention/bwd_listed.cuh"
 #include "attention/bwd_mods.cuh"
 #include "attention/bwd_ordered.cuh"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -256,6 +257,6 @@ def test_tiles_of_keys_are_drawn_longest_first() -> None:
             found = listed_blocks(steps, most)
             assert sorted(found) == list(range(blocks))
             resolution = max(most // 32, 1)
-            assert all(steps[a] > steps[b] - resolution for a, b in zip(found, found[1:], strict=False))
+            assert all(steps[a] > steps[b] - resolution for a, b in pairwise(found))
             if most < 64:
                 assert found == sorted(range(blocks), key=lambda n: (-steps[n], n))
