@@ -14,7 +14,7 @@
 // octaves below 28, the base of the softmax, become 28 (0.062 linear; to nearest 0.052): where scores are nearly equal,
 // a step of e4m3 among P would be all the error there is.
 // Below 2^-6, where e4m3 itself is linear, P is too small, and 0 from 2^-7 on instead of 2^-10: where most P of a step
-// are that small (mostly_small), the next ones take special functions.
+// are that small (mostly_small), others take special functions.
 //
 // A word holds 512 octaves. P beyond e4m3 up to 2^255 becomes NaN, which the test of P finds (attention/p_e4m3.cuh);
 // so does P below 2^-263, whose word wraps, down to 2^-503: the tile is computed again. What lies beyond must not

@@ -135,10 +135,8 @@ using PlainShift = Select<Config::kDelta, DeltaShift, NoShift>::Type;
 using Factor = Select<Config::kFactors, ValueFactor, NoValueFactor>::Type;  // of V
 using Shift = Select<Config::kFactors, ValueShift, PlainShift>::Type;
 
-// Of a tile's rows, or until the next look at P.
+// Of a tile's rows; until the next flush.
 constexpr int32 kNeverPowers = 0, kTakesPowers = 1, kNotNowPowers = 2;
-// Steps from look to look, behind the first ones, at 2, 4 and 8: a base that rises, rises early.
-constexpr int32 kWatchSteps = 16;
 
 struct NoPowers {
     OA_DEVICE NoPowers(const float (&)[2], float) {}
@@ -202,34 +200,31 @@ class PlainConsumer : public Int8Consumer<Config, PlainParams, PlainConsumer> {
         const int32 flush_tiles = this->tiles_to_flush(t, keys.first, keys.end);
         int32 flush_at = i + flush_tiles;
         auto next_special = [&](int32 j) { return min_of(ForwardConsumer::next_special(keys, j), flush_at); };
-        int32 special = next_special(i), watch_at = i + 2;
+        int32 special = next_special(i);
         for (++i; i < num_tiles; ++i) {
             if (!is_full) wait_inner();
-            const int32 until = Config::kWatchesSmall ? min_of(special, watch_at) : special;
             if (i >= special) {
                 issue_products(w);
                 if (!Tile::Queries::kTaken && i == num_tiles - 1) release_outer();
                 mask(w);
                 exponentiate(w);
                 w.finish_pv();
-                if (i == flush_at) {
+                const bool flushes = i == flush_at;
+                if (flushes) {
                     flush(state);
                     flush_at += flush_tiles;
                 }
                 special = next_special(i);
                 w.renew_probs();
                 if (__any_sync(0xffffffffu, is_too_large(w))) redo(w);
+                if constexpr (Config::kWatchesSmall) {
+                    if (flushes && takes_powers != kNeverPowers) watch_small(w);
+                }
                 release_stage(is_full);
             } else if (Config::kPowers != kNoPowers && takes_powers == kTakesPowers) {
-                take_common_steps<Config::kPowers>(w, until);
+                take_common_steps<Config::kPowers>(w, special);
             } else {
-                take_common_steps<kNoPowers>(w, until);
-            }
-            if constexpr (Config::kWatchesSmall) {
-                if (i + 1 >= watch_at) {
-                    if (takes_powers != kNeverPowers && !is_masked(keys, i)) watch_small(w);
-                    watch_at += min_of(i + 1, kWatchSteps);
-                }
+                take_common_steps<kNoPowers>(w, special);
             }
             w.add_sums();
         }
@@ -295,7 +290,8 @@ class PlainConsumer : public Int8Consumer<Config, PlainParams, PlainConsumer> {
         release_stage(w.is_full);
     }
 
-    // At the end of a step without hidden keys: whether the next ones may take integers. All four warps.
+    // In a step that computed P by special functions, at its end: whether the next ones may take integers. All four
+    // warps.
     OA_DEVICE void watch_small(Walk& w) const {
         const bool small = any_at_barrier(mostly_small(w.probs), kFirstFreeBarrier + group_, 128);
         w.takes_powers = uniform(small ? kNotNowPowers : kTakesPowers);

@@ -216,7 +216,7 @@ def test_words_of_integer_powers_are_right_or_flagged(linear: bool) -> None:
         assert (exponent[flagged & (want < 0x7D)] < -255.0).all()
 
 
-@pytest.mark.parametrize(("head_dim", "most"), [(64, 1.035), (128, 1.06)])
+@pytest.mark.parametrize(("head_dim", "most"), [(64, 1.12), (128, 1.06)])
 def test_powers_of_integers_cost_little_accuracy(head_dim: int, most: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Normal inputs, where nothing else hides it; fast_exp besides. 4 bits, and what has no such kernel, stay as is."""
     x = Inputs(*testing.make_qkv("normal", seqlen_q=256, seqlen_k=2048, heads_q=2, head_dim=head_dim))
@@ -227,8 +227,10 @@ def test_powers_of_integers_cost_little_accuracy(head_dim: int, most: float, mon
     found, fast, int4 = error(oa.Int8()), error(oa.Int8(fast_exp=True)), error(oa.Int4())
     monkeypatch.setattr(low_precision, "_powers", lambda *_: "none")
     nearest = error(oa.Int8())
-    assert nearest < found <= most * nearest
-    assert fast == found if head_dim == 128 else found < fast <= 1.12 * nearest
+    if head_dim == 128:
+        assert nearest < found == fast <= most * nearest
+    else:
+        assert nearest == found < fast <= most * nearest
     assert error(oa.Int4()) == int4
 
 

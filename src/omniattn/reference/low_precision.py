@@ -43,8 +43,8 @@ _FP16_KEYS = 64  # whose products fp16 sums
 _P_LEVELS_FP16 = 28.0
 #: Channels up to which the kernel has rows that round P by its logarithm.
 _MOST_LOGARITHMS = 128
-#: Up to these it corrects them, or not where it may.
-_MOST_CORRECTED = 64
+#: Up to these it does so where it may: `Int8.fast_exp`.
+_MOST_LINEAR = 64
 #: The least factor of V that P is rounded with.
 _LEAST_FACTOR = 2.0**-90
 
@@ -63,10 +63,10 @@ class Product:
         "fp32": exact but for fp32 rounding. "two_level": 13 bits within a tile, fp32 across tiles, as the kernels do.
         "single_level": 13 bits throughout, to show why they do not. "fp16": fp16 over 64 keys, fp32 across them.
     fast_exp : bool
-        `Int8`'s: `powers` becomes "linear" where it is "corrected" else.
+        `Int8`'s: `powers` becomes "linear" up to 64 channels, where it is "none" else.
     powers : str
         Which P become e4m3 by `encode_by_logarithm`, of rows that see all keys of the tile, but for the last tile:
-        "none", "corrected" (all), "half linear" (those of every second 16 keys) or "linear" (all). With one of these O
+        "none", "corrected" (all; no row has it), "half linear" (those of every second 16 keys) or "linear" (all). With one of these O
         is divided by sums of P as rounded. `attend` sets it, as ``attn_int8_sm90`` treats the call.
     """
 
@@ -280,9 +280,9 @@ def _powers(problem: QuantizeProblem, product: Product) -> str:
     is_int8 = problem.qk_dtype == QK_DTYPES["int8"] and problem.grouping == "sm90"
     if not (plain and is_int8 and product.pv == "fp8" and product.accumulator != "fp16"):
         return "none"
-    if problem.head_dim > _MOST_CORRECTED:
+    if problem.head_dim > _MOST_LINEAR:
         return "half linear"
-    return "linear" if product.fast_exp else "corrected"
+    return "linear" if product.fast_exp else "none"
 
 
 @dataclass(frozen=True)

@@ -210,10 +210,9 @@ def _powers(tile: _Int8Sm90Tile, kind: str) -> str:
     """By what a row of dense batches makes P of integers (docs/performance/attn_int8_sm90.md)."""
     if kind == "q16_fast":
         return "linear"
-    if kind not in ("", "q16") or tile.head_dim > 128:
-        return "none"
-    # Half of 128 channels: all of them, corrected, take as long as special functions.
-    return "corrected" if tile.head_dim == 64 else "half linear"
+    # Half of them: all, corrected, take as long as special functions. Of 64 channels all corrected are faster, but of
+    # inputs with outliers they lose too much of small P.
+    return "half linear" if kind in ("", "q16") and tile.head_dim == 128 else "none"
 
 
 def _attn_int8_mods_sm90(

@@ -105,8 +105,8 @@ class KernelSpec:
     quantizes_q : bool
         Of attention on quantized operands: it takes q in 16 bits, and makes of it what the quantizers make by default.
     integer_powers : str
-        Of attention on quantized operands: which P of common steps it makes of integers (``"none"``, ``"corrected"``,
-        ``"half linear"``, ``"linear"``). The last is for ``Int8(fast_exp=True)`` alone.
+        Of attention on quantized operands: which P of common steps it makes of integers (``"none"``; ``"corrected"``,
+        which no row has; ``"half linear"``; ``"linear"``). The last is for ``Int8(fast_exp=True)`` alone.
     other_head_dim_v : bool
         It takes v of another head_dim than q, and no other v. Kernels with tensor maps, and those on quantized
         operands, take both.
