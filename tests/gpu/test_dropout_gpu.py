@@ -39,9 +39,6 @@ BACKWARDS: dict[str, tuple[str | None, int, dict[str, Any]]] = {
     "mma d64, bias": (None, 64, {"mask": True}),
     "mma d128, bias": (None, 128, {"mask": True}),
     "mma d64, softcap": (None, 64, {"softcap": 20.0}),
-    "mma d64, blocks": (None, 64, {"blocks": True}),
-    "mma d128, blocks, deterministic": (None, 128, {"blocks": True, "deterministic": True}),
-    "mma d128, blocks, bias": (None, 128, {"blocks": True, "mask": True}),
 }
 
 
@@ -74,21 +71,7 @@ def _options_of(options: dict[str, Any], heads: int, queries: int, keys: int) ->
     if made.pop("mask", False):
         g = torch.Generator("cuda").manual_seed(5)
         made["mask"] = torch.randn(1, heads, queries, keys, device="cuda", dtype=torch.float32, generator=g)
-    if made.pop("blocks", False):
-        g = torch.Generator("cuda").manual_seed(6)
-        made["block_mask"] = torch.rand(1, heads, -(-queries // 64), -(-keys // 64), device="cuda", generator=g) < 0.6
-        made["block_mask"][..., 0] = True
-        made["block_size"] = 64
     return made
-
-
-def _mask_of(options: dict[str, Any], queries: int, keys: int) -> Any:
-    """What is added to scores of a call, -inf in hidden blocks."""
-    mask, blocks = options.get("mask"), options.get("block_mask")
-    if blocks is None:
-        return mask
-    visible = blocks.repeat_interleave(64, 2)[:, :, :queries].repeat_interleave(64, 3)[..., :keys]
-    return torch.where(visible, 0.0 if mask is None else mask, -torch.inf)
 
 
 @pytest.mark.parametrize("name", FORWARDS)
@@ -149,7 +132,7 @@ def test_gradients_are_those_of_the_mask(name: str, causal: bool, monkeypatch: p
     o = omniattn.attention(*leaves, **known)
     gradients = torch.autograd.grad(o, leaves, do)
     kept = expected_kept((batch, heads, queries, keys), p)
-    wanted = _reference(arrays, do, kept, p, causal, _mask_of(made, queries, keys), made.get("softcap", 0.0))
+    wanted = _reference(arrays, do, kept, p, causal, made.get("mask"), made.get("softcap", 0.0))
     errors = [worst(x, y) for x, y in zip((o, *gradients), wanted, strict=True)]
     assert all(error <= 2e-2 for error in errors), errors
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,11 +11,13 @@ import pytest
 
 import omniattn
 from omniattn.bench.shape_cases import ShapeCase
+from omniattn.checks.dropout import check_dropout
 from omniattn.errors import ArgumentError, DtypeError, ShapeError, UnsupportedError
 from omniattn.launch.dropout import with_dropout
 from omniattn.plan.attention import plan_attention
 from omniattn.problems import AttentionProblem, Fp8, Int8, Target
 from omniattn.problems.dropout import DropoutProblem, dropout_of
+from omniattn.problems.score_mod import BlockMaskProblem
 from omniattn.reference.dropout import Dropout, philox
 from omniattn.registry import REGISTRY
 
@@ -140,6 +143,16 @@ def test_with_a_block_mask_it_is_what_a_mask_with_dropout_is() -> None:
     mod = omniattn.ScoreMod("score", reference=lambda s, *_: s, grad="1.0f", reference_grad=lambda s, *_: 1.0 + 0 * s)
     with pytest.raises(UnsupportedError, match=r"dropout_p=0\.3 with score_mod"):
         omniattn.attention_backward(o, *x, o, lse, block_mask=blocks, block_size=64, score_mod=mod, **own)
+
+
+def test_a_block_mask_on_a_gpu_raises() -> None:
+    """By name, forward and backward alike."""
+    problem = replace(problem_of(ShapeCase(64, 4, (512,), (512,))), block_mask=BlockMaskProblem((1, 1), (0, 64, 8, 1)))
+    rng: Any = SimpleNamespace(dtype="int64", shape=(2,), strides=(1,), device="cpu")
+    assert check_dropout(problem, {"dropout_rng": rng}, 0.1, False, "attention") == DropoutProblem(26)
+    rng.device = "cuda"
+    with pytest.raises(UnsupportedError, match=r"attention\(\): dropout_p=0\.1 with block_mask on a GPU"):
+        check_dropout(problem, {"dropout_rng": rng}, 0.1, False, "attention")
 
 
 def test_gradients_are_those_of_differences() -> None:

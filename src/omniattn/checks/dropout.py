@@ -54,6 +54,8 @@ def check_dropout(
         what = "score_mod"
     elif max(problem.head_dim, problem.head_dim_v) > MOST_CHANNELS and t.device == "cuda":
         what = f"a head_dim above {MOST_CHANNELS} on a GPU"
+    elif problem.block_mask is not None and t.device == "cuda":
+        what = "block_mask on a GPU"  # whose kernels could be compiled so, and have not run
     if what:
         raise UnsupportedError(f"{function}(): dropout_p={p:g} with {what}", instead="dropout_p=0.0")
     return dropout_of(p)
