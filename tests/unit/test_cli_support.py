@@ -220,7 +220,8 @@ def test_reasons_are_not_repeated_and_not_those_of_kernels_for_other_gpus(
     assert "compute capability 9.0 or newer, sm_80 has 8.0" in row.cells[0].reason
     monkeypatch.setattr(support, "runtime_resolver", lambda *_: ("unsupported", "no compiler"))
     assert main(["info"]) == 0
-    reasons = dict(line.split(": ", 1) for line in capsys.readouterr().out.splitlines() if line.startswith("sm_"))
+    text = capsys.readouterr().out.replace("\n  ", " ")  # paragraphs in one line
+    reasons = dict(line.split(": ", 1) for line in text.splitlines() if line.startswith("sm_"))
     assert reasons["sm_90"] == "no compiler"
     # e4m3 products begin with sm_89.
     assert ["8.9 or newer" in reasons[gpu.target] for gpu in support.GPUS] == [True, True, *[False] * 4]

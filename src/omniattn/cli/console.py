@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+import textwrap
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -78,8 +79,8 @@ def width() -> int:
 
 
 def print_paragraph(text: str) -> None:
-    """Write text that is wrapped at the terminal's width; square brackets are text, not markup."""
-    _console().print(text, markup=False)
+    """Write text that is wrapped at the terminal's width, behind its first line indented."""
+    print_line(textwrap.fill(text, width(), subsequent_indent="  ", break_on_hyphens=False))
 
 
 def print_line(text: str = "") -> None:
