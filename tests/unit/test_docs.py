@@ -81,7 +81,7 @@ def code(page: str) -> list[str]:
 @pytest.mark.frameworks
 def test_code_of_the_page_about_gradients() -> None:
     torch = pytest.importorskip("torch")
-    by_torch, by_hand, modified, dropped = code("backward.md")
+    by_torch, by_hand, modified, dropped, blocked = code("backward.md")
     q, k, v, do = (torch.randn(1, 9, 4, 64) for _ in range(4))
     names: dict[str, Any] = {"oa": omniattn, "np": np, "q": q.clone(), "k": k.clone(), "v": v.clone()}
     exec(by_torch, names)
@@ -98,6 +98,7 @@ def test_code_of_the_page_about_gradients() -> None:
     ):
         assert (gradient - expected).abs().max() <= 1e-5
     exec(dropped, names | {"batch": 1, "num_q_heads": 4, "seqlen_q": 9, "seqlen_k": 9})
+    exec(blocked, names | {"blocks": torch.ones(1, 1, dtype=torch.bool)})
 
 
 def lse_of(q: Any, k: Any, v: Any) -> Any:
