@@ -66,8 +66,8 @@ class Product:
         `Int8`'s: `powers` becomes "linear" up to 64 channels, where it is "none" else.
     powers : str
         Which P become e4m3 by `encode_by_logarithm`, of rows that see all keys of the tile, but for the last tile:
-        "none", "corrected" (all; no row has it), "half linear" (those of every second 16 keys) or "linear" (all). With one of these O
-        is divided by sums of P as rounded. `attend` sets it, as ``attn_int8_sm90`` treats the call.
+        "none", "corrected" (all; no row has it), "half linear" (those of every second 16 keys) or "linear" (all).
+        With one of these O is divided by sums of P as rounded. `attend` sets it, as ``attn_int8_sm90`` treats the call.
     """
 
     pv: str = "fp8"
