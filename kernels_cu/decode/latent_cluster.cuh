@@ -48,8 +48,8 @@ struct ClusterMembers {
 // its own; nobody reads it any more behind the call. Of all keys O and LSE, else a partial result, in the first
 // member's slot.
 template <typename Config, int kThreads>
-OA_DEVICE void merge_in_cluster(const MlaDecodeParams& params, const LatentSplit& split,
-                                uint32 part, const ClusterMembers& members) {
+OA_DEVICE void merge_in_cluster(const MlaDecodeParams& params, const LatentSplit& split, uint32 part,
+                                const ClusterMembers& members) {
     using Io = typename Config::Io;
     constexpr int kVectors = Config::kHeadDimV / 4, kAtOnce = 4;
     const DecodeParams& p = params.decode;

@@ -53,8 +53,8 @@ OA_DEVICE void store_partial(const float (&x)[16], float unit, int32 quad, const
             store(column, make_float2(x[2 * n] * unit, x[2 * n + 2] * unit));
             store(column + 4, make_float2(x[2 * n + 1] * unit, x[2 * n + 3] * unit));
         } else {
-            store(8 * n + 4 * quad, make_float4(x[2 * n] * unit, x[2 * n + 1] * unit, x[2 * n + 2] * unit,
-                                                x[2 * n + 3] * unit));
+            store(8 * n + 4 * quad,
+                  make_float4(x[2 * n] * unit, x[2 * n + 1] * unit, x[2 * n + 2] * unit, x[2 * n + 3] * unit));
         }
     }
 }

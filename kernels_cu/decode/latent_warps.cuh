@@ -402,11 +402,8 @@ class LatentWarps {
     }
 
   public:
-    // In a cluster, where each CTA has one split: what it leaves, in the place of tiles that nobody reads any more.
-    OA_DEVICE uint32 part_of_cluster() const {
-        static_assert(!Config::kClusters || sizeof(all_.stages) >= sizeof(ClusterPart<Config>), "room");
-        return smem_addr_of(all_.stages[0]);
-    }
+    // Of a cluster's CTA, which has one split: what it leaves, in the place of tiles that nobody reads any more.
+    OA_DEVICE uint32 part_of_cluster() const { return smem_addr_of(all_.stages[0]); }
     // A barrier of all warps that compute.
     OA_DEVICE void all_teams() const {
         if constexpr (Config::kTeams == 1) {

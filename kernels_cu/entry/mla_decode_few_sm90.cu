@@ -76,6 +76,8 @@ struct SharedStorage {
 };
 static_assert(sizeof(SharedStorage) == SMEM_BYTES, "the registry's smem_bytes must be this struct's size");
 
+static_assert(sizeof(SharedStorage::stages) >= sizeof(ClusterPart<Config>), "a result in the place of tiles");
+
 using Producer = LatentProducer<Config, SharedStorage>;
 using Warps = LatentWarps<Config, SharedStorage>;
 
@@ -149,8 +151,8 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, 1) mla_decode_few
         if (split.blocks == 0) return;
         attend(warps, split, team);
         if constexpr (Config::kClusters) {
-            merge_in_cluster<Config, Config::kTeams * Config::kTeamThreads>(
-                params, split, warps.part_of_cluster(), ClusterMembers(params, smem.chunks));
+            merge_in_cluster<Config, Config::kTeams * Config::kTeamThreads>(params, split, warps.part_of_cluster(),
+                                                                            ClusterMembers(params, smem.chunks));
             return;
         }
         LatentSplit& other = smem.split[~number & 1];

@@ -33,11 +33,6 @@ from .ways import Asked
 #: CTAs that end where sequences end, as a part of those that there could be, from which on they are the faster ones
 #: (docs/performance/decode.md).
 _ALIGNED = 0.9
-#: Keys of a list that CTAs of few rows over a latent cache may have each, to be the fastest, and blocks of rows from
-#: which on clusters of them are (docs/performance/mla_decode_sm90.md, "Few sequences").
-LIST_KEYS, CLUSTERED_BLOCKS = 512, 4
-#: Keys of a worker up to which one sequence over a latent cache has no more workers than warps merge at once.
-_KEYS_OF_WORKER = 512
 
 
 @dataclass(frozen=True)
@@ -159,7 +154,7 @@ def few_at_a_time(one: KeyPass, target: Target) -> bool:
     if p.has_fixed_splits or not 0 < blocks <= target.sm_count:
         return False
     if p.topk:
-        return one.keys <= LIST_KEYS * (target.sm_count // blocks)
+        return one.keys <= rules().list_keys * (target.sm_count // blocks)
     return blocks * -(-one.keys // one.chunk) <= target.sm_count
 
 
@@ -171,11 +166,11 @@ def latent_clusters(one: KeyPass, target: Target) -> DecodeSplit | None:
     """
     p = one.problem
     blocks = one.row_blocks(LATENT_TILES[0]) * p.batch
-    if not (p.has_even_lists and p.tensor_maps and blocks >= CLUSTERED_BLOCKS and few_at_a_time(one, target)):
+    if not (p.has_even_lists and p.tensor_maps and blocks >= rules().clustered_blocks and few_at_a_time(one, target)):
         return None
     ways = ((8, 8, target.sm_count // 2), (4, 4, target.sm_count // 2), (2, 4, target.sm_count))
     for cluster, each, room in ways:
-        if blocks * each <= room and one.keys <= LIST_KEYS * each and each <= -(-one.keys // one.chunk):
+        if blocks * each <= room and one.keys <= rules().list_keys * each and each <= -(-one.keys // one.chunk):
             return DecodeSplit(p.batch * each, 1, cluster)
     return None
 
@@ -196,7 +191,7 @@ def _over_latents(one: KeyPass, target: Target, force: str | None) -> PassWay:
         return PassWay((1, 1), *pair, clusters)
     most = max(1, target.sm_count * at_a_time(spec, target) // max(one.row_blocks(spec.block_m), 1))
     merged = RESULTS_OF_WARP * COMBINE_WARPS[-1]
-    if spec.arch_specific and p.batch == 1 and not p.has_fixed_splits and one.keys <= _KEYS_OF_WORKER * merged:
+    if spec.arch_specific and p.batch == 1 and not p.has_fixed_splits and one.keys <= rules().worker_keys * merged:
         most = min(most, merged)
     return _with_split(one, (1, 1), pair, most)
 

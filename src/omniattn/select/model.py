@@ -61,6 +61,13 @@ class Rules:
     shared_keys : int
         Keys of all kv heads, for each SM, from which on warps of a CTA of ``decode`` share them
         (docs/performance/decode.md).
+    list_keys : int
+        Keys of a list over a latent cache that CTAs of few rows may have each, to be the fastest
+        (docs/performance/mla_decode_sm90.md, "Few sequences", as what follows).
+    clustered_blocks : int
+        Blocks of such rows from which on clusters of these CTAs are faster.
+    worker_keys : int
+        Keys of a worker up to which one sequence over a latent cache has no more workers than warps merge at once.
     rows_of_codes : int
         Rows (queries x query heads of a kv head) of a sequence up to which the kernels of ``decode`` are faster over a
         quantized cache than making its keys in 16 bits first (docs/performance/serving.md, as what follows).
@@ -100,6 +107,9 @@ class Rules:
     """
 
     shared_keys: int
+    list_keys: int
+    clustered_blocks: int
+    worker_keys: int
     rows_of_codes: int
     mixed_rows: float
     busy: float
