@@ -360,9 +360,9 @@ def test_a_score_mod_leaves_nothing_open(monkeypatch: pytest.MonkeyPatch) -> Non
         tensors[name] = t
     said = AttentionOptions("NHD", False, None, None, 0.0, "auto", False, False)
     operation = ops._with_arrays("attention", ("block_mask",))
-    of = operation.check(Call(operation, (None,) * 9, said, facts=(None, (128, 128))), tensors)
+    of = operation.check(Call(operation, (None,) * 9, said, facts=(None, (128, 128), 0.0)), tensors)
     assert of.alternatives is None
-    assert of.note == "exact in place of auto: it is not weighed with score_mod and block_mask"
+    assert of.note == "exact in place of auto: it is not weighed with score_mod, block_mask and dropout"
     del tensors["block_mask"]
     alone = check_attention(Call(ops._ATTENTION, (None,) * 8, said), tensors)
     assert alone.alternatives is not None
