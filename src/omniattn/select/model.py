@@ -94,6 +94,9 @@ class Rules:
     tail_bytes : float
         K and V of heads whose tiles follow one by one behind pairs, at most: L2 does not hold more
         (docs/performance/attn_fwd_sm90.md).
+    order_steps : dict of int to (float, float)
+        By head_dim of the kernels that add to dq in an order: steps by which a head's tiles of keys should follow each
+        other, and steps that beginning and ending a tile takes (docs/performance/attn_bwd_sm90.md, H100).
     int8_from : dict of int to (int, int)
         By the narrowest head_dim that holds a call's: rows and keys from which on int8 with its quantization is faster
         than exact attention, (full, causal or windowed). Of one H200 (docs/performance/results/int8.json, which a test
@@ -119,6 +122,7 @@ class Rules:
     page_rows: int
     cached_bytes: int
     tail_bytes: float
+    order_steps: dict[int, tuple[float, float]]
     int8_from: dict[int, tuple[int, int]]
     auto: dict[str, float]
 
@@ -127,8 +131,9 @@ class Rules:
 def rules() -> Rules:
     """Of the GPU that was measured; others have no better ones."""
     data = dict(_file()["rules"])
-    lengths = data.pop("int8_from")
-    return Rules(**data, int8_from={int(d): (full, hidden) for d, (full, hidden) in lengths.items()})
+    lengths, steps = data.pop("int8_from"), data.pop("order_steps")
+    order_steps = {int(d): (apart, ends) for d, (apart, ends) in steps.items()}
+    return Rules(**data, order_steps=order_steps, int8_from={int(d): (full, hidden) for d, (full, hidden) in lengths.items()})
 
 
 @functools.cache
