@@ -49,6 +49,7 @@ class BwdOrderedWriter {
         const int32 heads = bwd.fwd.num_q_heads / bwd.fwd.num_kv_heads;
         BwdTiles<Config> tiles(bwd.fwd, params_.tiles);
         uint32 phase = 0;
+        [[maybe_unused]] uint32 ended = 0;
         for (BwdTile t; tiles.next(t);) {
             Rows rows(bwd.fwd, t);
             if (rows.is_empty()) continue;
@@ -100,6 +101,7 @@ class BwdOrderedWriter {
                 bulk_wait<0>();
                 publish(steps, done);
             }
+            if constexpr (Config::kFinishes) store_release_shared2(StepsStorage::ended(group_), ++ended, 0);
         }
         tell(kStepsEnded, 0);
     }
@@ -181,12 +183,11 @@ OA_DEVICE void keep_order(const AttnBwdParams& p, Tiles tiles) {
 
 // One warp.
 template <typename Config>
-OA_DEVICE void keep_order(const AttnBwdParams& p) {
+OA_DEVICE void keep_order(const AttnBwdParams& p, const TileList& tiles) {
     using Storage = BwdFeedStorage<true>;
     if constexpr (Config::kVarlen)
         keep_order<Config>(
             p, PackedBwdTiles<Config::kBlockN, true>(p.fwd, item_counter(p), *Storage::at(&Storage::sequences)));
     else
-        keep_order<Config>(
-            p, DrawnBwdTiles<Config::kBlockN, kInterleavedDrawnTiles * 128 / Config::kHeadDim>(p.fwd, item_counter(p)));
+        keep_order<Config>(p, DrawnBwdTiles<Config::kBlockN>(p.fwd, tiles.num_tail_heads, item_counter(p)));
 }

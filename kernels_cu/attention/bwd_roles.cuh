@@ -41,12 +41,14 @@ struct StepsStorage {
     OA_DEVICE static uint32 before(int32 group) {
         return smem_addr_at(&BwdFeedStorage<true>::steps_before) + 8 * group;
     }
+    OA_DEVICE static uint32 ended(int32 group) { return smem_addr_at(&BwdFeedStorage<true>::tiles_ended) + 8 * group; }
 };
 // One thread; a CTA barrier must follow.
 OA_DEVICE void init_steps() {
     for (int32 group = 0; group < 2; ++group) {
         store_release_shared2(StepsStorage::asked(group), kNoStepsYet, 0);
         store_release_shared2(StepsStorage::before(group), kNoStepsYet, 0);
+        store_release_shared2(StepsStorage::ended(group), 0, 0);
     }
     store_release_shared2(BwdFeedStorage<true>::due(), 0, 0);
 }

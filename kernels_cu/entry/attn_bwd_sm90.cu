@@ -30,6 +30,7 @@
 // (attention/bwd_listed.cuh). Shared memory, bytes: VARLEN, ORDERED, LISTS: tiles | K, V [128 * PANELS * 128] | Q
 // [3][64 * PANELS * 128] | dO [NUM_DO_STAGES][same] | dS [3][64 * 256] | dQ [2][256 * DQ_WIDTH] | lse2 [3][64 * 4] |
 // delta [NUM_DO_STAGES][64 * 4] | barriers. Panels: 64 columns, 128-byte swizzle.
+#include "attention/bwd_finish.cuh"
 #include "attention/bwd_listed.cuh"
 #include "attention/bwd_mods.cuh"
 #include "attention/bwd_ordered.cuh"
@@ -49,6 +50,7 @@ struct Config {
     // Packed sequences; dQ is added to in a fixed order; a block mask.
     static constexpr bool kVarlen = VARLEN, kOrdered = ORDERED, kLists = LISTS;
     static constexpr bool kWalker = VARLEN || ORDERED || LISTS;  // a warp hands the tiles of keys to the other roles
+    static constexpr bool kFinishes = ORDERED && !VARLEN && !kHasDropout;  // dQ is rounded here (bwd_finish.cuh)
     static constexpr bool kExponents = SOFTCAP || KEY_MASK;  // of P, made of scores before P is
     static constexpr bool kSoftcap = SOFTCAP, kKeyMask = KEY_MASK;  // the latter: the same for all queries, any dtype
     using Params = BwdSm90Params<kSoftcap>::Type;
@@ -108,6 +110,8 @@ class Consumer : BwdProducts<Config>, Dropping {
 
     OA_DEVICE void run() {
         BwdTiles<Config, true> tiles(p_, params_.tiles);
+        const BwdFinish<Config> finish(params_.bwd, group_);
+        finish.begin();
         for (BwdTile t; tiles.next(t);) {
             Rows rows(p_, t);
             Work w;
@@ -123,7 +127,10 @@ class Consumer : BwdProducts<Config>, Dropping {
             if (params_.bwd.dk != nullptr)
                 store(w.dk, p_.softmax_scale, params_.bwd.dk, params_.bwd.dk_stride_b, params_.bwd.dk_stride_s,
                       params_.bwd.dk_stride_h, t);
+            if constexpr (Config::kFinishes)
+                if (!rows.is_empty()) finish.next(t);
         }
+        finish.end();
     }
 
   private:
@@ -488,7 +495,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, 1) attn_bwd_sm90(
         const int32 warp = threadIdx.x >> 5;
         if ((threadIdx.x & 31) == 0 && 0 < warp && warp <= Config::kConsumers) Writer(params, bars, warp - 1).run();
         if (Config::kOrdered && warp > Config::kConsumers)
-            keep_order<Config>(params.bwd);
+            keep_order<Config>(params.bwd, params.tiles);
         else if (Config::kLists && warp > Config::kConsumers)
             walk_listed_bwd_tiles<Config::kBlockN>(params.bwd);
         else if (Config::kVarlen && warp > Config::kConsumers)

@@ -60,23 +60,19 @@ OA_DEVICE bool unowned_bwd_tile(const AttnFwdParams& p, int32 block, BwdTile& t)
 }
 
 // Tiles of keys of dense batches that CTAs draw from a counter, which is 0 before; one warp walks, all lanes together.
-// The tiles of a head come in the order of their keys, and heads are interleaved in groups of up to kTiles tiles: a
-// head's next tile of keys begins some steps later than the one before, as many whatever the length is. Causal tiles
-// shrink with their key: the second half of a group's tiles is interleaved with the first half of the next group's.
-constexpr int32 kInterleavedDrawnTiles = 192;
-
-template <int kBlockN, int kTiles = kInterleavedDrawnTiles>
+// The tiles of a head come in the order of their keys, and heads are interleaved in groups of per_group: a head's next
+// tile of keys begins some steps later than the one before. Causal tiles shrink with their key: the second half of a
+// group's tiles is interleaved with the first half of the next group's.
+template <int kBlockN>
 class DrawnBwdTiles {
   public:
-    OA_DEVICE DrawnBwdTiles(const AttnFwdParams& p, uint32* counter) : p_(p), counter_(counter) {}
+    OA_DEVICE DrawnBwdTiles(const AttnFwdParams& p, uint32 per_group, uint32* counter)
+        : p_(p), per_group_(per_group), counter_(counter) {}
 
     // Moves `t` to the next tile; false when there is none.
     OA_DEVICE bool next(BwdTile& t) {
         const uint32 blocks = (uint32(p_.seqlen_k) + kBlockN - 1) / kBlockN, heads = uint32(p_.batch) * p_.num_kv_heads;
-        // Long sequences, measured: twice as many.
-        const uint32 tiles = blocks > kTiles * kTiles / 4096 ? 2 * kTiles : kTiles;
-        const uint32 wanted = max_of(heads / max_of(tiles / blocks, 1u), 1u);
-        const uint32 per_group = (heads - 1) / wanted + 1, groups = (heads - 1) / per_group + 1;
+        const uint32 per_group = per_group_, groups = (heads - 1) / per_group + 1;
         const uint32 parts = p_.window_right >= 0 && p_.window_left < 0 ? 2 : 1;  // of a group
         const uint32 rows = (blocks - 1) / parts + 1;  // of a part
         uint32 head, block;
@@ -103,6 +99,7 @@ class DrawnBwdTiles {
 
   private:
     const AttnFwdParams& p_;
+    const uint32 per_group_;
     uint32* counter_;
 };
 
@@ -114,8 +111,8 @@ class DrawnBwdTiles {
 // in groups of up to kInterleavedPackedTiles tiles, the longest tiles of a group first.
 //
 // kOrdered: all items are drawn, so that an item has been begun before any with a higher number, and heads are always
-// interleaved, as DrawnBwdTiles has it.
-constexpr int32 kInterleavedPackedTiles = 512;
+// interleaved, up to kInterleavedDrawnTiles tiles together.
+constexpr int32 kInterleavedPackedTiles = 512, kInterleavedDrawnTiles = 192;
 
 template <int kBlockN, bool kOrdered = false>
 class PackedBwdTiles {

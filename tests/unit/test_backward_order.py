@@ -9,11 +9,8 @@ import pytest
 BLOCK_M, BLOCK_N = 64, 128
 
 
-def drawn(blocks: int, heads: int, causal: bool, tiles: int) -> list[tuple[int, int]]:
+def drawn(blocks: int, heads: int, causal: bool, per_group: int) -> list[tuple[int, int]]:
     """DrawnBwdTiles: (head, block) of the draws 0, 1, ..., without those that are nobody's."""
-    tiles = 2 * tiles if blocks > tiles * tiles // 4096 else tiles
-    wanted = max(heads // max(tiles // blocks, 1), 1)
-    per_group = (heads - 1) // wanted + 1
     groups = (heads - 1) // per_group + 1
     parts = 2 if causal else 1
     rows = (blocks - 1) // parts + 1
@@ -39,12 +36,11 @@ def query_tiles(n: int, seqlen_q: int, seqlen_k: int, left: int, right: int) -> 
     return seen_by(n * BLOCK_N)[0] // BLOCK_M, -(-seen_by(last_key)[1] // BLOCK_M)
 
 
-@pytest.mark.parametrize("tiles", [192, 384])
-def test_tiles_of_a_head_are_drawn_in_the_order_of_their_keys(tiles: int) -> None:
-    rng = random.Random(tiles)
-    for _ in range(300):
+def test_tiles_of_a_head_are_drawn_in_the_order_of_their_keys() -> None:
+    rng = random.Random(1)
+    for _ in range(600):
         blocks, heads, causal = rng.randint(1, 200), rng.randint(1, 60), rng.random() < 0.5
-        found = drawn(blocks, heads, causal, tiles)
+        found = drawn(blocks, heads, causal, rng.randint(1, heads))
         assert sorted(found) == [(head, block) for head in range(heads) for block in range(blocks)]
         for head in range(heads):
             assert [block for of, block in found if of == head] == list(range(blocks))
@@ -86,3 +82,24 @@ def test_steps_that_are_waited_for() -> None:
         # attn_bwd_prepare clears nothing then.
         if (left < 0 and right < 0) or seqlen_q <= seqlen_k:
             assert len(added) == heads * -(-seqlen_q // BLOCK_M)
+
+
+def test_who_finishes_dq() -> None:
+    """BwdFinish: the tile of keys that adds last to a tile of queries, where every query sees a key."""
+    rng = random.Random(3)
+    for _ in range(600):
+        seqlen_q = rng.randint(1, 900)
+        seqlen_k = seqlen_q + rng.randint(0, 700)
+        some, more = rng.randint(0, 600), rng.randint(0, 600)
+        left, right = rng.choice([(-1, -1), (-1, 0), (0, 0), (some, more), (some, 0), (some, -1), (-1, more)])
+        blocks = -(-seqlen_k // BLOCK_N)
+        seen = [query_tiles(n, seqlen_q, seqlen_k, left, right) for n in range(blocks)]
+        # Those that the next tile of keys does not see.
+        finished: list[tuple[int, int]] = []
+        for n, (first, end) in enumerate(seen):
+            if n + 1 < blocks and seen[n + 1][1] > seen[n + 1][0]:
+                end = min(end, seen[n + 1][0])
+            finished += [(m, n) for m in range(first, end)]
+        last = {m: n for n, (first, end) in enumerate(seen) for m in range(first, end)}
+        assert sorted(finished) == sorted(last.items())
+        assert len(last) == -(-seqlen_q // BLOCK_M)

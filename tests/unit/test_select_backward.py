@@ -196,3 +196,16 @@ def test_orders_of_no_heads(heads: tuple[int, int], window: tuple[int, int], hea
     for row in (spec for spec in REGISTRY if spec.arch_specific and spec.op.startswith("attention_backward")):
         assert order_of_queries(row, problem, target).num_items == 0, row.name
         assert (order_of_keys(row, problem, target).num_items == 0) == (heads[1] == 0), row.name
+
+
+def test_short_causal_calls_add_in_an_order() -> None:
+    """Where that was measured to be faster, as with deterministic=True."""
+    fields: dict[str, Any] = {"head_dim": 128, "batch": 16, "seqlen_q": 1024, "seqlen_k": 1024, "window_right": 0}
+    fields |= {"num_q_heads": 16, "num_kv_heads": 16}
+    for more, ordered in (
+        ({}, True), ({"seqlen_q": 4096, "seqlen_k": 4096}, False), ({"batch": 1}, False), ({"head_dim": 64}, False),
+        ({"window_right": UNLIMITED}, False), ({"seqlen_k": 2048}, False), ({"softcap": 3.0}, False),
+    ):  # fmt: skip
+        chosen = select_backward(problem(**fields | more), GPUS[9, 0])
+        assert chosen.spec.ordered_dq == ordered
+        assert any("few steps" in text for text in chosen.why) == ordered

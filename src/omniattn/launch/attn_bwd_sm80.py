@@ -55,7 +55,7 @@ def step_counters(problem: BackwardProblem, n_blocks: int) -> int:
     return 2 * n_blocks * f.num_kv_heads * (1 if f.varlen else f.batch)
 
 
-def _every_query_sees_a_key(f: AttentionProblem) -> bool:
+def every_query_sees_a_key(f: AttentionProblem) -> bool:
     """Whether that follows from the shape: row i sees key i + seqlen_k - seqlen_q, if that exists."""
     unlimited = f.window_left == UNLIMITED and f.window_right == UNLIMITED
     return not f.varlen and f.seqlen_k > 0 and (unlimited or f.seqlen_q <= f.seqlen_k)
@@ -63,7 +63,7 @@ def _every_query_sees_a_key(f: AttentionProblem) -> bool:
 
 def _every_query_attends(f: AttentionProblem) -> bool:
     """Whether besides nothing hides what it sees."""
-    return _every_query_sees_a_key(f) and f.mask == "none" and f.score_mod is None and f.block_mask is None
+    return every_query_sees_a_key(f) and f.mask == "none" and f.score_mod is None and f.block_mask is None
 
 
 def places(problem: BackwardProblem, dq_columns: int, n_blocks: int = 0) -> BackwardPlaces:
@@ -215,7 +215,7 @@ def build_prepare(
     n_blocks: as of `places`. With an order the first of the sums of dq is stored: cleared are they only if there may
     be rows that get none. Lists of a block mask are in none.
     """
-    if n_blocks and problem.forward.block_mask is None and _every_query_sees_a_key(problem.forward):
+    if n_blocks and problem.forward.block_mask is None and every_query_sees_a_key(problem.forward):
         at = replace(at, dq_accum=None)
     blocks = problem.padded_rows // ROW_PADDING * problem.forward.num_q_heads
     # Without queries a mask may still have a gradient to clear, and packed keys a counter.

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from ..problems import Target
+from ..problems import UNLIMITED, Target
 from ..problems.backward import BackwardProblem
 from ..problems.tile_order import TileList, num_m_blocks, num_n_blocks
 from ..registry import KernelSpec
 from ..runtime.record import LaunchRecord, TensorMap
-from .attn_bwd_sm80 import BackwardPlaces, backward_values
+from .attn_bwd_sm80 import BackwardPlaces, backward_values, every_query_sees_a_key
 from .attn_fwd_sm90 import PANEL, mapped, operand_map, tile_values
 from .dropout import dropout_values
 from .host_struct import member
@@ -78,6 +78,17 @@ def _launch(
     return (LaunchRecord(spec, grid, 32 * spec.num_warps, *layout.pack(values), overlap=overlap),)
 
 
+def finishes_dq(spec: KernelSpec, problem: BackwardProblem) -> bool:
+    """Whether the kernel rounds its sums of dq itself: with an order it knows which addition to a row is the last one.
+
+    ``attn_bwd_finish`` does so of packed sequences, where some query may see no key, and without causality: there the
+    last tile of keys of a head would finish all of its queries, and hold up what follows it.
+    """
+    f = problem.forward
+    alone = spec.ordered_dq and spec.sequences == "dense" and f.dropout is None
+    return alone and f.window_right != UNLIMITED and every_query_sees_a_key(f)
+
+
 def build(
     spec: KernelSpec,
     problem: BackwardProblem,
@@ -96,6 +107,8 @@ def build(
     """
     blocks = num_n_blocks(problem.forward, spec.block_n)
     values = backward_values(problem, at, dq_columns=dq_columns, n_blocks=blocks, lists=lists)
+    if not finishes_dq(spec, problem):
+        values["dq"] = None
     return _launch(spec, problem, target, tiles, values, overlap and spec.waits_ahead)
 
 

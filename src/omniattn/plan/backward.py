@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from ..errors import ArgumentError, UnsupportedError
 from ..launch import attn_bwd_sm80, attn_bwd_sm90, tile_kinds, used_rows
@@ -160,8 +161,10 @@ def backward_launches(way: BackwardWay, problem: BackwardProblem, target: Target
         else:
             records += attn_bwd_sm80.build_dq(alone.spec, problem, at, listed)
     # Sums of dq: the kernel ahead is that of all gradients.
-    overlap = on_wgmma and dq_columns > 0 and bool(records)
-    records += attn_bwd_sm80.build_finish(behind.spec, problem, at, dq_columns, overlap=overlap)
+    has_sums = dq_columns > 0 and not (main is not None and attn_bwd_sm90.finishes_dq(main.spec, problem))
+    overlap = on_wgmma and has_sums and bool(records)
+    left = at if has_sums else replace(at, dq_accum=None)
+    records += attn_bwd_sm80.build_finish(behind.spec, problem, left, dq_columns, overlap=overlap)
     clear, cleared = _clear(problem, target, force)
     chosen = tuple(selection for selection in (main, alone) if selection is not None)
     others = (*lists.selections, before, *chosen[1:], behind, *clear)

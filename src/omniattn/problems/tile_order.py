@@ -23,7 +23,8 @@ class TileList:
     num_pairs : int
         Items that are a long and a short tile of one head.
     num_tail_heads : int
-        Heads, the last ones, whose tiles follow one by one, the longest first.
+        Heads, the last ones, whose tiles follow one by one, the longest first. Of a kernel that adds to dq in an order:
+        heads of a group, whose tiles are drawn in turn.
     lead_rows : int
         Rows of each head's first tile that lie before row 0.
     """

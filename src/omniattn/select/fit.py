@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from typing import Generic, NamedTuple, TypeVar
 
-from ..problems import AttentionProblem, BackwardProblem, QuantizeProblem, Target
+from ..problems import UNLIMITED, AttentionProblem, BackwardProblem, QuantizeProblem, Target
 from ..problems.attention import is_plain_scale
 from ..problems.memory import ITEMSIZE
 from ..registry import KernelSpec
 from ..registry.limits import MAX_COLUMNS, MAX_ITEMS
 from ..registry.masks import MASK_TILE, MAX_TILES
+from .model import rules
 
 #: Of the launches that quantize K and V, and not Q.
 KV_OPS = ("quantize_kv_sums", "quantize_kv")
@@ -336,7 +337,7 @@ def _unfit_backward(row: KernelSpec, problem: BackwardProblem) -> str | None:
         return "it adds to the gradient of a mask, which is not wanted"
     if (reason := _unfit_blocks(row, f)) is not None:
         return reason
-    if row.ordered_dq and not (problem.deterministic and "dq" in problem.wanted):
+    if row.ordered_dq and not ("dq" in problem.wanted and (problem.deterministic or _order_pays(row, f))):
         return "it adds to dq in a fixed order, which deterministic=True asks for"
     if (reason := _unfit_sequences(row, f.varlen)) is not None:
         return reason
@@ -345,6 +346,19 @@ def _unfit_backward(row: KernelSpec, problem: BackwardProblem) -> str | None:
     if not row.any_scale and not is_plain_scale(abs(f.softmax_scale)):
         return f"it takes no softmax_scale of {f.softmax_scale:g}"
     return _unfit_tiles(row, f, max(f.seqlen_q, f.seqlen_k))
+
+
+def _order_pays(row: KernelSpec, f: AttentionProblem) -> bool:
+    """Whether additions to dq in an order are faster than others: nothing is cleared before and rounded behind them.
+
+    Of causal batches alone, whose tiles of keys have few steps; where there are too few tiles they wait for each other.
+    """
+    causal = f.window_right == 0 and f.window_left == UNLIMITED and f.seqlen_q == f.seqlen_k
+    if row.head_dim != 128 or not causal or f.varlen or f.dropout is not None or f.softcap > 0.0 or f.mask != "none":
+        return False
+    least, most, tiles = rules().order_pays
+    steps = -(-f.seqlen_q // row.block_m) * (f.num_q_heads // max(f.num_kv_heads, 1))
+    return least <= steps <= most and f.batch * f.num_kv_heads * -(-f.seqlen_k // row.block_n) >= tiles
 
 
 def _unfit_blocks(row: KernelSpec, f: AttentionProblem) -> str | None:

@@ -94,6 +94,13 @@ class Rules:
     tail_bytes : float
         K and V of heads whose tiles follow one by one behind pairs, at most: L2 does not hold more
         (docs/performance/attn_fwd_sm90.md).
+    order_steps : dict of int to (float, float)
+        By head_dim of the kernels that add to dq in an order: steps by which a head's tiles of keys should follow each
+        other, and steps that beginning and ending a tile takes (docs/performance/attn_bwd_sm90.md, H100).
+    order_pays : (int, int, int)
+        Steps of the longest tile of keys of a causal head, at least and at most, and tiles of all heads, from which on
+        gradients of head_dim 128 are faster by additions to dq in an order than by others: measured is a length of 1024
+        alone (docs/performance/attn_bwd_sm90.md, H100 and H200).
     int8_from : dict of int to (int, int)
         By the narrowest head_dim that holds a call's: rows and keys from which on int8 with its quantization is faster
         than exact attention, (full, causal or windowed). Of one H200 (docs/performance/results/int8.json, which a test
@@ -119,6 +126,8 @@ class Rules:
     page_rows: int
     cached_bytes: int
     tail_bytes: float
+    order_steps: dict[int, tuple[float, float]]
+    order_pays: tuple[int, int, int]
     int8_from: dict[int, tuple[int, int]]
     auto: dict[str, float]
 
@@ -127,8 +136,10 @@ class Rules:
 def rules() -> Rules:
     """Of the GPU that was measured; others have no better ones."""
     data = dict(_file()["rules"])
-    lengths = data.pop("int8_from")
-    return Rules(**data, int8_from={int(d): (full, hidden) for d, (full, hidden) in lengths.items()})
+    lengths, steps = data.pop("int8_from"), data.pop("order_steps")
+    order_steps = {int(d): (apart, ends) for d, (apart, ends) in steps.items()}
+    order_pays = tuple(data.pop("order_pays"))
+    return Rules(**data, order_steps=order_steps, order_pays=order_pays, int8_from={int(d): (full, hidden) for d, (full, hidden) in lengths.items()})
 
 
 @functools.cache

@@ -269,11 +269,31 @@ def order_of_keys(row: KernelSpec, problem: BackwardProblem, target: Target) -> 
     """
     f = problem.forward
     heads, blocks = f.num_kv_heads * (1 if f.varlen else f.batch), num_n_blocks(f, row.block_n)
-    if f.varlen or row.ordered_dq:
+    if f.varlen:
         return head_by_head(heads, blocks)
     # A query sees keys to its right as a key is seen by queries to its left.
     of = HeadTiles(f.seqlen_k, f.seqlen_q, row.block_n, row.block_m, f.window_right, f.window_left, 0, True)
+    if row.ordered_dq:
+        return _by_draws(row, f, of, heads, blocks, target)
     return _ends_first(f, of, heads, blocks, f.num_q_heads / max(f.num_kv_heads, 1), target)
+
+
+def _by_draws(
+    row: KernelSpec, f: AttentionProblem, of: HeadTiles, heads: int, blocks: int, target: Target
+) -> TileList:
+    """Heads whose tiles are drawn in turn (``DrawnBwdTiles``), as ``num_tail_heads``.
+
+    So many that a head's next tile begins some steps behind the one before, which adds to dq ahead of it; not more, as
+    what they read and add to has to stay in L2 until the next tile comes by.
+    """
+    if heads * blocks == 0:
+        return head_by_head(heads, blocks)
+    parts = 2 if f.window_right != UNLIMITED and f.window_left == UNLIMITED else 1
+    steps = max(sum(of.lengths) / blocks * f.num_q_heads / f.num_kv_heads, 1.0)
+    apart, ends = rules().order_steps[row.head_dim]
+    wanted = max(1, round(apart * target.sm_count / (parts * (steps + ends))))
+    groups = -(-heads // min(wanted, heads))
+    return TileList(heads * blocks, 0, -(-heads // groups))
 
 
 def order_of_queries(row: KernelSpec, problem: BackwardProblem, target: Target) -> TileList:
