@@ -157,7 +157,8 @@ def backward_calls() -> Iterator[BackwardProblem]:
     wanted = (everything, ("dq",), ("dk", "dv"))
     options: tuple[dict[str, Any], ...] = (
         {}, {"softcap": 30.0}, {"mask": "keys bool"}, {"mask": "io"}, {"tensor_maps": False}, {"varlen": True},
-        {"varlen": True, "softcap": 30.0},
+        {"varlen": True, "softcap": 30.0}, {"block_mask": BLOCKS}, {"block_mask": BLOCKS, "softcap": 30.0},
+        {"block_mask": BLOCKS, "mask": "io"},
     )  # fmt: skip
     for width, option, of, ordered in itertools.product(WIDTHS, options, wanted, (False, True)):
         yield gradients(call(MIDDLE, width, **option), of, ordered)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import random
 
-import pytest
-
 BLOCK_M, BLOCK_N = 64, 128
 
 

@@ -70,7 +70,7 @@ def _reach(spec: KernelSpec) -> tuple[object, ...]:
     backward = spec.op.startswith("attention_backward")
     alone = spec.arch_specific or spec.op in ("top_k", "quantize_kv_sums", "quantize_kv")
     tile = spec.name if alone else None if backward else spec.block_m
-    scores = (spec.softcap, spec.masks, spec.dmask, spec.paged)
+    scores = (spec.softcap, spec.masks, spec.dmask, spec.paged, backward and spec.lists)
     values = (spec.other_head_dim_v, spec.value_factors, spec.smooth_q, spec.rotated, spec.fragments, spec.beside)
     return spec.op, spec.dtype, spec.head_dim, spec.head_dim_v, scores, values, kind, tile
 

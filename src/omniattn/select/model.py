@@ -139,7 +139,12 @@ def rules() -> Rules:
     lengths, steps = data.pop("int8_from"), data.pop("order_steps")
     order_steps = {int(d): (apart, ends) for d, (apart, ends) in steps.items()}
     order_pays = tuple(data.pop("order_pays"))
-    return Rules(**data, order_steps=order_steps, order_pays=order_pays, int8_from={int(d): (full, hidden) for d, (full, hidden) in lengths.items()})
+    return Rules(
+        **data,
+        order_steps=order_steps,
+        order_pays=order_pays,
+        int8_from={int(d): (full, hidden) for d, (full, hidden) in lengths.items()},
+    )
 
 
 @functools.cache

@@ -278,9 +278,7 @@ def order_of_keys(row: KernelSpec, problem: BackwardProblem, target: Target) -> 
     return _ends_first(f, of, heads, blocks, f.num_q_heads / max(f.num_kv_heads, 1), target)
 
 
-def _by_draws(
-    row: KernelSpec, f: AttentionProblem, of: HeadTiles, heads: int, blocks: int, target: Target
-) -> TileList:
+def _by_draws(row: KernelSpec, f: AttentionProblem, of: HeadTiles, heads: int, blocks: int, target: Target) -> TileList:
     """Heads whose tiles are drawn in turn (``DrawnBwdTiles``), as ``num_tail_heads``.
 
     So many that a head's next tile begins some steps behind the one before, which adds to dq ahead of it; not more, as
