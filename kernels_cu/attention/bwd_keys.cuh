@@ -229,9 +229,9 @@ struct BwdKeys {
     OA_DEVICE static bool hides_all(const Place& at, int32 key) {
         return Config::kLists && Config::kBlockN > kListedRows && is_hidden(at.entry, key / kListedRows);
     }
-    // Whether scores have to be formed one by one.
-    OA_DEVICE static bool forms_scores(const AttnFwdParams& p) {
-        return Config::kScoreMods && (!Config::kLists || Config::kDMask || ::forms_scores(p));
+    // Whether scores have to be modified one by one.
+    OA_DEVICE static bool modifies_scores(const AttnFwdParams& p) {
+        return Config::kScoreMods && (!Config::kLists || Config::kDMask || ::modifies_scores(p));
     }
 
     // Shared address of queries 8n + 2(lane % 4) + {0, 1} of a key of the tile.

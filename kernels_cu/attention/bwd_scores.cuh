@@ -67,7 +67,7 @@ class BwdScores {
 };
 
 // Whether scores are more than products times the scale; a block mask alone leaves them so.
-OA_DEVICE bool forms_scores(const AttnFwdParams& p) {
+OA_DEVICE bool modifies_scores(const AttnFwdParams& p) {
     return kHasScoreMod || p.softcap > 0.0f || p.mask_kind != kMaskNone;
 }
 

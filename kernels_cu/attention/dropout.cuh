@@ -93,8 +93,9 @@ class Dropout {
 };
 
 // What is kept of two squares of 16 by 16 scores of a warp in the layout of accumulators: number `rows` of 16 rows and
-// `columns` of 16 columns, and the next columns (kDown: the next rows). Word [i][x] is of columns 8n + 2(lane % 4) + x of square i; number r + 2(n % 2) of its
-// bytes (kTransposed, rows are keys: n % 2 + 2r) that of row lane / 4 + 8r; bit 7 of a byte is set where kept.
+// `columns` of 16 columns, and the next columns (kDown: the next rows). Word [i][x] is of columns 8n + 2(lane % 4) + x
+// of square i; number r + 2(n % 2) of its bytes (kTransposed, rows are keys: n % 2 + 2r) that of row lane / 4 + 8r; bit
+// 7 of a byte is set where kept.
 using KeptWords = uint32[2][2];
 
 template <bool kTransposed, bool kDown, typename D>
@@ -153,8 +154,8 @@ OA_DEVICE void keep_probabilities(uint32 (&p)[4], const uint32 (&words)[2]) {
     for (int i = 0; i < 4; ++i) p[i] &= kept_pair(words, kTransposed ? i / 2 + 2 * (i % 2) : i);
 }
 
-// What a warp keeps of its rows of a tile, of kernels with dropout and of those without one. rows, columns: squares of 16
-// rows, and of 16 columns, from the first of the sequence on.
+// What a warp keeps of its rows of a tile, of kernels with dropout and of those without one. rows, columns: squares of
+// 16 rows, and of 16 columns, from the first of the sequence on.
 struct ColumnPairs {  // as they lie in accumulators
     OA_DEVICE static constexpr int of_lane(int lane) { return 2 * (lane & 3); }
 };

@@ -92,8 +92,8 @@ OA_DEVICE float most_score(const Queries& q) {
     return 127.2f * sqrt_approx(float(longest) * (32.0f * kSteps)) + 1.0f;
 }
 
-// Whether all P of this lane are below 2^-5 in one of its rows, of 64 keys of which it has 16: more than half of the row
-// is, as a rule, where some lane of its says so. probs: operand of the product with V, even words of one row.
+// Whether all P of this lane are below 2^-5 in one of its rows, of 64 keys of which it has 16: more than half of the
+// row is, as a rule, where some lane of its says so. probs: operand of the product with V, even words of one row.
 OA_DEVICE bool mostly_small(const uint32 (&probs)[2][4]) {
     uint32 bits[2] = {0, 0};
 #pragma unroll

@@ -24,8 +24,8 @@
 //              -> do_full       arrive do_empty(i-1)
 //
 // LISTS: a block mask; a tile of keys visits the tiles of queries that lists name (scheduler/bwd_lists.cuh), whose
-// entry the producer leaves beside Q. Barriers q_empty and do_empty count the consumer warps of the whole cluster: a stage is
-// written in all CTAs at once.
+// entry the producer leaves beside Q. Barriers q_empty and do_empty count the consumer warps of the whole cluster: a
+// stage is written in all CTAs at once.
 //
 // Shared memory, bytes: K, V [64 * PANELS * 128] | Q [2][same] | dO [2][same] | P [2][8192] | lse2 [2][256] | delta
 // [2][256] | barriers. Tiles are panels of 64 columns with the 128-byte swizzle.

@@ -45,7 +45,7 @@ struct Config {
     static constexpr int kBlockN = BLOCK_N;
     static constexpr int kWarps = NUM_WARPS;
     static constexpr int kStages = NUM_STAGES;
-    static constexpr bool kScoreMods = SCORE_MODS;  // softcap, mask, score_mod: scores are formed one by one
+    static constexpr bool kScoreMods = SCORE_MODS;  // softcap, mask, score_mod: scores are modified one by one
     static constexpr bool kLists = kScoreMods;  // a block mask
     static constexpr int kThreads = kWarps * 32;
     static constexpr int kChannelWarps = channel_warps(kHeadDim);
@@ -147,9 +147,9 @@ OA_DEVICE int chunk_of(int own, int channel_warp) {
     return Config::kIsWide ? (own >> 3) * (8 * Config::kChannelWarps) + channel_warp * 8 + (own & 7) : own;
 }
 
-// Scores to dS, of rows row and row + 8. hides: some of the keys are hidden; all: every one is. kForms: scores are
-// formed one by one.
-template <bool kForms>
+// Scores to dS, of rows row and row + 8. hides: some of the keys are hidden; all: every one is. kModifies: scores are
+// modified one by one.
+template <bool kModifies>
 OA_DEVICE void make_ds(Scores& s, const Scores& dp, const AttnFwdParams& f, const BwdScores<Config::Io>& scores,
                        const TileDropout& dropout, const FwdTile& t, const float (&lse2)[2], const float (&delta)[2],
                        int32 row, int32 key, bool hides, bool all) {
@@ -171,7 +171,7 @@ OA_DEVICE void make_ds(Scores& s, const Scores& dp, const AttnFwdParams& f, cons
         int32 k = key + 8 * (x >> 2) + (x & 1);
         bool see = k >= visible[r].lo && k < visible[r].hi;
         float p;
-        if constexpr (kForms) {
+        if constexpr (kModifies) {
             ScoreGrad g = scores.at(s[x], lse2[r], row + 8 * r, k, see);
             p = g.p * g.slope;
             s[x] = p == 0.0f ? 0.0f : p * dropout.change(dp[x], delta[r], kept, x / 8 % 2, r + x / 4 % 2 * 2, x & 1);
@@ -255,7 +255,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, MIN_CTAS) attn_bw
             }
             const int32 key = n * Config::kBlockN + own + 2 * (lane & 3);
             const bool hides = n < keys.full_first || n >= keys.full_end || hides_all;
-            if (Config::kScoreMods && (!Config::kLists || forms_scores(f)))
+            if (Config::kScoreMods && (!Config::kLists || modifies_scores(f)))
                 make_ds<Config::kScoreMods>(s, dp, f, scores, dropout, t, lse2, delta, row, key, hides, hides_all);
             else
                 make_ds<false>(s, dp, f, scores, dropout, t, lse2, delta, row, key, hides, hides_all);

@@ -13,8 +13,8 @@
 // transposed, S^T = K Q^T, so that P^T and dS^T are operands of dV and dK where they are. The warps of the first half
 // (role 0) make S, P and dV, those of the second half (role 1) dP, dS and dK, of the same keys: half the accumulators
 // and twice the keys a warp of one that makes both. P, times the derivative of the scores, crosses as 16 bits from
-// thread to same thread through the shared tile where dS is to lie; with dropout it is negative where it is dropped. dQ of a step is made in the next one, while its dS
-// is one of two: a single barrier a step.
+// thread to same thread through the shared tile where dS is to lie; with dropout it is negative where it is dropped. dQ
+// of a step is made in the next one, while its dS is one of two: a single barrier a step.
 //
 // step i, role 0:  bar | copy Q,dO(i+1) | S(i)  P(i) -> ds[i%2]  arrive(pair) | dV += P dO | dQ(i-1) += ds[(i-1)%2] K
 // step i, role 1:  bar | copy Q,dO(i+1) | dP(i) | dQ(i-1) | sync(pair)  dS(i) -> ds[i%2] | dK += dS Q
@@ -40,7 +40,7 @@ struct Config {
     static constexpr int kBlockN = BLOCK_N;
     static constexpr int kWarps = NUM_WARPS;
     static constexpr int kStages = NUM_STAGES;
-    static constexpr bool kScoreMods = SCORE_MODS;  // softcap, mask, score_mod: scores are formed one by one
+    static constexpr bool kScoreMods = SCORE_MODS;  // softcap, mask, score_mod: scores are modified one by one
     static constexpr bool kDMask = DMASK;
     static constexpr bool kLists = kScoreMods;  // a block mask
     static constexpr int kDsTiles = kDMask ? 3 : 2;  // dS of two steps; P
@@ -76,8 +76,8 @@ OA_DEVICE int32 first_key(const Work& w) { return w.group * Config::kKeyRows; }
 OA_DEVICE uint32 plain_p(const Work& w) { return w.at(&SharedStorage::ds) + 2 * DsTile::kBytes; }
 
 // P^T of a step, of which kHides hides a part: packed for dV in `packed`; times the derivative of scores, for role 1,
-// in shared memory. kForms: scores are formed one by one.
-template <bool kHides, bool kForms>
+// in shared memory. kModifies: scores are modified one by one.
+template <bool kHides, bool kModifies>
 OA_DEVICE void make_p(const Work& w, Scores& s, Packed& packed, const Place& at, int stage, uint32 smem_ds) {
     int lane = in_register(w.lane);
     int32 m0 = at.m * Config::kBlockM, key = first_key(w) + (lane >> 2), query = 2 * (lane & 3);
@@ -117,7 +117,7 @@ OA_DEVICE void make_p(const Work& w, Scores& s, Packed& packed, const Place& at,
                 bool see1 = !kHides || (row + 1 >= range.lo && row + 1 < range.hi);
                 uint32 to = Keys::ds_word(key + 16 * i + 8 * r, n, lane);
                 uint32 cross;
-                if constexpr (kForms) {
+                if constexpr (kModifies) {
                     int32 k = w.t.n0 + key + 16 * i + 8 * r;
                     ScoreGrad a = scores.at(x[0], lse2.x, row, k, see0), b = scores.at(x[1], lse2.y, row + 1, k, see1);
                     packed[i][2 * n + r] = pack2(Config::Io{}, a.p, b.p);
@@ -207,14 +207,14 @@ OA_DEVICE void run(const Work& w, Output& o, Steps steps) {
         Keys::QLane s_lane((lane & 7) + ((lane >> 4) << 3), (lane >> 3) & 1);
         bool hides = at.m < w.tiles.full_first || at.m >= w.tiles.full_end;
         if constexpr (Config::kLists) hides = hides || Keys::hides_all(at, first_key(w));
-        const bool forms = Keys::forms_scores(w.p.fwd);
+        const bool modifies = Keys::modifies_scores(w.p.fwd);
         Scores s;
         Packed packed;
         uint32 tile = stage * Keys::QTile::kBytes, ds = smem_ds + parity * DsTile::kBytes;
         uint32 ds_before = smem_ds + (parity ^ 1) * DsTile::kBytes;
         if constexpr (kRole == 0) {
             Keys::mma_scores(s, w.at(&SharedStorage::k), a_lane, smem_q + tile, s_lane);
-            if (forms)
+            if (modifies)
                 make_p<true, Config::kScoreMods>(w, s, packed, at, stage, ds);
             else if (hides)
                 make_p<true, false>(w, s, packed, at, stage, ds);
@@ -228,7 +228,7 @@ OA_DEVICE void run(const Work& w, Output& o, Steps steps) {
             if (kWanted || wants_ds) Keys::mma_scores(s, w.at(&SharedStorage::v), a_lane, smem_do + tile, s_lane);
             take_p(w);
             if (!kWanted && !wants_ds) {
-            } else if (forms || hides)
+            } else if (modifies || hides)
                 make_ds<true>(w, s, packed, at, stage, ds);
             else
                 make_ds<false>(w, s, packed, at, stage, ds);

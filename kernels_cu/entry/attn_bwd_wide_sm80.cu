@@ -36,7 +36,7 @@ struct Config {
     static constexpr int kBlockN = BLOCK_N;
     static constexpr int kWarps = NUM_WARPS;
     static constexpr int kStages = NUM_STAGES;
-    static constexpr bool kScoreMods = SCORE_MODS;  // softcap, mask, score_mod: scores are formed one by one
+    static constexpr bool kScoreMods = SCORE_MODS;  // softcap, mask, score_mod: scores are modified one by one
     static constexpr bool kDMask = DMASK;
     static constexpr bool kLists = kScoreMods;  // a block mask
     static constexpr int kDsTiles = 2;  // P; dS
@@ -82,8 +82,8 @@ OA_DEVICE void make_scores(const Work& w, Scores& s, uint32 smem_a, uint32 smem_
                          w.p.fwd.head_dim);
 }
 
-// P^T of a step, of which kHides hides a part, to shared memory. kForms: scores are formed one by one.
-template <bool kHides, bool kForms>
+// P^T of a step, of which kHides hides a part, to shared memory. kModifies: scores are modified one by one.
+template <bool kHides, bool kModifies>
 OA_DEVICE void make_p(const Work& w, const Scores& s, const Place& at, int stage) {
     int lane = in_register(w.lane);
     int32 key = key_of(w, lane), query = query_of(w, lane);
@@ -109,7 +109,7 @@ OA_DEVICE void make_p(const Work& w, const Scores& s, const Place& at, int stage
             bool see1 = !kHides || (row + 1 >= visible[r].lo && row + 1 < visible[r].hi);
             uint32 to = Keys::ds_word(key + 8 * r, half_of(w) * Config::kQTiles + n, lane);
             uint32 plain, cross;
-            if constexpr (kForms) {
+            if constexpr (kModifies) {
                 int32 k = w.t.n0 + key + 8 * r;
                 ScoreGrad a = scores.at(x, lse2.x, row, k, see0), b = scores.at(y, lse2.y, row + 1, k, see1);
                 plain = pack2(Config::Io{}, a.p, b.p);
@@ -197,12 +197,12 @@ OA_DEVICE void run(const Work& w, Output& o, Steps steps) {
         is_stray = has_next ? Keys::is_stray(w, next) : 0;  // read ahead
         cp_async_commit();
         bool hides = at.m < w.tiles.full_first || at.m >= w.tiles.full_end;
-        const bool forms = Keys::forms_scores(w.p.fwd);
+        const bool modifies = Keys::modifies_scores(w.p.fwd);
         uint32 tile = stage * Keys::QTile::kBytes;
         Scores s;
         if constexpr (kRole == 0) {
             make_scores(w, s, w.at(&SharedStorage::k), smem_q + tile);
-            if (forms)
+            if (modifies)
                 make_p<true, Config::kScoreMods>(w, s, at, stage);
             else if (hides)
                 make_p<true, false>(w, s, at, stage);
@@ -213,7 +213,7 @@ OA_DEVICE void run(const Work& w, Output& o, Steps steps) {
             if (wants_ds) make_scores(w, s, w.at(&SharedStorage::v), smem_do + tile);
             take_p(w);
             if (!wants_ds) {
-            } else if (forms || hides)
+            } else if (modifies || hides)
                 make_ds<true>(w, s, at, stage);
             else
                 make_ds<false>(w, s, at, stage);

@@ -1,7 +1,7 @@
 // Exact attention forward on mma.sync, any GPU from sm_80 on. Source: FlashAttention-2 (Dao 2023), algorithm 1.
 //
 //   S = softmax_scale * Q K^T;  S = softcap * tanh(S / softcap);  S += mask;  P = softmax([S, sink]);  O = P V
-//   LSE = log(sum(exp(S)) + exp(sink)), natural logarithm, fp32;  with dropout P is P * Z / keep (attention/dropout.cuh)
+// LSE = log(sum(exp(S)) + exp(sink)), natural logarithm, fp32;  with dropout P is P * Z / keep (attention/dropout.cuh)
 //
 // q, o: [batch, seqlen_q, num_q_heads, head_dim]   k, v: [batch, seqlen_k, num_kv_heads, head_dim]   any strides, last
 // dimension contiguous; with cu_seqlens: packed [rows, heads, head_dim]. lse: [batch, num_q_heads, seqlen_q] or [heads,

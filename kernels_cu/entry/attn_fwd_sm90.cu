@@ -27,9 +27,9 @@
 // attn_combine_packed_sm90 merges. CTAS_PER_SM: of more than one, each with one warp that copies, behind its consumers,
 // and no ping-pong. SCORE_MODS: softcap, masks and any softmax_scale between product and softmax
 // (attention/tile_score_mods.cuh). Steps are those of a list where a mask hides whole tiles; what it needs is copied
-// beside K (attention/mask_copies.cuh). Shared memory, bytes: masks, if any | Q [NUM_Q_STAGES][BLOCK_M * PANELS * 128] |
-// K [NUM_STAGES][BLOCK_N * PANELS * 128] | V [same, with V's panels] | barriers. Panels: 64 columns, 128-byte swizzle;
-// those beyond the head's are not read. Dropout: attention/dropout.cuh.
+// beside K (attention/mask_copies.cuh). Shared memory, bytes: masks, if any | Q [NUM_Q_STAGES][BLOCK_M * PANELS * 128]
+// | K [NUM_STAGES][BLOCK_N * PANELS * 128] | V [same, with V's panels] | barriers. Panels: 64 columns, 128-byte
+// swizzle; those beyond the head's are not read. Dropout: attention/dropout.cuh.
 #include "attention/fwd_modes.cuh"
 #include "attention/fwd_products.cuh"
 #include "attention/fwd_roles.cuh"

@@ -28,7 +28,8 @@ struct BwdFeedStorage<true> {
     // Of the order of dQ (attention/bwd_ordered.cuh).
     uint64 steps_asked[2], steps_before[2];
     uint64 tiles_due;  // how many tiles the producer has as good as ended
-    // Of the end of dQ (attention/bwd_finish.cuh): how many tiles either writer has added; a tile of each consumer warp.
+    // Of the end of dQ (attention/bwd_finish.cuh): how many tiles either writer has added; a tile of each consumer
+    // warp.
     uint64 tiles_ended[2];
     alignas(16) uint4 tile_before[8];
     int32 entries[4];  // of lists (attention/bwd_listed.cuh), one a stage of Q

@@ -24,6 +24,8 @@ from omniattn.testing.soak.problem import Problem
 N = 5500
 #: Arguments that problems leave at their defaults: arrays and caches are positional, streams are another test's.
 LEFT = {"stream", "q", "k", "v", "do", "o", "lse", "o_a", "lse_a", "o_b", "lse_b", "cache", "copies", "like"}
+#: What problems do not have yet: dropout is in tests/unit/test_dropout.py and tests/gpu/test_dropout_gpu.py alone.
+LEFT |= {"dropout_p", "dropout_rng", "return_rng"}
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["CPU", "GPU"])
@@ -96,7 +98,7 @@ def test_every_operation_and_every_argument_is_drawn(drawn: list[Problem]) -> No
         assert set(inspect.signature(operator.attrgetter(name)(omniattn)).parameters) - found - left == set(), name
     functions = {name for name in omniattn.__all__ if inspect.isfunction(getattr(omniattn, name))}
     # Copies follow an append; two launch nothing; shares of heads are searched by calls that are drawn.
-    others = {"calibrate_sparse", "choose_shared_runs", "copy_blocks", "copy_recent", "explain"}
+    others = {"calibrate_sparse", "choose_shared_runs", "copy_blocks", "copy_recent", "dropout_mask", "explain"}
     assert functions - set(said) == others
 
 
@@ -108,8 +110,10 @@ def test_every_knob_and_value_of_a_precision_is_drawn(drawn: list[Problem]) -> N
             for knob, value in given[1].items():
                 found.setdefault(given[0], {}).setdefault(knob, set()).add(value)
     for kind in (omniattn.Int8, omniattn.Int4, omniattn.Fp8):
-        # Blocks that a call predicts are those of problems of their own.
-        assert set(found[kind.__name__]) == {field.name for field in dataclasses.fields(kind)} - {"sparse"}
+        # Blocks that a call predicts are those of problems of their own; fast_exp has errors of its own, which
+        # tests/gpu/test_integer_powers_gpu.py bounds.
+        left = {"sparse", "fast_exp"}
+        assert set(found[kind.__name__]) == {field.name for field in dataclasses.fields(kind)} - left
     assert found["Int8"]["granularity"] | {"per_thread"} == set(precision.GRANULARITIES)
     assert found["Int4"]["pv"] | {"auto"} == set(precision.PV_TYPES)
     assert found["Int8"]["pv_accumulator"] | {"auto"} == set(precision.PV_ACCUMULATORS)

@@ -142,7 +142,7 @@ def test_constants_of_specialized_quantizers(spec: Any) -> None:
     """What a row is chosen for is what its kernel computes."""
     grouping, v_dtype = spec.specialization
     numbers = ["kCommon", "kCommonKeyTile", "kCommonQuerySlice", "kCommonFlags & kHalfV"]
-    defines = [(name, value) for name, value in spec.defines if name in ("COMMON", "GROUPING", "V_TYPE")]
+    defines = [(name, value) for name, value in spec.defines if name in ("COMMON", "GROUPING", "PACKED", "V_TYPE")]
     assert device_constants("quantize/items.cuh", numbers, defines=defines) == [
         1,
         quantize_problem.KEY_TILES[grouping],
