@@ -2,7 +2,7 @@
 //
 //   dq = softmax_scale * dq_accum, rounded to 16 bits
 //
-// With additions in order (attention/bwd_ordered.cuh) the last tile of keys that sees a tile of queries adds to it last.
+// With additions in order (attention/bwd_ordered.cuh) the last tile of keys that sees a tile of queries adds last to it.
 // So a tile of keys finishes the queries that the next one does not see: with causality those at its diagonal. It does
 // so at the end of the CTA's next tile, while the tile behind that is on its way to shared memory: by then the writers
 // have ended the tile, so that nobody waits but at the kernel's end, and for nobody but its own CTA.
