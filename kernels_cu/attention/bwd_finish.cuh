@@ -2,10 +2,10 @@
 //
 //   dq = softmax_scale * dq_accum, rounded to 16 bits
 //
-// With additions in order (attention/bwd_ordered.cuh) the last tile of keys that sees a tile of queries adds last to it.
-// So a tile of keys finishes the queries that the next one does not see: with causality those at its diagonal. It does
-// so at the end of the CTA's next tile, while the tile behind that is on its way to shared memory: by then the writers
-// have ended the tile, so that nobody waits but at the kernel's end, and for nobody but its own CTA.
+// With additions in order (attention/bwd_ordered.cuh) the last tile of keys that sees a tile of queries adds to it
+// last. So a tile of keys finishes the queries that the next one does not see: with causality those at its diagonal. It
+// does so at the end of the CTA's next tile, while the tile behind that is on its way to shared memory: by then the
+// writers have ended the tile, so that nobody waits but at the kernel's end, and for nobody but its own CTA.
 //
 //   writer g: all additions of a tile complete -> tiles_ended(g)      consumer g: tiles_ended(g) -> reads its columns
 //
@@ -22,7 +22,6 @@ template <typename Config, bool kFinishes = Config::kFinishes>
 class BwdFinish {
   public:
     OA_DEVICE BwdFinish(const AttnBwdParams&, int32) {}
-    OA_DEVICE void begin() const {}
     OA_DEVICE void next(const BwdTile&) const {}
     OA_DEVICE void end() const {}
 };
@@ -34,9 +33,9 @@ class BwdFinish<Config, true> {
     static constexpr int kOutputs = Config::kDqWidth / 2;
 
   public:
-    OA_DEVICE BwdFinish(const AttnBwdParams& params, int32 group) : params_(params), group_(group) {}
-
-    OA_DEVICE void begin() const { put(make_uint4(0, 0, 0, 0)); }
+    OA_DEVICE BwdFinish(const AttnBwdParams& params, int32 group) : params_(params), group_(group) {
+        put(make_uint4(0, 0, 0, 0));
+    }
     // Behind the products of tile t, which has queries.
     OA_DEVICE void next(const BwdTile& t) const {
         if (params_.dq == nullptr) return;
