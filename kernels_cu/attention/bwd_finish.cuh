@@ -22,7 +22,6 @@ template <typename Config, bool kFinishes = Config::kFinishes>
 class BwdFinish {
   public:
     OA_DEVICE BwdFinish(const AttnBwdParams&, int32) {}
-    OA_DEVICE void begin() const {}
     OA_DEVICE void next(const BwdTile&) const {}
     OA_DEVICE void end() const {}
 };
@@ -34,9 +33,9 @@ class BwdFinish<Config, true> {
     static constexpr int kOutputs = Config::kDqWidth / 2;
 
   public:
-    OA_DEVICE BwdFinish(const AttnBwdParams& params, int32 group) : params_(params), group_(group) {}
-
-    OA_DEVICE void begin() const { put(make_uint4(0, 0, 0, 0)); }
+    OA_DEVICE BwdFinish(const AttnBwdParams& params, int32 group) : params_(params), group_(group) {
+        put(make_uint4(0, 0, 0, 0));
+    }
     // Behind the products of tile t, which has queries.
     OA_DEVICE void next(const BwdTile& t) const {
         if (params_.dq == nullptr) return;

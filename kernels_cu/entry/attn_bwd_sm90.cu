@@ -27,9 +27,7 @@
 // head_dim]; warp 3 walks cu_seqlens (scheduler/bwd_feed.cuh), copies end with their sequence (params/attn_bwd.cuh).
 // SOFTCAP, KEY_MASK: score modifications (attention/bwd_mods.cuh); dropout: attention/dropout.cuh. ORDERED: dQ is added
 // to in a fixed order, the last queries first (attention/bwd_ordered.cuh). LISTS: a block mask
-// (attention/bwd_listed.cuh). Shared memory, bytes: VARLEN, ORDERED, LISTS: tiles | K, V [128 * PANELS * 128] | Q
-// [3][64 * PANELS * 128] | dO [NUM_DO_STAGES][same] | dS [3][64 * 256] | dQ [2][256 * DQ_WIDTH] | lse2 [3][64 * 4] |
-// delta [NUM_DO_STAGES][64 * 4] | barriers. Panels: 64 columns, 128-byte swizzle.
+// (attention/bwd_listed.cuh). Shared memory: BwdStorage (attention/bwd_roles.cuh).
 #include "attention/bwd_finish.cuh"
 #include "attention/bwd_listed.cuh"
 #include "attention/bwd_mods.cuh"
@@ -111,7 +109,6 @@ class Consumer : BwdProducts<Config>, Dropping {
     OA_DEVICE void run() {
         BwdTiles<Config, true> tiles(p_, params_.tiles);
         const BwdFinish<Config> finish(params_.bwd, group_);
-        finish.begin();
         for (BwdTile t; tiles.next(t);) {
             Rows rows(p_, t);
             Work w;
@@ -127,15 +124,13 @@ class Consumer : BwdProducts<Config>, Dropping {
             if (params_.bwd.dk != nullptr)
                 store(w.dk, p_.softmax_scale, params_.bwd.dk, params_.bwd.dk_stride_b, params_.bwd.dk_stride_s,
                       params_.bwd.dk_stride_h, t);
-            if constexpr (Config::kFinishes)
-                if (!rows.is_empty()) finish.next(t);
+            if (!rows.is_empty()) finish.next(t);
         }
         finish.end();
     }
 
   private:
-    // What a tile of keys has on its way through the queries.
-    struct Work {
+    struct Work {  // of a tile of keys on its way through the queries
         Scores s, dp;
         QueryGradient dq;
         Operand p16, ds16;
@@ -152,8 +147,7 @@ class Consumer : BwdProducts<Config>, Dropping {
         return (column >> 6) * Layout::kKvPanelBytes + (column & 63) * 2;
     }
 
-    // This warp's 16 rows of K or V.
-    OA_DEVICE void load_operand(KeyOperand& a, uint32 smem) const {
+    OA_DEVICE void load_operand(KeyOperand& a, uint32 smem) const {  // this warp's 16 rows of K or V
         const int32 row = group_ * 64 + warp_ * 16 + (lane_ & 15);
 #pragma unroll
         for (int step = 0; step < kSteps; ++step)
@@ -323,8 +317,7 @@ class Consumer : BwdProducts<Config>, Dropping {
         }
         wgmma_pin(w.dp);
     }
-    // One fence for dS and dQ.
-    template <bool kHasDq>
+    template <bool kHasDq>  // one fence for dS and dQ
     OA_DEVICE void store_ds(const Work& w) {
         bars_.ds.wait_empty(ds_write_);
 #pragma unroll
