@@ -90,9 +90,9 @@ OA_DEVICE int32 next_queries(const Rows& rows, int32 m) {
     return ++m == rows.end ? rows.first : m;
 }
 
-// Bytes: VARLEN, ORDERED, LISTS: tiles | K, V [128 * PANELS * 128] | Q [3][64 * PANELS * 128] | dO [NUM_DO_STAGES][same]
-// | dS [3][64 * 256] | dQ [2][256 * DQ_WIDTH] | lse2 [3][64 * 4] | delta [NUM_DO_STAGES][64 * 4] | barriers. Panels: 64
-// columns, 128-byte swizzle.
+// Bytes: VARLEN, ORDERED, LISTS: tiles | K, V [128 * PANELS * 128] | Q [3][64 * PANELS * 128] | dO
+// [NUM_DO_STAGES][same] | dS [3][64 * 256] | dQ [2][256 * DQ_WIDTH] | lse2 [3][64 * 4] | delta [NUM_DO_STAGES][64 * 4]
+// | barriers. Panels: 64 columns, 128-byte swizzle.
 template <typename Config>
 struct BwdStorage : BwdFeedStorage<Config::kWalker> {
     using Layout = BwdLayout<Config>;
