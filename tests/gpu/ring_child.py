@@ -116,7 +116,7 @@ def heads() -> None:
         o = ulysses_attention(q, k, v, causal=True, precision=precision)
         expected = oa.attention(*tensors[:3], causal=True, precision=precision)
         # Of fewer heads another tiling may be the fastest, which rounds P otherwise.
-        bound = 5e-3 if precision == "exact" else 2e-2
+        bound = 5e-3 if precision == "exact" else 3e-2
         like(f"heads {precision}", unshard(o, 1, schedule="contiguous"), expected, bound)
     say("heads")
 

@@ -26,12 +26,14 @@ TARGETS = ("compute_80", "compute_89")
 #: Those that every GPU gets; the others follow Hopper's own kernels.
 SPECS = [spec for spec in REGISTRY if spec.op in BACKWARD_OPS and not spec.arch_specific and not spec.fragments]
 ROWS = [(spec.name, target) for target in TARGETS for spec in SPECS if spec.min_arch <= (8, 0)]
+#: What a call with a block mask launches ahead of them.
+LISTS = [(name, target) for target in TARGETS for name in ("tile_kinds_sm80", "mask_list_sm80")]
 
 
 @pytest.fixture(scope="module")
 def kernels() -> dict[Key, LoadedKernel]:
     """Every row loaded from PTX."""
-    texts = compile_rows(ROWS)
+    texts = compile_rows([*ROWS, *LISTS])
     assert all(is_for(text, target) for (_, target), text in texts.items())
     return load_rows(texts)
 

@@ -124,12 +124,10 @@ def test_options(fmt: str) -> None:
     indices, lengths, lists = lists_of(7, 300, len(meant))
     given = {"softmax_scale": 0.1352, "softcap": 5.0, "sinks": sinks}
     plain = {"scale": 0.1352, "softcap": 5.0, "sinks": sinks}
-    rows = meant.of(kernel_of(oa.attention_sparse, q, cache, indices=indices, topk_length=lengths, **given))
     for deterministic in (False, True):
-        found = oa.attention_sparse(
-            q, cache, indices=indices, topk_length=lengths, return_lse=True, return_max=True,
-            deterministic=deterministic, **given,
-        )  # fmt: skip
+        call = {"indices": indices, "topk_length": lengths, "deterministic": deterministic, **given}
+        rows = meant.of(kernel_of(oa.attention_sparse, q, cache, **call))
+        found = oa.attention_sparse(q, cache, return_lse=True, return_max=True, **call)
         check(*found, q, rows, lists, "bfloat16", **plain)
     alone, *_ = oa.attention_sparse(
         q[3:4], cache, indices=indices[3:4], topk_length=lengths[3:4], deterministic=True, return_max=True, **given

@@ -196,7 +196,18 @@ def test_what_goes_to_torch() -> None:
         assert oat.fallback_reason(q, q, q) is None
         assert torch.equal(oat.sdpa(q, q, q), oat.sdpa(*[q.bfloat16()] * 3))
     with pytest.raises(UnsupportedError, match="dropout"):
-        oat.sdpa(q, q, q, dropout_p=0.1)
+        oat.sdpa(q, q, q, dropout_p=0.1, precision="int8")
+
+
+def test_dropout_draws_from_torch_s_generator() -> None:
+    q = torch.randn(1, 2, 50, 64, device="cuda")
+    found = []
+    for seed in (3, 3, 4):
+        torch.manual_seed(seed)
+        found.append(oat.sdpa(q, q, q, dropout_p=0.1))
+    assert torch.equal(found[0], found[1])
+    assert not torch.equal(found[0], found[2])
+    assert not torch.equal(found[0], oat.sdpa(q, q, q))
 
 
 def test_int8() -> None:
