@@ -252,7 +252,7 @@ def lost() -> None:
     """A rank that raises within a call: the others end with an error that says where, by the group's time-out."""
     q, k, v = (shard(x, 1) for x in inputs(32, 32)[:3])
     if dist.get_rank() == 0:
-        steps.attention = broken
+        steps.attention_beside = broken
     kind, text = (
         (ZeroDivisionError, "lost") if dist.get_rank() == 0 else (CommunicationError, "): step 1 of 1, K and V")
     )
@@ -270,7 +270,7 @@ def thrice(q: Any, k: Any, v: Any) -> None:
 
 
 def broken(*args: Any, **options: Any) -> Any:
-    """In place of `attention`."""
+    """In place of `attention_beside`."""
     raise ZeroDivisionError("lost")
 
 

@@ -188,7 +188,7 @@ def test_other_arrays_take_no_factors() -> None:
         oa.attention(qk.q, qk.k, oa.quantize_v(v), descale_q=one)
     with pytest.raises(ArgumentError, match=r"out_dtype.*'float32'"):
         oa.attention(qk.q, qk.k, oa.quantize_v(v), out_dtype="float16")
-    with pytest.raises(ArgumentError, match=r"descale_v.*score_mod and block_mask"):
+    with pytest.raises(ArgumentError, match=r"descale_v.*score_mod, block_mask and dropout"):
         oa.attention(*e4m3(q, k, v), descale_v=one, block_mask=np.ones((1, 1, 2, 3), dtype=bool))
     with pytest.raises(UnsupportedError, match="block_mask with precision='fp8'"):
         oa.attention(*e4m3(q, k, v), block_mask=np.ones((1, 1, 2, 3), dtype=bool))

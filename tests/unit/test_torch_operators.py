@@ -481,7 +481,7 @@ def _operators() -> dict[str, tuple[Any, ...]]:
     return {
         "attention": (q, k, v, None, mask, sinks, [], *score, "exact", True, None),
         "attention_varlen": (*packed, starts, starts, None, None, None, 7, 7, None, None, [], *score, "exact", True),
-        "attention_backward": (do, *plain, o, lse, None, None, None, [], *score, wanted),
+        "attention_backward": (do, *plain, o, lse, None, None, None, None, [], *score, wanted, None),
         "attention_varlen_backward": (
             torch.randn_like(po), *(x.detach() for x in packed), po, plse, None, starts, starts, None,
             None, 7, 7, None, None, [], *score, wanted,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import omniattn
 from omniattn.testing.expected import Grade
 from omniattn.testing.soak import formulas, limits, mods
 from omniattn.testing.soak.draw import Draw
+from omniattn.testing.soak.dropouts import Dropped
 from omniattn.testing.soak.formulas import Keys, Result, Rules
 from omniattn.testing.soak.judge import grade, repeated, truth, unchanged
 from omniattn.testing.soak.machines import Machine, Placed
@@ -156,7 +158,16 @@ def draw(d: Draw, *, packed: bool) -> dict[str, Any]:
         facts["score_mod"] = d.pick(MODS)
     if not packed and d.chance(0.06) and arrays.get("mask", {}).get("dtype") != "bool":
         draw_block_mask(d, facts)
+    draw_dropout(d, facts)
     return facts
+
+
+def draw_dropout(d: Draw, facts: dict[str, Any]) -> None:
+    """Dropout, where the other options leave kernels with it."""
+    without = {"score_mod", "pages"} & set(facts) or "block_mask" in facts["arrays"]
+    if d.chance(0.1) and not without and (d.cpu or max(facts["head_dims"]) <= 256):
+        facts["options"]["dropout_p"] = d.pick((0.1, 0.5, 0.003, 0.9))
+        facts["options"]["dropout_rng"] = (d.integer(0, 2**64 - 1), d.integer(0, 2**64 - 1))
 
 
 def draw_block_mask(d: Draw, facts: dict[str, Any]) -> None:
@@ -207,9 +218,10 @@ def rules_of(m: Machine, problem: Problem, mod: Mod | None = None) -> Rules:
     options, dim = problem.facts["options"], problem.facts["head_dims"][0]
     left, right = options.get("window", (-1, -1))
     scale = options.get("softmax_scale")
+    dropped = Dropped(options["dropout_p"], *options["dropout_rng"]) if options.get("dropout_p") else None
     return Rules(
         dim**-0.5 if scale is None else scale, options.get("softcap", 0.0), left, 0 if options.get("causal") else right,
-        mod,
+        mod, dropped=dropped,
     )  # fmt: skip
 
 
@@ -288,7 +300,7 @@ def expected(m: Machine, problem: Problem, operands: Operands, rules: Rules, of:
     lse_shape = tuple(firsts[0].shape[:-1])
     lse, lse_bound = m.full(lse_shape, -float("inf")), m.zeros(*lse_shape)
     for b, rows, keys in used_spans(problem):
-        own = Rules(rules.scale, rules.softcap, rules.left, rules.right, rules.mod, b)
+        own = replace(rules, batch=b)
         found = formulas.attend(m, operands(b, rows, keys), own, of)
         made = (found.o, found.o_bound, found.size, found.lse, found.lse_bound)
         for target, values in zip((*firsts, lse, lse_bound), made, strict=True):

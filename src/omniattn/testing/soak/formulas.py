@@ -3,12 +3,12 @@
 Nothing here comes from `omniattn.reference`: the two are beside each other. For query i, key j and channel c,
 
     s = scale q.k;  s = cap tanh(s / cap);  s = mod(s);  s += mask
-    w_ij = exp(s_ij - lse_i);   o_ic = sum_j w_ij v_jc
+    w_ij = exp(s_ij - lse_i);   o_ic = sum_j w_ij z_ij v_jc;   z = 1, or what dropout makes of it
 
 e_ij bounds the error of a score, from the sum of |q_d k_d| and the size of s. Then to first order
 
-    |error of o_ic| <= p A_ic + sum_j w_ij g_ij |v_jc| + G_i A_ic + out |o_ic|
-    A_ic = sum_j w_ij |v_jc|;   g = exp(2 e) - 1;   G_i = sum_j w_ij g_ij
+    |error of o_ic| <= p A_ic + sum_j w_ij z_ij g_ij |v_jc| + G_i A_ic + out |o_ic|
+    A_ic = sum_j w_ij z_ij |v_jc|;   g = exp(2 e) - 1;   G_i = sum_j w_ij g_ij
     |error of lse_i| <= 2 sum_j w_ij e_ij + lse
 
 with p the rounding of probabilities and out that of o, see `omniattn.testing.soak.limits`. So every element has a
@@ -21,6 +21,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from omniattn.testing.soak.dropouts import Dropped
 from omniattn.testing.soak.limits import Limits
 from omniattn.testing.soak.machines import Machine
 from omniattn.testing.soak.mods import Mod
@@ -40,7 +41,8 @@ class Rules:
         Window, -1 for no limit; causal is right = 0.
     mod : Mod or None
     batch : int
-        Number of the sequence, for ``mod``.
+        Number of the sequence, for ``mod`` and ``dropped``.
+    dropped : Dropped or None
     """
 
     scale: float
@@ -49,6 +51,13 @@ class Rules:
     right: int = -1
     mod: Mod | None = None
     batch: int = 0
+    dropped: Dropped | None = None
+
+    def factors(self, m: Machine, heads: int, begin: int, end: int, keys: int) -> Any:
+        """What probabilities of a block of rows are multiplied by, broadcastable to (heads, rows, keys)."""
+        if self.dropped is None:
+            return m.full((1, 1, 1), 1.0)
+        return m.number(self.dropped.factors(self.batch, heads, begin, end, keys))
 
 
 @dataclass(frozen=True)
@@ -197,14 +206,16 @@ def attend(m: Machine, x: Keys, rules: Rules, limits: Limits) -> Result:
         rows = end - begin
         of = scores(m, x, rules, limits, begin, end)
         w, lse = weights(m, of, x.sinks)
-        wg = w * growth(m, of.error)
+        g = growth(m, of.error)
+        kept = w * rules.factors(m, heads, begin, end, keys)
 
         def times(left: Any, right: Any, rows: int = rows) -> Any:
             return (grouped(left, kv_heads) @ right).reshape(heads, rows, dim)
 
-        o, size = times(w, x.v), times(w, v_size)
-        most = m.top(w) if keys else m.zeros(heads, rows, 1)
-        bound = limits.p * size + times(wg, v_size) + m.sum(wg, -1) * size + limits.out * abs(o) + limits.least
+        o, size = times(kept, x.v), times(kept, v_size)
+        most = m.top(kept) if keys else m.zeros(heads, rows, 1)
+        bound = limits.p * size + times(kept * g, v_size) + m.sum(w * g, -1) * size
+        bound = bound + limits.out * abs(o) + limits.least
         if limits.subnormal:
             bound = bound + limits.subnormal * times(most, all_values)
         lse = lse[..., 0]

@@ -1,7 +1,7 @@
 """Gradients of attention in float64 from their definition (docs/backward.md), with bounds of errors.
 
-    w = exp(s - lse);  D_i = do_i.o_i - dlse_i;  ds_ij = w_ij (do_i.v_j - D_i)
-    dv = w^T do;  dq = scale (ds f') k;  dk = scale (ds f')^T q;  dsinks = -sum_i exp(sink - lse_i) D_i;  dmask = ds
+    w = exp(s - lse);  D_i = do_i.o_i - dlse_i;  ds_ij = w_ij (z_ij do_i.v_j - D_i)
+    dv = (w z)^T do;  dq = scale (ds f') k;  dk = scale (ds f')^T q;  dsinks = -sum_i exp(sink - lse_i) D_i;  dmask = ds
 
 Kernels round P and dS to 16 bits, and D is made of o as the forward stored it. The bounds are sums of the magnitudes of
 what these roundings are multiplied by.
@@ -70,8 +70,9 @@ def gradients(
         lse_bound = m.where(m.isfinite(lse_bound), lse_bound, 0.0)
         wg = w * (growth(m, of.error) + growth(m, lse_bound) + unit)
         grouped_do, v_turned = grouped(own, kv_heads), x.v.swapaxes(-1, -2)
-        dov = (grouped_do @ v_turned).reshape(heads, rows, keys)
-        dov_size = (abs(grouped_do) @ abs(v_turned)).reshape(heads, rows, keys)
+        z = rules.factors(m, heads, begin, end, keys)
+        dov = (grouped_do @ v_turned).reshape(heads, rows, keys) * z
+        dov_size = (abs(grouped_do) @ abs(v_turned)).reshape(heads, rows, keys) * z
         big_d = m.sum(own * forward.o[:, begin:end], -1)
         d_bound = m.sum(abs(own) * (forward.o_bound[:, begin:end] + limits.fp * abs(forward.o[:, begin:end])), -1)
         if dlse is not None:
@@ -91,8 +92,8 @@ def gradients(
         bounds["dq"][:, begin:end] = (abs(scale) * (pre_bound @ abs(x.k))).reshape(heads, rows, dim)
         values["dk"] += scale * (pre.swapaxes(-1, -2) @ q)
         bounds["dk"] += abs(scale) * (pre_bound.swapaxes(-1, -2) @ abs(q))
-        values["dv"] += grouped(w, kv_heads).swapaxes(-1, -2) @ grouped_do
-        bounds["dv"] += grouped(2 * wg + least, kv_heads).swapaxes(-1, -2) @ abs(grouped_do)
+        values["dv"] += grouped(w * z, kv_heads).swapaxes(-1, -2) @ grouped_do
+        bounds["dv"] += grouped((2 * wg + least) * z, kv_heads).swapaxes(-1, -2) @ abs(grouped_do)
         if x.sinks is not None:
             share = m.exp(x.sinks[:, None, None] - m.where(seen, lse, math.inf))
             values["dsinks"] -= m.sum(share * big_d, 1)[:, 0, 0]

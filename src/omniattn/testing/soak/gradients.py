@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import omniattn
@@ -61,6 +62,7 @@ def draw(d: Draw, *, packed: bool) -> dict[str, Any]:
         facts["score_mod"] = d.pick(MODS)
     if not packed and d.chance(0.06) and arrays.get("mask", {}).get("dtype") != "bool":
         attention.draw_block_mask(d, facts)
+    attention.draw_dropout(d, facts)
     return facts
 
 
@@ -170,7 +172,7 @@ def _expected(
     dlse = m.f64(views["dlse"]) if "dlse" in views else None
     for b, rows, keys in attention.used_spans(problem):
         x = operands(b, rows, keys)
-        own = Rules(rules.scale, rules.softcap, rules.left, rules.right, rules.mod, b)
+        own = replace(rules, batch=b)
         result = formulas.attend(m, x, own, of)
         own_do, own_dlse = (None if t is None else (t if packed else t[b])[:, rows] for t in (do, dlse))
         found = gradient_formulas.gradients(m, x, own, of, result, own_do, own_dlse, problem.dtype)
