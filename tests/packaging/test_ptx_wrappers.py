@@ -118,6 +118,6 @@ extern "C" __global__ void k(const __grid_constant__ AttnFwdParams p, const __gr
     }
 }
 """
-    ptx, log = compiled(source, "attention/mask.cuh")
+    ptx, log = compiled(source, "attention/query_tiles.cuh")
     assert ".visible .entry k(" in ptx
     assert "spill" not in log or "0 bytes spill stores" in log

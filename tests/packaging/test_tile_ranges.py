@@ -40,7 +40,7 @@ def test_tiles_hold_every_visible_pair(struct: str) -> None:
         for case, at in places
         for member in ("first", "end", "full_first", "full_end")
     ]
-    found = list(map(signed, device_constants("attention/mask.cuh", numbers)))
+    found = list(map(signed, device_constants("attention/query_tiles.cuh", numbers)))
     for i, (case, at) in enumerate(places):
         first, end, full_first, full_end = found[4 * i : 4 * i + 4]
         extent = case[0 if by_keys else 1]

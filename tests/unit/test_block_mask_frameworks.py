@@ -18,6 +18,7 @@ def expected(x: Arrays) -> tuple[np.ndarray, ...]:
     return gradients(x, ("dq", "dk", "dv"), block_mask=x["blocks"], **BLOCK)
 
 
+@pytest.mark.frameworks
 @pytest.mark.parametrize("compiled", [False, True])
 def test_torch(compiled: bool) -> None:
     torch = pytest.importorskip("torch")
@@ -34,6 +35,7 @@ def test_torch(compiled: bool) -> None:
         np.testing.assert_allclose(got.grad.numpy(), want, atol=1e-12)
 
 
+@pytest.mark.frameworks
 def test_torch_transforms() -> None:
     torch = pytest.importorskip("torch")
     x = inputs()
@@ -49,6 +51,7 @@ def test_torch_transforms() -> None:
         np.testing.assert_allclose(got.numpy(), expected(one)[0], atol=1e-12)
 
 
+@pytest.mark.frameworks
 def test_torch_gradients_are_an_operator() -> None:
     torch = pytest.importorskip("torch")
     x = inputs()
@@ -63,6 +66,7 @@ def test_torch_gradients_are_an_operator() -> None:
         assert torch.equal(got, want)
 
 
+@pytest.mark.frameworks
 def test_jax() -> None:
     jax = pytest.importorskip("jax")
     jnp = importlib.import_module("jax.numpy")

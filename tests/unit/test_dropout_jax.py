@@ -12,6 +12,8 @@ jax = pytest.importorskip("jax")
 import omniattn  # noqa: E402
 from omniattn.errors import ArgumentError  # noqa: E402
 
+pytestmark = pytest.mark.frameworks
+
 
 def _arrays() -> list[Any]:
     r = np.random.default_rng(0)

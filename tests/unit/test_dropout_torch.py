@@ -15,6 +15,8 @@ from omniattn.compat import flash_attn  # noqa: E402
 from omniattn.errors import ArgumentError, UnsupportedError  # noqa: E402
 from omniattn.torch import use_sdpa  # noqa: E402
 
+pytestmark = pytest.mark.frameworks
+
 
 def _leaves(*shape: int, count: int = 3) -> list[Any]:
     g = torch.Generator().manual_seed(0)

@@ -52,8 +52,8 @@ def _group(i: Any) -> Any:
 
 def _philox(c: list[Any], key: tuple[int, int]) -> list[Any]:
     """Four words of 32 bits, in uint64, of a counter of four."""
-    for turn in range(10):
-        keys = [np.uint64((word + turn * step) & 0xFFFFFFFF) for word, step in zip(key, _STEPS, strict=True)]
+    for i in range(10):
+        keys = [np.uint64((word + i * step) & 0xFFFFFFFF) for word, step in zip(key, _STEPS, strict=True)]
         a, b = np.uint64(_FACTORS[0]) * c[0], np.uint64(_FACTORS[1]) * c[2]
         c = [(b >> np.uint64(32)) ^ c[1] ^ keys[0], b & _LOW, (a >> np.uint64(32)) ^ c[3] ^ keys[1], a & _LOW]
     return c
