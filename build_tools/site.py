@@ -20,6 +20,8 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
+from build_tools import tuning_records
+
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ROOT / "build" / "site-pages"
 SOURCES = ("*.md", "docs/**/*.md", "examples/**/*.md", "wheels/*.md", "src/omniattn/data/*.md")
@@ -83,6 +85,12 @@ def linked_files(text: str) -> Iterable[str]:
             yield target
 
 
+def to_record_pages(text: str) -> str:
+    """A page whose links to files of tuning records lead to the pages that the site has of them."""
+    names = "|".join(path.stem for path in tuning_records.files())
+    return re.sub(rf"(\]\((?:[^)\s]*/)?(?:{names}))\.toml(?=[#)])", r"\1.md", text)
+
+
 def gather(pages: Path = PAGES) -> None:
     """Copy every page, and every file that a page links to, to where it lies in the repository, below ``pages``."""
     shutil.rmtree(pages, ignore_errors=True)
@@ -93,8 +101,15 @@ def gather(pages: Path = PAGES) -> None:
     for path in sorted(wanted):
         place = pages / path.relative_to(ROOT)
         place.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(path, place)
-    for name, text in reference_pages().items():
+        if path.suffix == ".md":
+            place.write_text(to_record_pages(path.read_text(encoding="utf-8")), encoding="utf-8")
+        else:
+            shutil.copyfile(path, place)
+    records = {
+        str(tuning_records.FOLDER / f"{path.stem}.md"): to_record_pages(tuning_records.page(path))
+        for path in tuning_records.files()
+    }
+    for name, text in {**reference_pages(), **records}.items():
         place = pages / name
         place.parent.mkdir(parents=True, exist_ok=True)
         place.write_text(text, encoding="utf-8")

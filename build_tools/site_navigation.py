@@ -14,7 +14,8 @@ TABS: tuple[tuple[str, tuple[str, ...]], ...] = (
                 "docs/jax.md", "docs/serving.md", "docs/kv_formats.md", "docs/mla.md", "docs/distributed.md",
                 "docs/integrations/*.md", "docs/*.md")),
     ("Reference", ("docs/api.md", "reference/*.md")),
-    ("Performance", ("docs/performance/README.md", "docs/performance/**/*.md")),
+    ("Performance", ("docs/performance/README.md", "docs/performance/*.md")),
+    ("Records", ("docs/performance/results/*.md", "docs/performance/records/*.md")),
     ("Examples", ("examples/**/*.md",)),
     ("Project", ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "wheels/*.md", "**/*.md")),
 )  # fmt: skip

@@ -12,7 +12,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from build_tools import decode_tables, figures, page_tables, pages
+from build_tools import decode_tables, figures, page_tables, pages, tuning_records
 from omniattn.bench import document
 from omniattn.cli import build_parser
 from omniattn.registry import REGISTRY
@@ -253,6 +253,13 @@ def typed_measurements(text: str) -> list[str]:
 @pytest.mark.parametrize("page", CURRENT, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_measured_tables_are_generated_or_records(page: Path) -> None:
     assert typed_measurements(page.read_text(encoding="utf-8")) == []
+
+
+@pytest.mark.parametrize("path", tuning_records.files(), ids=lambda path: path.stem)
+def test_measured_tables_of_records_are_dated(path: Path) -> None:
+    """A record says its day itself, or stands below a title that does."""
+    text = "## Records\n\n" + "\n\n".join(tuning_records.blocks(tuning_records.load(path)))
+    assert typed_measurements(re.sub(r"^##(?=#* (?!Records))", "###", text, flags=re.M)) == []
 
 
 def test_typed_measurements_are_found() -> None:

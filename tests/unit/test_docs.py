@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import omniattn
+from build_tools import tuning_records
 from omniattn import errors
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -29,8 +30,9 @@ FUNCTIONS = [function for function in CALLABLES if function.__name__ not in RESU
 
 
 def prose(page: Path) -> str:
-    """Text of a page without its code blocks."""
-    return re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    """Text of a page, or of the page that a file of records makes, without its code blocks."""
+    text = tuning_records.page(page) if page.suffix == ".toml" else page.read_text(encoding="utf-8")
+    return re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
 
 
 def anchors(page: Path) -> set[str]:
@@ -42,7 +44,7 @@ def anchors(page: Path) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+@pytest.mark.parametrize("page", PAGES + tuning_records.files(), ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_links_and_tables(page: Path) -> None:
     text = prose(page)
     broken = []

@@ -7,13 +7,22 @@ from pathlib import Path
 
 import pytest
 
+from build_tools import tuning_records
+
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted(
     path
     for pattern in ("*.md", "docs/**/*.md", "examples/**/*.md", "wheels/*.md", "src/**/*.md")
     for path in ROOT.glob(pattern)
 )
+RECORDS = tuning_records.files()
 COLUMNS = 100
+
+
+def written(page: Path) -> str:
+    """Text of a page, or of the page that a file of records makes."""
+    return tuning_records.page(page) if page in RECORDS else page.read_text(encoding="utf-8")
+
 
 #: Words of our own making, and what the field says instead.
 WORDS = {
@@ -34,7 +43,7 @@ WORDS = {
 def long_lines(page: Path) -> list[int]:
     """Numbers of the lines that are too long: headings, markers and generated text as well, all but code and tables."""
     found, fenced = [], False
-    for number, line in enumerate(page.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(written(page).splitlines(), 1):
         if line.startswith("```"):
             fenced = not fenced
         # One word, such as a long link, cannot be broken.
@@ -43,14 +52,14 @@ def long_lines(page: Path) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+@pytest.mark.parametrize("page", PAGES + RECORDS, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_prose_is_wrapped(page: Path) -> None:
     assert long_lines(page) == []
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+@pytest.mark.parametrize("page", PAGES + RECORDS, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_words_are_the_fields(page: Path) -> None:
-    text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.M | re.DOTALL)
+    text = re.sub(r"^```.*?^```$", "", written(page), flags=re.M | re.DOTALL)
     text = re.sub(r"`[^`\n]*`|\]\([^)]*\)", "", text)
     found = {
         f"{match.group()!r}: say {better}"
