@@ -11,8 +11,8 @@ torch = pytest.importorskip("torch")
 
 from omniattn.compat import flash_attn_interface as fa3  # noqa: E402
 from omniattn.compat import flashinfer as fi  # noqa: E402
-from tests.unit.compat_cases import close, naive, randoms, slices, starts  # noqa: E402
-from tests.unit.flashinfer_cases import BOUND, DIM, HEADS, KV, Requests, buffers, plan_of  # noqa: E402
+from tests.unit.compat.compat_cases import close, naive, randoms, slices, starts  # noqa: E402
+from tests.unit.compat.flashinfer_cases import BOUND, DIM, HEADS, KV, Requests, buffers, plan_of  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 

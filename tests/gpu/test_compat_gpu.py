@@ -19,8 +19,8 @@ from omniattn.compat import bert_padding, cached  # noqa: E402
 from omniattn.compat import flash_attn as fa2  # noqa: E402
 from omniattn.compat import flash_attn_interface as fa3  # noqa: E402
 from omniattn.compat import sageattention as sage  # noqa: E402
-from tests.unit import compat_cases  # noqa: E402
-from tests.unit.compat_cases import close, packed_naive  # noqa: E402
+from tests.unit.compat import compat_cases  # noqa: E402
+from tests.unit.compat.compat_cases import close, packed_naive  # noqa: E402
 
 from . import backward_cases  # noqa: E402
 from .attention_cases import check_lse  # noqa: E402

@@ -17,7 +17,7 @@ from omniattn.ops import copy_blocks, decode  # noqa: E402
 from omniattn.reference.decode import append_tokens  # noqa: E402
 from omniattn.reference.kv_cache import rotate  # noqa: E402
 from tests.gpu.decode_cases import COMMON, Case, Filled, compare  # noqa: E402
-from tests.unit.test_docs_recipes import check_prefix  # noqa: E402
+from tests.unit.docs.test_docs_recipes import check_prefix  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 #: Besides the common formats: groups, and K and V of different formats (compiled at run time).

@@ -8,7 +8,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import omniattn as oa  # noqa: E402
-from tests.unit.test_docs_score_mods import BLOCKS, by_definition, names_after  # noqa: E402
+from tests.unit.docs.test_docs_score_mods import BLOCKS, by_definition, names_after  # noqa: E402
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 

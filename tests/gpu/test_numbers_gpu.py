@@ -15,8 +15,8 @@ import omniattn as oa  # noqa: E402
 from omniattn.compat import flash_attn as fa2  # noqa: E402
 from omniattn.compat import flash_attn_interface as fa3  # noqa: E402
 from omniattn.compat.rotary import rotation  # noqa: E402
-from tests.unit import compat_cases  # noqa: E402
-from tests.unit.compat_cases import close  # noqa: E402
+from tests.unit.compat import compat_cases  # noqa: E402
+from tests.unit.compat.compat_cases import close  # noqa: E402
 
 from .test_compat_gpu import check_output, device, filled, in_ours, random  # noqa: E402
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit import serve_fakes as fakes
+from tests.unit.examples import serve_fakes as fakes
 
 torch = pytest.importorskip("torch")
 

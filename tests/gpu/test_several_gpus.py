@@ -151,7 +151,7 @@ def count(said: str, lines: Sequence[str]) -> None:
 
 def test_context_parallel_by_nccl() -> None:
     """Both operators and rotate methods, causal and full, lengths of every remainder: output, gradients, LSE."""
-    said = by_torchrun("tests/unit/context_parallel_child.py", seconds=150)
+    said = by_torchrun("tests/unit/frameworks/context_parallel_child.py", seconds=150)
     cases = [
         f"{operator} {rotate} causal={causal} balance={causal} 16"
         for operator in ("flash", "cudnn")

@@ -7,7 +7,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import omniattn.torch as ours  # noqa: E402
-from tests.unit import test_torch_flex as cases  # noqa: E402
+from tests.unit.frameworks import test_torch_flex as cases  # noqa: E402
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 LENGTH = 500

@@ -15,7 +15,10 @@ ROOT = Path(__file__).resolve().parents[2]
 COMPILER = build_native.compiler()
 needs_compiler = pytest.mark.skipif(COMPILER is None, reason="needs Linux, a C compiler and Python's headers")
 SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-g")
-_SOURCES = {"libcuda.so.1": "tests/unit/test_runtime_fake_libcuda.c", "cpu_as_gpu.so": "tests/native/cpu_as_gpu.c"}
+_SOURCES = {
+    "libcuda.so.1": "tests/unit/runtime/test_runtime_fake_libcuda.c",
+    "cpu_as_gpu.so": "tests/native/cpu_as_gpu.c",
+}
 
 
 def build(folder: Path) -> None:

@@ -19,7 +19,7 @@ from omniattn.bench import host
 from omniattn.plan import native
 from omniattn.registry import REGISTRY
 from omniattn.runtime.record import LaunchRecord, Pointer, TensorMap
-from tests.unit.launch_fakes import program_of
+from tests.unit.launch.launch_fakes import program_of
 
 from .building import ROOT, SANITIZERS, needs_compiler, run_child, sanitizers
 

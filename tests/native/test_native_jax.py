@@ -26,7 +26,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where libcuda's stand-in and the module lie."""
     assert COMPILER is not None
     made = tmp_path_factory.mktemp("native_jax")
-    source = ROOT / "tests/unit/test_runtime_fake_libcuda.c"
+    source = ROOT / "tests/unit/runtime/test_runtime_fake_libcuda.c"
     command = [*COMPILER, "-shared", "-fPIC", "-O1", "-o", str(made / "libcuda.so.1"), str(source), "-ldl"]
     subprocess.run(command, check=True, timeout=600)
     build_native.build(ROOT, made / build_native.NAME, ("-DOMNIATTN_TEST_STREAM=0x51",))

@@ -14,8 +14,8 @@ from omniattn.bench.document import write
 from omniattn.bench.way_cases import way_cases
 from omniattn.plan.tuning import parse
 from omniattn.tune.operations import OperationFit
-from tests.unit.test_tune import CASES, USUAL, other_gpu, simulated
-from tests.unit.way_fakes import other_costs, simulated_ways
+from tests.unit.tune.test_tune import CASES, USUAL, other_gpu, simulated
+from tests.unit.tune.way_fakes import other_costs, simulated_ways
 
 
 def result_file(path: Path, device: str, seed: int, attention: bool = True, others: bool = False) -> Path:

@@ -32,7 +32,7 @@ def test_collection_needs_no_framework() -> None:
     names = [".".join(path.parts) for path in files]
     done = subprocess.run([sys.executable, "-c", IMPORT, *names], cwd=TESTS.parent, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr
-    assert "tests.unit.test_written_torch could not import 'torch'" in done.stdout
+    assert "tests.unit.arrays.test_written_torch could not import 'torch'" in done.stdout
 
 
 MODULES = [path for path in sorted(TESTS.rglob("test_*.py")) if "gpu" not in path.relative_to(TESTS).parts]

@@ -21,7 +21,7 @@ import omniattn.torch  # noqa: E402
 from omniattn.compat import flash_attn as fa2  # noqa: E402
 from omniattn.compat import flash_attn_interface as fa3  # noqa: E402
 from omniattn.compat import sageattention as sage  # noqa: E402
-from tests.unit.compat_cases import randoms, starts  # noqa: E402
+from tests.unit.compat.compat_cases import randoms, starts  # noqa: E402
 
 pytestmark = pytest.mark.frameworks
 

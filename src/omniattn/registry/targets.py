@@ -1,7 +1,7 @@
 """Which targets the wheel carries a row for: those whose GPUs take it in some call. Standard library only.
 
 Attention is chosen among these rows (`select.candidates`). What else is carried, selection is asked for by a test, over
-calls of every kind (``tests/unit/test_registry_targets.py``).
+calls of every kind (``tests/unit/registry/test_registry_targets.py``).
 """
 
 from __future__ import annotations
