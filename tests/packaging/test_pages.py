@@ -229,7 +229,7 @@ def test_typed_tables_are_found() -> None:
 #: Pages that speak of the present code. Examples show what their own programs print.
 CURRENT = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("**/*.md"))]
 #: Sections whose tables are typed: what is asked for; what was computed, or found once, on a day that is named.
-ASKED, DATED = ("## Goals",), ("## Floors", "## Model", "## Records")
+ASKED, DATED = ("## Goals",), ("## Floors", "## Model", "## What did not pay", "## Records")
 #: A number with a fraction or a unit, but for compute capabilities.
 MEASURED = re.compile(r"(?<![\w./])(?!(?:8|9|10|12)\.\d(?!\d))\d*\.\d+|\d\s?(?:µs|ms|TB/s|TFLOP/s|×|%)(?!\w)")
 

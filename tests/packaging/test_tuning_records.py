@@ -50,6 +50,20 @@ def test_no_page_keeps_records_of_its_own() -> None:
         assert not found or ("\n|" not in records and len(records.split()) < 40), page.name
 
 
+#: Lines of a page of docs/performance: what is longer belongs to the records.
+PAGE_LINES = 200
+SHORT_PAGES = (
+    "attn_bwd_sm80", "attn_bwd_sm90", "attn_fwd_sm80", "attn_fwd_sm90", "backward", "few_queries", "packed", "short",
+    "tail", "windows",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("page", SHORT_PAGES)
+def test_a_page_is_short(page: str) -> None:
+    lines = (ROOT / "docs/performance" / f"{page}.md").read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= PAGE_LINES
+
+
 def test_a_page_is_made(tmp_path: Path) -> None:
     path = tmp_path / "decode.toml"
     path.write_text(SAMPLE, encoding="utf-8")
