@@ -25,6 +25,7 @@ columns = ["version", "outcome"]
 rows = [
   ["v1", "1.08 × `a \\\\| b`"],
 ]
+source = "One NVIDIA H200, 2026-01-02; medians"
 
 [[record]]
 title = "v1"
@@ -56,7 +57,10 @@ def test_a_page_is_made(tmp_path: Path) -> None:
     text = tuning_records.page(path)
     assert text.startswith("# Records: decode\n\nWritten once")
     assert "kernel: [decode](../decode.md).\n\nOn 2026-01-02.\n\n## Versions\n\n| version | outcome |\n" in text
-    assert "|---|---|\n| v1 | 1.08 × `a \\| b` |\n\n### v1\n\nSee [versions](#versions).\n" in text
+    assert (
+        "|---|---|\n| v1 | 1.08 × `a \\| b` |\n\n<sub>One NVIDIA H200, 2026-01-02; medians.</sub>\n\n### v1\n" in text
+    )
+    assert text.endswith("### v1\n\nSee [versions](#versions).\n")
 
 
 @pytest.mark.parametrize(
@@ -67,6 +71,10 @@ def test_a_page_is_made(tmp_path: Path) -> None:
         ("level = 3", "date = 3", "received .'date'"),
         ('"outcome"]', '"outcome", "why"]', "expected 3 strings"),
         ('["v1", "1.08', '["v1", 1.08, "', "expected 2 strings"),
+        ("H200, 2026-01-02", "H200", "source with device and day"),
+        ("One NVIDIA H200, ", "", "source with device and day"),
+        ('source = "One NVIDIA H200, 2026-01-02; medians"', "source = 2026-01-02", "source with device and day"),
+        ('columns = ["version", "outcome"]\n', "", "text, or columns and rows"),
         ("text = '''\nSee", "texts = '''\nSee", "text, or columns and rows"),
     ],
 )
