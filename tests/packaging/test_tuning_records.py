@@ -51,6 +51,20 @@ def test_no_page_keeps_records_of_its_own() -> None:
         assert not found or ("\n|" not in records and len(records.split()) < 40), page.name
 
 
+#: Lines of a page of docs/performance: what is longer belongs to the records.
+PAGE_LINES = 200
+SHORT_PAGES = (
+    "README", "append", "attn_fp8_sm90", "attn_fwd_d512_sm90", "attn_int8_sm90", "decode", "index_topk", "measuring",
+    "mla_decode_sm80", "mla_decode_sm90", "options", "quantize", "sage_sm80_sm89", "selection", "serving",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("page", SHORT_PAGES)
+def test_a_page_is_short(page: str) -> None:
+    lines = (ROOT / "docs/performance" / f"{page}.md").read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= PAGE_LINES
+
+
 def test_a_page_is_made(tmp_path: Path) -> None:
     path = tmp_path / "decode.toml"
     path.write_text(SAMPLE, encoding="utf-8")
