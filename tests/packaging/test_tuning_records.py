@@ -114,6 +114,8 @@ def test_the_site_has_them_as_pages(tmp_path: Path) -> None:
     text = (tmp_path / "docs/performance/attn_fwd_sm90.md").read_text(encoding="utf-8")
     assert "](records/attn_fwd_sm90.md)" in text
     assert (tmp_path / "docs/performance/records/attn_fwd_sm90.md").is_file()
+    assert "](../results/candidates-h100.json)" in tuning_records.page(ROOT / tuning_records.FOLDER / "selection.toml")
+    assert (tmp_path / "docs/performance/results/candidates-h100.json").is_file()
     assert site.to_record_pages("[a](pyproject.toml) [b](../records/decode.toml#x) [c](decode.toml)") == (
         "[a](pyproject.toml) [b](../records/decode.md#x) [c](decode.md)"
     )
