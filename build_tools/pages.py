@@ -8,7 +8,13 @@ where a table stands, and this module fills it::
     <!-- table: forward -->
     <!-- end -->
 
-A single number within a sentence is ``<!-- value: forward_mean -->1.22<!-- end -->``. Without ``--write`` nothing is
+A single number within a sentence is ``<!-- value: forward_mean -->1.22<!-- end -->``. What was measured once and is no
+result file is a table of a dated record (`build_tools.tuning_records`), the first one of the record "Result" by::
+
+    <!-- record: index_topk "Result" 1 -->
+    <!-- end -->
+
+Without ``--write`` nothing is
 changed, and the exit code is 1 where a page or a figure is not what its results give.
 """
 
@@ -25,7 +31,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from build_tools import guide_figures, sparse_tables
+from build_tools import guide_figures, sparse_tables, tuning_records
 from build_tools.page_parts import NOT_MEASURED, PageError, Report
 from build_tools.page_tables import FIGURE, PARTS, SOURCES, figure
 
@@ -33,7 +39,11 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = Path("docs/performance/results")
 SCHEMA = 1
 
-_MARKED = re.compile(r"(<!-- (table|value): (\w+) -->)(.*?)(<!-- end -->)", re.DOTALL)
+_MARKED = re.compile(
+    r"""(?P<begin><!--\ (?P<kind>table|value|record):\ (?P<name>\w+)(?:\ "(?P<title>[^"\n]+)"\ (?P<number>\d+))?\ -->)
+    .*?<!--\ end\ -->""",
+    re.DOTALL | re.VERBOSE,
+)
 
 
 def results(root: Path = ROOT) -> dict[str, Report]:
@@ -62,27 +72,33 @@ def results(root: Path = ROOT) -> dict[str, Report]:
     return found
 
 
-def filled(text: str, reports: Mapping[str, Report]) -> str:
-    """``text`` with every marked part made from the reports.
+def filled(text: str, reports: Mapping[str, Report], root: Path = ROOT) -> str:
+    """``text`` with every marked part made from the reports, or from the records below ``root``.
 
     Raises
     ------
     PageError
         A marker names nothing that is known, or has no end.
     """
-    if len(re.findall(r"<!-- (?:table|value): ", text)) != len(_MARKED.findall(text)):
-        raise PageError("a marker without its end")
+    if len(re.findall(r"<!-- (?:table|value|record): ", text)) != len(_MARKED.findall(text)):
+        raise PageError("a marker that is not complete, or without its end")
 
     def put(match: re.Match[str]) -> str:
-        begin, kind, name, _, end = match.groups()
-        if name not in PARTS:
+        begin, kind, name = match["begin"], match["kind"], match["name"]
+        if (kind == "record") != (match["title"] is not None):
+            raise PageError(f'{begin}: expected <!-- record: NAME "TITLE" N -->, or a name alone')
+        if kind == "record":
+            try:
+                made = tuning_records.result(name, match["title"], int(match["number"]), root)
+            except tuning_records.RecordError as error:
+                raise PageError(str(error)) from error
+        elif name not in PARTS:
             raise PageError(f"no table or value {name!r}: {', '.join(PARTS)}")
-        part = PARTS[name]
-        if all(source in reports for source in part.sources):
-            made = part.make(*(reports[source] for source in part.sources))
+        elif all(source in reports for source in PARTS[name].sources):
+            made = PARTS[name].make(*(reports[source] for source in PARTS[name].sources))
         else:
             made = "–" if kind == "value" else NOT_MEASURED
-        return f"{begin}{made}{end}" if kind == "value" else f"{begin}\n{made}\n{end}"
+        return f"{begin}{made}<!-- end -->" if kind == "value" else f"{begin}\n{made}\n<!-- end -->"
 
     return _MARKED.sub(put, text)
 
@@ -97,7 +113,7 @@ def expected(root: Path = ROOT) -> dict[Path, str]:
             continue
         text = path.read_text(encoding="utf-8")
         try:
-            made[path.relative_to(root)] = filled(text, reports)
+            made[path.relative_to(root)] = filled(text, reports, root)
         except PageError as error:
             raise PageError(f"{path.relative_to(root).as_posix()}: {error}") from error
     if "int8" in reports:

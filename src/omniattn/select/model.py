@@ -63,7 +63,7 @@ class Rules:
         (docs/performance/decode.md).
     list_keys : int
         Keys of a list over a latent cache that CTAs of few rows may have each, to be the fastest
-        (docs/performance/mla_decode_sm90.md, "Few sequences", as what follows).
+        (docs/performance/records/mla_decode_sm90.toml, "Few sequences", as what follows).
     clustered_blocks : int
         Blocks of such rows from which on clusters of these CTAs are faster.
     worker_keys : int
