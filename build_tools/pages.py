@@ -31,9 +31,9 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from build_tools import guide_figures, sparse_tables, tuning_records
+from build_tools import guide_figures, tuning_records
 from build_tools.page_parts import NOT_MEASURED, PageError, Report
-from build_tools.page_tables import FIGURE, PARTS, SOURCES, figure
+from build_tools.page_tables import FIGURES, PARTS, SOURCES
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = Path("docs/performance/results")
@@ -104,7 +104,7 @@ def filled(text: str, reports: Mapping[str, Report], root: Path = ROOT) -> str:
 
 
 def expected(root: Path = ROOT) -> dict[Path, str]:
-    """What every page with markers, and the figure, have to be: path below ``root`` to text."""
+    """What every page with markers, and every figure, has to be: path below ``root`` to text."""
     reports = results(root)
     made: dict[Path, str] = {}
     for path in [root / "README.md", root / "CHANGELOG.md", *sorted(root.glob("docs/**/*.md")),
@@ -116,14 +116,11 @@ def expected(root: Path = ROOT) -> dict[Path, str]:
             made[path.relative_to(root)] = filled(text, reports, root)
         except PageError as error:
             raise PageError(f"{path.relative_to(root).as_posix()}: {error}") from error
-    if "int8" in reports:
-        made[FIGURE] = figure(reports["int8"])
+    for figure in FIGURES:
+        if all(source in reports for source in figure.sources):
+            made[figure.path] = figure.make(*(reports[source] for source in figure.sources))
     if (root / guide_figures.CHOICE.parent).exists():
         made[guide_figures.CHOICE] = guide_figures.choice()
-        if "fp8" in reports:
-            made[guide_figures.SPEED] = guide_figures.speed(reports["fp8"])
-    if "sparse_accuracy" in reports:
-        made[sparse_tables.FIGURE] = sparse_tables.figure(reports["sparse_accuracy"])
     return made
 
 
@@ -137,10 +134,11 @@ def differences(root: Path = ROOT) -> list[str]:
 
 
 def write(root: Path = ROOT) -> list[str]:
-    """Renew pages and figure; return what has changed."""
+    """Renew pages and figures; return what has changed."""
     changed = differences(root)
     for path, text in expected(root).items():
         if path.as_posix() in changed:
+            (root / path).parent.mkdir(parents=True, exist_ok=True)
             (root / path).write_text(text, encoding="utf-8")
     return changed
 
@@ -181,7 +179,7 @@ def measure(names: Sequence[str], folder: Path) -> list[str]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Renew or check; return the exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--write", action="store_true", help="renew pages and figure")
+    parser.add_argument("--write", action="store_true", help="renew pages and figures")
     parser.add_argument("--measure", nargs="+", choices=tuple(SOURCES), metavar="NAME", help="write these result files")
     parser.add_argument("--folder", type=Path, help=f"where --measure writes them (default: {RESULTS.as_posix()})")
     options = parser.parse_args(arguments)
