@@ -45,6 +45,12 @@ _PAGED: Series = (
     ("each alone", "omniattn, prefixes not shared", Look(svg.GREY)),
 )
 
+_SHAPES: Series = (
+    *_EXACT,
+    ("flex", "FlexAttention", Look(svg.GREEN)),
+    (_FA3, "FlashAttention-3, scaled", Look(svg.YELLOW, "dashed", "ring")),
+)
+
 Lines = Mapping[str, Mapping[float, float]]
 
 
@@ -143,6 +149,32 @@ def decode(report: Report) -> str:
     )  # fmt: skip
     title = "One new token a sequence, 8 query heads on one kv head, head_dim 128"
     return charts.chart(title, _legend(_CACHES), panels, conditions(report))
+
+
+def shapes(few: Report, short: Report, windows: Report) -> str:
+    """Few queries, short sequences and windows; FlashAttention-3's times of another run, scaled by cuDNN's."""
+    queries = {f"d128 b1 h32/8 sq{n} sk32768 full": n for n in (1, 16, 64, 128, 512)}
+    lengths = {f"d64 b{batch} h16 s{n} full": n for batch, n in ((2048, 16), (1024, 64), (256, 128))}
+    widths = {f"d128 b1 h16 s16384 causal window{n}": n for n in (128, 1024, 4096)}
+
+    def panel(title: str, report: Report, numbers: Mapping[str, int], x: str) -> Panel:
+        rows = [{**row, "x": numbers[row["shape"]]} for row in report["rows"] if row["shape"] in numbers]
+        scaled = [
+            {**row, "contender": _FA3, "tflops": row["tflops"] * row["median_us"] / row["fa3_scaled_us"]}
+            for row in rows
+            if row["fa3_scaled_us"] is not None
+        ]
+        found = _lines([*rows, *scaled], "contender", "x", "tflops")
+        return _panel(title, found, _SHAPES, lambda values: charts.tokens(x, values), _tflops)
+
+    panels = (
+        panel("few queries on 32768 keys", few, queries, "queries"),
+        panel("short, head_dim 64, full", short, lengths, "tokens"),
+        panel("windows, 16384 tokens", windows, widths, "tokens of the window"),
+    )
+    where = "; ".join(dict.fromkeys(map(conditions, (few, short, windows))))
+    foot = f"{where}. FlashAttention-3 was measured in another run; its times are scaled by those of cuDNN."
+    return charts.chart("Attention, bf16, other shapes: TFLOP/s", _legend(_SHAPES), panels, foot)
 
 
 def _cases(report: Report, section: str, prefix: str, numbers: Mapping[str, int], e4m3: bool = False) -> list[Row]:
@@ -329,6 +361,8 @@ def _speeds(
 _FIGURES: tuple[tuple[str, tuple[str, ...], Callable[..., str], str], ...] = (
     ("forward", ("forward",), forward,
      "Attention, TFLOP/s over the length, beside what torch has"),
+    ("shapes", ("few", "short", "windows"), shapes,
+     "Few queries, short sequences and windows, beside other packages"),
     ("backward", ("backward",), backward,
      "Gradients, TFLOP/s over the length, beside cuDNN and FlashAttention-2"),
     ("decode", ("decode",), decode,

@@ -114,6 +114,20 @@ def test_what_was_not_measured_is_left_out() -> None:
     assert len(curves(result_figures.backward(found))) == len(before) - 6
 
 
+def test_other_shapes_have_every_case_that_a_panel_names() -> None:
+    few, short, windows = (report(name) for name in ("few", "short", "windows"))
+    drawn = curves(result_figures.shapes(few, short, windows))
+    # omniattn, cuDNN, FlashAttention-2 and -3 on 32768 keys; without the latter; with FlexAttention.
+    assert [len(points) for _, points in drawn] == [5, 5, 5, 4, 3, 3, 3, 3, 3, 3, 3, 3]
+    # Without the scaled times the ratio to them is nowhere drawn; with them it is the files' own.
+    ours, fa3 = drawn[7][1], drawn[11][1]
+    row = next(row for row in windows["rows"] if row["shape"].endswith("causal window4096"))
+    base = max(float(node.attrib["d"].split("V")[0].split()[1].split("L")[0]) for node in
+               ElementTree.fromstring(result_figures.shapes(few, short, windows)).iter(f"{SVG}path")
+               if node.attrib["class"] == "grid")  # fmt: skip
+    assert (base - ours[-1][1]) / (base - fa3[-1][1]) == pytest.approx(row["ratio_to_fa3_scaled"], abs=0.01)
+
+
 def test_serving_has_every_case_that_a_panel_names() -> None:
     """A case that is renamed or gone would leave a hole without a word."""
     drawn = curves(result_figures.serving(report("serve"), report("serve_shared")))
