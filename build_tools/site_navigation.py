@@ -17,6 +17,7 @@ TABS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("Performance", ("docs/performance/README.md", "docs/performance/*.md")),
     ("Records", ("docs/performance/results/*.md", "docs/performance/records/*.md")),
     ("Examples", ("examples/**/*.md",)),
+    ("Internals", ("docs/internals/README.md", "docs/internals/*.md")),
     ("Project", ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "wheels/*.md", "**/*.md")),
 )  # fmt: skip
 

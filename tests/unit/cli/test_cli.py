@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from omniattn.bench.timing import BenchError
-from omniattn.cli import _command_line, main
+from omniattn.cli import _command_line, info, main
 from omniattn.errors import DriverMissingError
 from omniattn.runtime import env
 from omniattn.runtime import nvrtc as nvrtc_module
@@ -81,6 +82,24 @@ def test_info_keeps_to_its_columns(
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= (columns or 100)
     assert not any("…" in line for line in lines), "nothing is cut off"
+
+
+@pytest.mark.parametrize("columns", [100, 80])
+def test_info_wraps_long_paths(
+    columns: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every letter of them stands there, in lines that are not longer than others."""
+    monkeypatch.setenv("COLUMNS", str(columns))
+    folder = tmp_path / ("a_folder_with_a_long_name/" * 8)
+    monkeypatch.setenv("OMNIATTN_CACHE_DIR", str(folder))
+    monkeypatch.setenv("OMNIATTN_DUMP", str(folder))
+    monkeypatch.setenv("OMNIATTN_TUNING", str(folder / "tuning.json"))
+    monkeypatch.setattr(info, "locate", lambda name: {"name": name, "path": f"{folder}/lib{name}.so", "found_via": "x"})
+    assert main(["info"]) == 0
+    output = capsys.readouterr().out
+    assert max(map(len, output.splitlines())) <= columns
+    values = re.sub(r"\s", "", "".join(line.split("│")[2] for line in output.splitlines() if line.count("│") >= 3))
+    assert values.count(str(folder).replace(" ", "")) >= 5
 
 
 def test_json_needs_neither_rich_nor_matplotlib(no_rich: None, capsys: pytest.CaptureFixture[str]) -> None:
