@@ -255,7 +255,7 @@ def keywords(what: str, call: str, files: str, known: Callable[[Tree], Iterable[
         for root in theirs.roots:
             for path in sorted(root.glob(files)):
                 text = path.read_text(encoding="utf-8")
-                for node in ast.walk(ast.parse(text)) if f"{call}(" in text else ():
+                for node in ast.walk(ast.parse(text, str(path))) if f"{call}(" in text else ():
                     if isinstance(node, ast.Call) and ast.unparse(node.func) == call:
                         for keyword in node.keywords:
                             if keyword.arg is not None:

@@ -77,7 +77,7 @@ class Tree:
 
     def _module(self, name: str) -> ast.Module | None:
         path = self._path(name)
-        return None if path is None else ast.parse(path.read_text(encoding="utf-8", errors="replace"))
+        return None if path is None else ast.parse(path.read_text(encoding="utf-8", errors="replace"), str(path))
 
     def _bindings(self, module: str) -> dict[str, ast.AST]:
         """What the statements of a module bind, the last one where several do."""

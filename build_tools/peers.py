@@ -39,7 +39,12 @@ Record = dict[str, Any]
 def look(peer: Peer, release: Release, ours: Tree) -> list[dict[str, Any]]:
     """Outcomes of a package's checks."""
     theirs = Tree(*(release.root / folder for folder in peer.folders))
-    outcomes = [check(theirs, ours) for check in peer.checks]
+    try:
+        outcomes = [check(theirs, ours) for check in peer.checks]
+    except SyntaxError as error:
+        python = f"{sys.version_info.major}.{sys.version_info.minor}"
+        where = f"{error.filename}, line {error.lineno}"
+        raise PeerError(f"{where}: syntax that Python {python} does not have; a newer one reads it") from error
     return [{"tried": outcome.tried, "found": outcome.found} for outcome in outcomes]
 
 

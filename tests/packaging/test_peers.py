@@ -221,5 +221,8 @@ def test_a_folder_is_compared_and_recorded(
     (tmp_path / "kernels.py").write_text("def get_kernel(name): ...\n", encoding="utf-8")
     assert peers.main(given) == 1
     assert peers.main(["--page"]) == 0
+    (tmp_path / "kernels.py").write_text("def get_kernel(:\n", encoding="utf-8")
+    assert peers.main(given) == 1
+    assert "kernels.py, line 1: syntax that Python" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         peers.main(["nothing"])
