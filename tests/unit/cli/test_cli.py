@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import pytest
 from omniattn.bench.timing import BenchError
 from omniattn.cli import _command_line, info, main
 from omniattn.errors import DriverMissingError
-from omniattn.runtime import env
+from omniattn.runtime import env, log
 from omniattn.runtime import nvrtc as nvrtc_module
 from omniattn.testing import frameworks
 
@@ -181,16 +182,21 @@ def test_info_shows_bad_environment_variables(
 ) -> None:
     file = tmp_path / "file"
     file.write_text("")
-    bad = {"OMNIATTN_DISABLE_JIT": "perhaps", "OMNIATTN_CACHE_DIR": str(file)}
+    bad = {"OMNIATTN_DISABLE_JIT": "perhaps", "OMNIATTN_CACHE_DIR": str(file), "OMNIATTN_LOG": "loud"}
     for name, value in bad.items():
         monkeypatch.setenv(name, value)
+    log.reset()  # as in a new process, whose first message would raise
     assert main(["info", "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
     errors = {variable["name"]: variable["error"] for variable in facts["environment"] if variable["error"]}
     assert set(errors) == set(bad)
     assert "'perhaps'" in errors["OMNIATTN_DISABLE_JIT"]
+    assert "'loud'" in errors["OMNIATTN_LOG"]
     assert "which is a file" in facts["cache"]["problem"]
+    log.reset()
     assert main(["info"]) == 0
+    assert os.environ["OMNIATTN_LOG"] == "loud"
+    log.reset()
 
 
 def test_info_without_driver_and_nvrtc_still_works(
