@@ -89,7 +89,7 @@ def test_what_is_no_release(checkout: Checkout, folder: Path, table: Table) -> N
     twin = shutil.copy(platform, folder / f"omniattn-{VERSION}-1-cp310-abi3-manylinux_2_17_x86_64.whl")
     assert "has the tag cp310-abi3-manylinux_2_17_x86_64 too" in refusal()
     Path(twin).unlink()
-    other = shutil.copy(platform, folder / "omniattn-0.2.0-cp310-abi3-win_amd64.whl")
+    other = shutil.copy(platform, folder / "omniattn-99.0.0-cp310-abi3-win_amd64.whl")
     assert f"expected version {VERSION}" in refusal()
     Path(other).unlink()
     (folder / "notes.txt").write_text("")
