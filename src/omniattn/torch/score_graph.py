@@ -15,6 +15,8 @@ KINDS = "bilf"
 #: Arguments of a function of a score, with their kinds.
 PLACES = {"score": "f", "b": "i", "h": "i", "q": "i", "k": "i"}
 COMPARISONS = frozenset(("eq", "ne", "lt", "le", "gt", "ge"))
+#: Arithmetic of two bools, by what it is of their bits.
+_OF_BOOLS = {"add": "or", "mul": "and", "min": "and", "max": "or"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,7 +95,11 @@ def together(*given: Node, least: str = "b") -> tuple[Node, ...]:
 
 
 def arithmetic(op: str, a: Node, b: Node) -> Node:
-    """``add``, ``sub``, ``mul``, ``min`` or ``max``."""
+    """``add``, ``sub``, ``mul``, ``min`` or ``max``; of two bools what torch makes of them, a bool."""
+    if a.kind == b.kind == "b":
+        if op not in _OF_BOOLS:
+            raise ValueError("a difference of bools")
+        return logical(_OF_BOOLS[op], a, b)
     a, b = together(a, b, least="i")
     if op in ("add", "mul") and a.op == "const" and b.op != "const":
         a, b = b, a

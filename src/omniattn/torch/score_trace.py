@@ -279,8 +279,10 @@ _binary(graph.power, "pow", "__pow__", reflected="__rpow__")
 
 def _scaled(op: str) -> Handler:
     def handler(trace: Trace, input: Any, other: Any, alpha: Any = 1) -> Node:
-        scaled = graph.arithmetic("mul", trace.node(other), trace.node(alpha))
-        return graph.arithmetic(op, trace.node(input), scaled)
+        added = trace.node(other)
+        if not (isinstance(alpha, int) and alpha == 1):  # a factor makes a bool a number
+            added = graph.arithmetic("mul", added, trace.node(alpha))
+        return graph.arithmetic(op, trace.node(input), added)
 
     return handler
 
