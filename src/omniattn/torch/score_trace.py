@@ -137,6 +137,9 @@ class Trace(TorchFunctionMode):
                 raise refuse("the constant NaN")
             return graph.const(x)
         if isinstance(x, torch.Tensor):
+            if x.requires_grad and torch.is_grad_enabled():  # as a number it would lose its gradient in silence
+                raise refuse("a tensor that requires a gradient, which only query, key and value can have,",
+                             "passing tensor.detach()")  # fmt: skip
             if x.dim() == 0 and x.device.type == "cpu":
                 return self.node(x.item())
             if x.dim() == 0:

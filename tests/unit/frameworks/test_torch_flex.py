@@ -299,6 +299,20 @@ def test_wrong_arguments_are_named() -> None:
         ours.flex_attention(q.requires_grad_(), k, v, lambda s, b, h, q, k: s + wants[h])
 
 
+def test_a_number_that_is_learned_raises() -> None:
+    """A parameter without dimensions would become a number of the text, and its gradient would be missing."""
+    q, k, v = tensors()
+    factor = torch.nn.Parameter(torch.tensor(0.5))
+    with pytest.raises(UnsupportedError, match=r"requires a gradient.*detach"):
+        ours.flex_attention(q.requires_grad_(), k, v, lambda s, b, h, q, k: s * factor)
+    with pytest.raises(UnsupportedError, match="requires a gradient"):
+        ours.trace_score_mod(lambda s, b, h, q, k: s * (2 * factor))
+    expected = by_definition(q, k, v, lambda s, b, h, q, k: s * 0.5).detach()
+    with torch.no_grad():
+        made = ours.flex_attention(q, k, v, lambda s, b, h, q, k: s * factor)
+    assert torch.allclose(made, expected, atol=1e-5)
+
+
 DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16", torch.int32: "int32",
           torch.int64: "int64", torch.uint8: "uint8", torch.bool: "bool"}  # fmt: skip
 
