@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 Number = bool | int | float
 KINDS = "bilf"
 #: Arguments of a function of a score, with their kinds.
 PLACES = {"score": "f", "b": "i", "h": "i", "q": "i", "k": "i"}
 COMPARISONS = frozenset(("eq", "ne", "lt", "le", "gt", "ge"))
+#: What may leave 8 bits.
+_WRAPPING = frozenset(("add", "sub", "mul", "neg", "inv", "shl", "abs"))
 #: Arithmetic of two bools, by what it is of their bits.
 _OF_BOOLS = {"add": "or", "mul": "and", "min": "and", "max": "or"}
 
@@ -35,6 +37,8 @@ class Node:
         Known to be 0 or more.
     uses_score : bool
         Its value depends on the score.
+    narrow : bool
+        Made of 8-bit integers and constants alone: torch computes it in 8 bits.
     """
 
     op: str
@@ -43,6 +47,7 @@ class Node:
     value: Number | str | None = None
     least: bool = False
     uses_score: bool = False
+    narrow: bool = False
 
 
 def place(name: str) -> Node:
@@ -58,9 +63,9 @@ def const(value: Number) -> Node:
     return Node("const", (), kind, value, not math.isnan(value) and value >= 0)
 
 
-def load(array: int, kind: str, indices: tuple[Node, ...]) -> Node:
-    """An element of an array."""
-    return Node("load", indices, kind, array, kind == "b", any(i.uses_score for i in indices))
+def load(array: int, kind: str, indices: tuple[Node, ...], narrow: bool = False) -> Node:
+    """An element of an array; narrow: of 8-bit integers."""
+    return Node("load", indices, kind, array, kind == "b", any(i.uses_score for i in indices), narrow)
 
 
 def _is(node: Node, value: Number) -> bool:
@@ -68,7 +73,11 @@ def _is(node: Node, value: Number) -> bool:
 
 
 def _made(op: str, *args: Node, kind: str, least: bool = False) -> Node:
-    return Node(op, args, kind, None, least, any(x.uses_score for x in args))
+    numbers = [x for x in args if x.op != "const" and x.kind != "b"]
+    narrow = kind == "i" and bool(numbers) and all(x.narrow for x in numbers)
+    if narrow and op in _WRAPPING:
+        raise ValueError("int8 and uint8 alone, whose results wrap around; .int() makes them int32")
+    return Node(op, args, kind, None, least, any(x.uses_score for x in args), narrow)
 
 
 def cast(x: Node, kind: str) -> Node:
@@ -80,6 +89,11 @@ def cast(x: Node, kind: str) -> Node:
         made = const(bool(number) if kind == "b" else float(number) if kind == "f" else int(number))
         return made if made.kind == kind else Node("const", (), kind, made.value, made.least)
     return _made("cast", x, kind=kind, least=x.least or kind == "b")
+
+
+def widened(x: Node) -> Node:
+    """``x``, an 8-bit integer as an int32."""
+    return replace(x, narrow=False) if x.narrow else x
 
 
 def numeric(x: Node) -> Node:

@@ -77,6 +77,7 @@ SCORES: dict[str, Function] = {
     ),
     "documents": lambda s, b, h, q, k: torch.where(DOC_Q[b, q] == DOC_K[b, k], s, s - 5),
     "wide ints": lambda s, b, h, q, k: s + torch.minimum(DOC_Q[b, q], COUNT) * 0.5 + abs(DOC_Q[b, q] - 2),
+    "8 bits": lambda s, b, h, q, k: s + (SMALL[b] // 2 == SMALL[b - 1] % 3) * 0.5 - (SMALL[b].int() - 7).abs() * 0.1,
     "small ints": lambda s, b, h, q, k: s + SMALL[b] * (h % 2),
     "casts": lambda s, b, h, q, k: s.to(torch.float32) + q.to(s.dtype) * 0.01 + (k > q).float() + h.type_as(s),
     "new": lambda s, b, h, q, k: (
@@ -262,6 +263,8 @@ def test_one_text_for_the_same_function() -> None:
         (lambda s, b, h, q, k: s + sum(torch.full((HEADS,), i)[h] for i in range(9)), "more than 8 tensors"),
         (lambda s, b, h, q, k: s & 1, "'__and__' (bits of floats)"),
         (lambda s, b, h, q, k: s.half(), "'half'"),
+        (lambda s, b, h, q, k: s + (SMALL[b] - SMALL[h]).abs(), "'__sub__' (int8 and uint8 alone"),
+        (lambda s, b, h, q, k: torch.where(SMALL[b] - 1 > 3, s, 0.0), "'__sub__' (int8 and uint8 alone"),
         (lambda s, b, h, q, k: s + ((q > k) - (q < k)), "'__sub__' (a difference of bools)"),
         (lambda s, b, h, q, k: s.to(torch.float64), "'to' (torch.float64"),
         (lambda s, b, h, q, k: s + s.detach(), "'detach'"),
