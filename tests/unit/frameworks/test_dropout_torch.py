@@ -161,6 +161,21 @@ def test_sdpa_drops() -> None:
         F.scaled_dot_product_attention(q, k, v, dropout_p=0.2)
 
 
+def test_sdpa_passes_on_what_it_has_no_kernels_for() -> None:
+    """With dropout too: nested tensors, whose sizes nobody may ask for; and no dimension at all is named."""
+    nested = torch.nested.nested_tensor([torch.randn(2, n, 8) for n in (3, 5)])
+    made = omniattn.torch.sdpa(nested, nested, nested, dropout_p=0.1)
+    assert made.is_nested
+    assert [x.shape for x in made.unbind()] == [x.shape for x in nested.unbind()]
+    wide = torch.randn(1, 1, 3, 264)
+    torch.manual_seed(0)
+    made = omniattn.torch.sdpa(wide, wide, wide, dropout_p=0.5)
+    torch.manual_seed(0)
+    assert torch.equal(made, F.scaled_dot_product_attention(wide, wide, wide, dropout_p=0.5))
+    with pytest.raises(ArgumentError, match="query"):
+        omniattn.torch.sdpa(*(torch.tensor(1.0) for _ in range(3)), dropout_p=0.1)
+
+
 def test_flash_attn_drops() -> None:
     """`flash_attn_func`, and the functions without gradients with the numbers of their forward."""
     leaves = _leaves(1, 40, 2, 16)
