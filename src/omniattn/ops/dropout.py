@@ -10,6 +10,7 @@ from ..arrays import Tensor
 from ..checks.dropout import EXPECTED, check_p
 from ..errors import ArgumentError, UnsupportedError
 from ..frameworks import compiling
+from ..plan.engine import is_describing
 from ..problems import OPERANDS
 from ..problems.dropout import DropoutProblem, dropout_of
 
@@ -37,6 +38,8 @@ def of_call(q: Any, p: Any, rng: Any, function: str) -> tuple[float, Any]:
     if root == "torch" or compiling() or arrays.needs_torch_operator((q,)):
         from ..frameworks.torch.dropout import rng_of
 
+        if rng is None and not compiling() and is_describing():
+            rng = (0, 0)  # what a call runs does not depend on it, and nothing is drawn for one that does not run
         return p, rng_of(q, rng, function)
     if rng is None:
         received = "None, which only torch, with a generator of its own, can draw"

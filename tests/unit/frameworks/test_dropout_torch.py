@@ -67,6 +67,7 @@ def test_the_generator_is_drawn_from() -> None:
     assert not torch.equal(first, second)
     before = torch.random.get_rng_state()
     omniattn.attention(*leaves, dropout_p=0.0)
+    assert "NumPy" in omniattn.explain(omniattn.attention, *leaves, dropout_p=0.5).short()
     assert torch.equal(before, torch.random.get_rng_state())
 
     from torch.utils.checkpoint import checkpoint
