@@ -53,6 +53,17 @@ def test_gradients_are_those_of_the_mask() -> None:
         np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
+def test_integers_of_numpy() -> None:
+    """A pair of them is a pair of integers."""
+    arrays = _arrays()
+    made = [
+        omniattn.attention(*arrays, dropout_p=0.3, dropout_rng=rng) for rng in ((3, 4), (np.int64(3), np.uint32(4)))
+    ]
+    np.testing.assert_array_equal(*made)
+    with pytest.raises(ArgumentError, match="dropout_rng"):
+        omniattn.attention(*arrays, dropout_p=0.3, dropout_rng=(np.float32(3), 4))
+
+
 def test_nothing_is_drawn() -> None:
     """JAX has no generator."""
     with pytest.raises(ArgumentError, match="dropout_rng"):

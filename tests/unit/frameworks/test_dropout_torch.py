@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -88,7 +89,7 @@ def test_tensors_of_seed_and_offset() -> None:
     """A pair of tensors, as torch's own operators have them, and one of both."""
     leaves = _leaves(1, 20, 1, 8)
     pair = (torch.tensor(7), torch.tensor([9]))
-    forms = [(7, 9), pair, torch.tensor([7, 9]), torch.tensor([7, 9], dtype=torch.uint64)]
+    forms = [(7, 9), (np.int64(7), np.uint8(9)), pair, torch.tensor([7, 9]), torch.tensor([7, 9], dtype=torch.uint64)]
     found = [omniattn.attention(*leaves, dropout_p=0.5, dropout_rng=rng) for rng in forms]
     assert all(torch.equal(found[0], x) for x in found)
     big = omniattn.attention(*leaves, dropout_p=0.5, dropout_rng=(2**64 - 1, 2**63))
