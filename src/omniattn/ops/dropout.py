@@ -36,7 +36,7 @@ def of_call(q: Any, p: Any, rng: Any, function: str) -> tuple[float, Any]:
     if q.__class__ in OPERANDS:
         raise UnsupportedError(f"{function}(): dropout_p={p:g} with quantized operands", instead="dropout_p=0.0")
     if isinstance(rng, (tuple, list)) and not compiling():  # NumPy's integers are integers to every library
-        rng = [int(x) if isinstance(x, numbers.Integral) and not isinstance(x, bool) else x for x in rng]
+        rng = [int(x) if not isinstance(x, bool) and isinstance(x, numbers.Integral) else x for x in rng]
     root = type(q).__module__.partition(".")[0]
     if root == "torch" or compiling() or arrays.needs_torch_operator((q,)):
         from ..frameworks.torch.dropout import rng_of

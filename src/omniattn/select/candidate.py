@@ -94,7 +94,8 @@ def can_have_heads_as_queries(problem: AttentionProblem) -> bool:
     """Whether a call is the same one with the query heads of a kv head as queries of one head."""
     p = problem
     alike = p.window_left == p.window_right == UNLIMITED and p.sinks == "none"
-    alike = alike and p.score_mod is p.block_mask is p.dropout is None and not p.precision.quantized
+    alike = alike and p.score_mod is None and p.block_mask is None and not p.precision.quantized
+    alike = alike and p.dropout is None  # it drops by head and row
     return alike and not p.varlen and p.strides is not None and p.seqlen_q == 1 and p.num_q_heads > p.num_kv_heads > 0
 
 
