@@ -497,27 +497,3 @@ def test_opcheck(name: str) -> None:
     import omniattn.frameworks.torch.tracing  # noqa: F401
 
     torch.library.opcheck(getattr(torch.ops.omniattn, name).default, _operators()[name])
-
-
-@pytest.mark.parametrize("quantized", [False, True])
-def test_a_call_beside_a_transfer_under_a_dispatch_mode(quantized: bool) -> None:
-    """What a ring leaves to transfers is a fact of a plan: a mode that watches the call finds it as any other."""
-    from torch.utils.flop_counter import FlopCounterMode
-
-    from omniattn.ops.attention import attention_beside
-
-    q, k, v = (torch.randn(1, 8, 2, 16) for _ in range(3))
-    operands: tuple[Any, ...] = (q, k, v)
-    if quantized:
-        pair = oa.quantize_qk(q, k, smooth_k=False)
-        operands = pair.q, pair.k, oa.quantize_v(v)
-    others = {"sinks": None, "window": (3, 0), "softmax_scale": None, "softcap": 0.0, "deterministic": False}
-    expected = attention_beside(*operands, spare_sms=0, **others)
-    with FlopCounterMode(display=False):
-        made = attention_beside(*operands, spare_sms=8, **others)
-    for found, wanted in zip(made, expected, strict=True):
-        assert torch.equal(found, wanted)
-    if not quantized:
-        leaf = q.clone().requires_grad_()
-        attention_beside(leaf, k, v, spare_sms=8, **others)[0].sum().backward()
-        assert leaf.grad is not None
