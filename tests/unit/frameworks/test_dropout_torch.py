@@ -94,7 +94,7 @@ def test_tensors_of_seed_and_offset() -> None:
     assert all(torch.equal(found[0], x) for x in found)
     big = omniattn.attention(*leaves, dropout_p=0.5, dropout_rng=(2**64 - 1, 2**63))
     assert torch.equal(big, omniattn.attention(*leaves, dropout_p=0.5, dropout_rng=torch.tensor([-1, -(2**63)])))
-    for bad in ((1,), (1, -1), (True, 2), (1.0, 2)):
+    for bad in ((1,), (1, -1), (True, 2), (1.0, 2), (torch.tensor(1.5), pair[1]), (torch.tensor([1, 2]), pair[1])):
         with pytest.raises(ArgumentError, match="dropout_rng"):
             omniattn.attention(*leaves, dropout_p=0.5, dropout_rng=bad)
 
