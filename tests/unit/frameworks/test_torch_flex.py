@@ -24,6 +24,7 @@ import torch.nn.functional as F  # noqa: E402
 from torch.nn.attention import flex_attention as theirs  # noqa: E402
 
 import omniattn.torch as ours  # noqa: E402
+from omniattn.torch import flex  # noqa: E402
 
 BATCH, HEADS, QUERIES, KEYS, DIM = 2, 4, 70, 133, 16
 made = torch.Generator().manual_seed(3)
@@ -213,6 +214,13 @@ def test_a_list_of_blocks_counts_whatever_its_function_says(with_full: bool, gra
     mask = theirs.create_mask(MASKS["window"], 1, 1, QUERIES, KEYS, device="cpu") & tile[0] | tile[1]
     got = ours.flex_attention(q, k, v, block_mask=blocks)
     torch.testing.assert_close(got, by_definition(q, k, v, None, mask), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("size", "names"), [(64, {"block_mask", "block_size", "score_mod"}), (32, {"score_mod"})])
+def test_gradients_pass_over_blocks_of_whole_tiles(size: int, names: set[str]) -> None:
+    q, k, v = tensors()
+    blocks = theirs.create_block_mask(MASKS["window"], None, None, QUERIES, KEYS, device="cpu", BLOCK_SIZE=size)
+    assert set(flex._modified(q.requires_grad_(), k, v, None, blocks)) == names
 
 
 def test_other_shapes_and_results() -> None:
