@@ -227,7 +227,8 @@ def _modified(
         return {"score_mod": _made(trace, score, None)}
     kinds, size = _blocks(block_mask, query, key)
     mask = _mask_of(trace, block_mask.mask_mod)
-    # Blocks of whole tiles are a mask that kernels have for themselves, gradients too. Others are part of the expression.
+    # Blocks of whole tiles are a mask that kernels have for themselves, gradients too. Others become part of the
+    # expression.
     always = mask.op == "const" and bool(mask.value)
     if any(x % 64 for x in size):
         kind = _kind_of_block(trace, kinds, size)
