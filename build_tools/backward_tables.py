@@ -10,6 +10,9 @@ SOURCES: dict[str, Source] = {
     "backward": Source("omniattn bench backward --no-flex --json", "backward", False),
     "backward_flex": Source("omniattn bench backward --shapes window1024 --shapes softcap50 --json", "backward", False),
     "train_lm": Source("python examples/train_lm/train.py --plot docs/train_lm.svg", "train_lm", False),
+    "train_lm_precisions": Source(
+        "python examples/train_lm/precisions.py --small --plot docs/train_lm_precisions.svg", "train_lm", False
+    ),
 }
 
 #: Speed over cuDNN that is asked for, by head_dim and length: full, causal.
@@ -139,6 +142,34 @@ def training_figure(_: Report) -> str:
     return "![Loss of both trainings over 300 steps](train_lm.svg)"
 
 
+def precisions(report: Report) -> str:
+    """What forwards in 8 bits cost in loss, by examples/train_lm/precisions.py."""
+    names = {"omniattn": "exact", "sdpa": "exact, torch SDPA", "int8": '`precision="int8"`', "fp8": '`precision="fp8"`'}
+    lines = [
+        [
+            names[row["attention"]],
+            number(row["first_loss"], 4),
+            number(row["last_tenth_loss"], 4),
+            "–" if row["attention"] == "omniattn" else f"{row['cost']:+.4f}",
+            "–" if row["attention"] == "omniattn" else number(row["cost_deviation"], 4),
+        ]
+        for row in report["rows"]
+    ]
+    config = report["config"]
+    by = ", by the NumPy reference" if report["environment"]["device"] == "CPU" else ""
+    note = (
+        f"{config['layers']} layers, {config['heads']} heads of {config['head_dim']}, context {config['context']}, "
+        f"batch {report['batch']}, {report['rows'][0]['steps']} steps{by}."
+    )
+    header = ["forward", "first loss", "loss, last tenth", "beside exact", "standard deviation of a step's difference"]
+    return below(table(header, lines), report, note)
+
+
+def precisions_figure(_: Report) -> str:
+    """The figure that the program draws beside its results."""
+    return "![How far the losses are from exact attention's](train_lm_precisions.svg)"
+
+
 PARTS: dict[str, Part] = {
     "backward": Part(("backward",), headline),
     "backward_together": Part(("backward",), together),
@@ -147,4 +178,6 @@ PARTS: dict[str, Part] = {
     "backward_generic": Part(("backward",), generic),
     "train_lm": Part(("train_lm",), training),
     "train_lm_figure": Part(("train_lm",), training_figure),
+    "train_lm_precisions": Part(("train_lm_precisions",), precisions),
+    "train_lm_precisions_figure": Part(("train_lm_precisions",), precisions_figure),
 }

@@ -77,11 +77,14 @@ def step(model: Any, kind: str, batch: dict[str, Any]) -> tuple[Any, dict[str, A
     return loss.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-def compare(name: str, batch: dict[str, Any], kind: str = "omniattn") -> None:
+def compare(name: str, batch: dict[str, Any]) -> None:
     """Loss and gradients are those of padded rows by eager attention."""
     model = decoder(name)
-    want, gradients = step(model, "eager", {**padded(), "use_cache": False})
-    got, made = step(model, kind, batch)
+    by_eager = padded()
+    if name == "llama4" and not hasattr(masking_utils, "remap_positions_for_packed_sequence"):
+        by_eager = collated()  # transformers before 5.23 counts chunks from the beginning of the row
+    want, gradients = step(model, "eager", {**by_eager, "use_cache": False})
+    got, made = step(model, "omniattn", batch)
     torch.testing.assert_close(got, want, rtol=1e-5, atol=0)
     assert set(made) == set(gradients)
     largest = max(float(x.abs().max()) for x in gradients.values())
