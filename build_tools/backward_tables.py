@@ -144,7 +144,8 @@ def training_figure(_: Report) -> str:
 
 def precisions(report: Report) -> str:
     """What forwards in 8 bits cost in loss, by examples/train_lm/precisions.py."""
-    names = {"omniattn": "exact", "sdpa": "exact, torch SDPA", "int8": '`precision="int8"`', "fp8": '`precision="fp8"`'}
+    names = {"omniattn": "exact", "sdpa": "exact, torch SDPA", "int8": '`precision="int8"`', "fp8": '`precision="fp8"`',
+             "fp8_smooth_k": "`precision=Fp8(smooth_k=True)`"}  # fmt: skip
     lines = [
         [
             names[row["attention"]],

@@ -23,7 +23,7 @@ def by_omniattn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return omniattn.attention(q, k, v, causal=True)
 
 
-def by_precision(precision: str) -> Attention:
+def by_precision(precision: str | omniattn.Fp8) -> Attention:
     """Attention of this package with a forward in 8 bits; gradients are those of exact attention, straight through."""
 
     def by_omniattn_in_8_bits(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -70,6 +70,7 @@ ATTENTIONS: dict[str, Attention] = {
     "fa4": by_fa4,
     "int8": by_precision("int8"),
     "fp8": by_precision("fp8"),
+    "fp8_smooth_k": by_precision(omniattn.Fp8(smooth_k=True)),
 }
 
 

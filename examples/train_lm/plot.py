@@ -14,7 +14,7 @@ WIDTH, HEIGHT, LEFT, BOTTOM, TOP, RIGHT = 720, 360, 56, 40, 28, 12
 #: Of the first run a broad pale line, of the second a thin dark one on it: where they are equal both can be seen.
 STYLES = (("#f0b060", 5.0), ("#204a87", 1.2))
 #: Of differences.
-THIN = (("#888888", 1.2), ("#204a87", 1.2), ("#c04040", 1.2))
+THIN = (("#888888", 1.2), ("#204a87", 1.2), ("#c04040", 1.2), ("#3a8a3a", 1.2))
 #: Steps of a mean, at most.
 MEAN_STEPS = 50
 

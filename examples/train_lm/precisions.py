@@ -14,14 +14,34 @@ from typing import Any
 
 from model import Config
 from plot import svg_of_differences
-from train import check_folders, report_of, train
+from train import Run, check_folders, report_of, train
 
 from omniattn.bench.document import write
 
 #: Large enough for a tile of the kernels: heads of 64, 128 keys.
 SMALL = Config(layers=2, heads=2, head_dim=64, context=128)
 #: The first is what the others are compared with; SDPA shows what another order of sums does.
-NAMES = ("omniattn", "sdpa", "int8", "fp8")
+NAMES = ("omniattn", "sdpa", "int8", "fp8", "fp8_smooth_k")
+
+
+def known(path: Path, report: Mapping[str, Any], steps: int) -> dict[str, Run]:
+    """Trainings of an earlier report, by attention.
+
+    Raises
+    ------
+    ValueError
+        They had other settings, or other software, than ``report`` has.
+    """
+    earlier = json.loads(path.read_text(encoding="utf-8"))
+    expected, received = (
+        {name: x[name] for name in ("config", "batch", "rate", "seed")}
+        | {name: x["environment"].get(name) for name in ("device", "python", "numpy", "torch", "omniattn")}
+        for x in (report, earlier)
+    )
+    expected["steps"], received["steps"] = steps, len(earlier["runs"][0]["losses"])
+    if expected != received:
+        raise ValueError(f"expected {expected}, received {received}")
+    return {run["attention"]: Run(**run) for run in earlier["runs"]}
 
 
 def cost(losses: Sequence[float], exact: Sequence[float]) -> tuple[float, float]:
@@ -61,6 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--batch", type=int, help="sequences of a step: 8 unless given, 4 with --small")
     parser.add_argument("--rate", type=float, help="highest learning rate: 6e-4 unless given, 2e-3 with --small")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--resume", type=Path, help="take trainings of this JSON file, of the same settings, from it")
     parser.add_argument("--out", type=Path, help="write the losses to this JSON file")
     parser.add_argument("--plot", type=Path, help="draw the differences of the losses into this SVG file")
     given = parser.parse_args(arguments)
@@ -68,16 +89,20 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     config, device = (SMALL, "cpu") if given.small else (Config(), "cuda")
     given.batch = given.batch or (4 if given.small else 8)
     given.rate = given.rate or (2e-3 if given.small else 6e-4)
-    runs = []
-    for name in NAMES:
-        runs.append(
-            train(
-                name, config, steps=given.steps, batch=given.batch, device=device, highest=given.rate, seed=given.seed
-            )
-        )
-        print(f"{name}: {runs[-1].losses[-1]:.4f} after {given.steps} steps", flush=True)
     command = "python examples/train_lm/precisions.py" + (" --small" if given.small else "")
     command += f" --plot {given.plot.as_posix()}" if given.plot else ""
+    there: dict[str, Run] = {}
+    if given.resume is not None:
+        none = report_of([], config, given, on_gpu=device != "cpu", command=command)
+        try:
+            there = known(given.resume, none, given.steps)
+        except (OSError, KeyError, TypeError, ValueError) as error:
+            parser.error(f"--resume: {type(error).__name__}: {error}")
+    how = {"steps": given.steps, "batch": given.batch, "device": device, "highest": given.rate, "seed": given.seed}
+    runs = []
+    for name in NAMES:
+        runs.append(there[name] if name in there else train(name, config, **how))
+        print(f"{name}: {runs[-1].losses[-1]:.4f} after {given.steps} steps", flush=True)
     report = with_costs(report_of(runs, config, given, on_gpu=device != "cpu", command=command))
     print(summary(report))
     if given.out is not None:

@@ -149,24 +149,33 @@ def test_forwards_in_8_bits(ex: Any, tmp_path: Path, capsys: pytest.CaptureFixtu
     report = ex.precisions.main(["--small", "--steps", "20", "--out", str(out), "--plot", str(drawn)])
     assert out.read_text(encoding="utf-8") == document.to_json(report) + "\n"
     rows = {row["attention"]: row for row in report["rows"]}
-    assert list(rows) == ["omniattn", "sdpa", "int8", "fp8"]
+    assert list(rows) == ["omniattn", "sdpa", "int8", "fp8", "fp8_smooth_k"]
     assert (rows["omniattn"]["cost"], rows["omniattn"]["cost_deviation"]) == (0.0, 0.0)
     assert abs(rows["sdpa"]["cost"]) < 1e-3
     losses = {run["attention"]: np.array(run["losses"]) for run in report["runs"]}
-    for name in ("int8", "fp8"):
+    for name in ("int8", "fp8", "fp8_smooth_k"):
         apart = losses[name] - losses["omniattn"]
         assert 0 < np.abs(apart).max() < 0.1
         assert rows[name]["cost"] == pytest.approx(apart[-2:].mean())
         assert rows[name]["cost_deviation"] == pytest.approx(apart[-2:].std())
         assert losses[name][-1] < losses[name][0] - 0.5
     figure = drawn.read_text(encoding="utf-8")
-    assert figure.count("<polyline") == 3
+    assert figure.count("<polyline") == 4
     assert "int8 beside omniattn" in figure
     assert "mean of 2 steps" in figure
     assert "beside omniattn" in capsys.readouterr().out
     page = backward_tables.precisions(report)
     assert f"| {rows['int8']['last_tenth_loss']:.4f} | {rows['int8']['cost']:+.4f} |" in page
     assert "20 steps" in page
+    less = {**report, "runs": report["runs"][:2]}
+    out.write_text(document.to_json(less), encoding="utf-8")
+    again = ex.precisions.main(["--small", "--steps", "20", "--resume", str(out)])
+    assert [run["losses"] for run in again["runs"]] == [run["losses"] for run in report["runs"]]
+    assert again["runs"][1] == report["runs"][1]
+    for options in (["--steps", "21"], ["--steps", "20", "--seed", "1"]):
+        with pytest.raises(SystemExit):
+            ex.precisions.main(["--small", "--resume", str(out), *options])
+        assert "--resume: ValueError: expected" in capsys.readouterr().err
 
 
 def test_gradients_of_8_bits_are_exact_ones(ex: Any) -> None:
