@@ -25,10 +25,11 @@ FRAMEWORKS: dict[str, str] = {
     "sglang": "could not import 'sglang'",
     "vllm": "could not import 'vllm'",
     "torchtitan": "could not import 'torchtitan",
+    "accelerate": "could not import 'accelerate'",
 }
 
 #: Those that need other packages than this package's frameworks, and so an environment and a run of their own.
-APART = frozenset({"sglang", "vllm", "torchtitan"})  # .ci/sglang, .ci/vllm; by hand: torchtitan with triton
+APART = frozenset({"sglang", "vllm", "torchtitan", "accelerate"})  # .ci/sglang, .ci/vllm; the others by hand
 
 #: (pattern of the test's id, pattern of its reason): skips that are no news, in any run.
 ALLOWED: tuple[tuple[str, str], ...] = (

@@ -253,3 +253,37 @@ def test_under_torch_compile() -> None:
         compiled = torch.compile(model, backend="eager")
         got = compiled(**batch, use_cache=False).logits
     torch.testing.assert_close(got, want, rtol=0, atol=1e-5 * float(want.abs().max()))
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gpt_oss"])
+def test_trainer(name: str, tmp_path: Any, calls: list[tuple[str, dict[str, Any]]]) -> None:
+    """Losses of transformers' own loop are those of padded batches by eager attention."""
+    pytest.importorskip("accelerate")
+    generator = torch.Generator().manual_seed(3)
+    lengths = torch.randint(2, 15, (24,), generator=generator).tolist()
+    rows = [torch.randint(3, 90, (length,), generator=generator).tolist() for length in lengths]
+    data = [{"input_ids": row, "labels": [-100, *row[1:]]} for row in rows]
+
+    def pad(batch: list[dict[str, list[int]]]) -> dict[str, Any]:
+        longest = max(len(row["input_ids"]) for row in batch)
+
+        def filled(name: str, fill: int) -> Any:
+            return torch.tensor([row[name] + [fill] * (longest - len(row[name])) for row in batch])
+
+        ids = filled("input_ids", 0)
+        return {"input_ids": ids, "attention_mask": (ids > 0).long(), "labels": filled("labels", -100)}
+
+    losses = {}
+    for kind, collator in (("eager", pad), ("omniattn", transformers.DataCollatorWithFlattening())):
+        model = decoder(name).train()
+        model.set_attn_implementation(kind)
+        how = transformers.TrainingArguments(
+            output_dir=str(tmp_path), per_device_train_batch_size=4, max_steps=5, logging_steps=1, report_to=[],
+            use_cpu=True, learning_rate=1e-3, save_strategy="no", disable_tqdm=True, seed=1,
+        )  # fmt: skip
+        trainer = transformers.Trainer(model=model, args=how, train_dataset=data, data_collator=collator)
+        trainer.train()
+        losses[kind] = [row["loss"] for row in trainer.state.log_history if "loss" in row]
+    assert len(losses["omniattn"]) == 5
+    assert losses["omniattn"] == pytest.approx(losses["eager"], rel=1e-4)
+    assert [function for function, _ in calls] == ["attention_varlen"] * 10
