@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
 from build_tools.page_parts import Part, Report, Row, Source, below, number, ratio, table, value_of
@@ -28,6 +29,9 @@ GOALS: dict[tuple[int, int], tuple[float, float]] = {
 #: Deterministic over not; packed over dense; the kernels for every GPU over FlashAttention-2, by head_dim.
 DETERMINISTIC, PACKED = 0.85, 0.85
 GENERIC = {64: 1.05, 128: 1.05, 256: 1.15}
+
+#: Steps of a mean of differences of losses, and what such a mean is called apart from.
+MEAN_STEPS, ABOVE = 50, 0.02
 
 _ALONE, _BOTH = "backward", "forward + backward"
 Cells = dict[tuple[str, str], Row]
@@ -146,23 +150,33 @@ def precisions(report: Report) -> str:
     """What forwards in 8 bits cost in loss, by examples/train_lm/precisions.py."""
     names = {"omniattn": "exact", "sdpa": "exact, torch SDPA", "int8": '`precision="int8"`', "fp8": '`precision="fp8"`',
              "fp8_smooth_k": "`precision=Fp8(smooth_k=True)`"}  # fmt: skip
-    lines = [
-        [
-            names[row["attention"]],
-            number(row["first_loss"], 4),
-            number(row["last_tenth_loss"], 4),
-            "–" if row["attention"] == "omniattn" else f"{row['cost']:+.4f}",
-            "–" if row["attention"] == "omniattn" else number(row["cost_deviation"], 4),
-        ]
-        for row in report["rows"]
-    ]
+    losses = {run["attention"]: run["losses"] for run in report["runs"]}
+    lines = []
+    for row in report["rows"]:
+        line = [names[row["attention"]], number(row["first_loss"], 4), number(row["last_tenth_loss"], 4)]
+        if row["attention"] == "omniattn":
+            lines.append([*line, "–", "–", "–"])
+            continue
+        apart = [a - b for a, b in zip(losses[row["attention"]], losses["omniattn"], strict=True)]
+        sums = [0.0, *itertools.accumulate(apart)]
+        means = [(b - a) / MEAN_STEPS for a, b in zip(sums, sums[MEAN_STEPS:], strict=False)]
+        above = next((i for i in range(len(means)) if min(means[i:]) > ABOVE), None)
+        lines.append(
+            [
+                *line,
+                f"{row['cost']:+.4f}",
+                f"{max(means, key=abs):+.4f}" if means else "–",
+                "–" if above is None else str(above + MEAN_STEPS),
+            ]
+        )
     config = report["config"]
     by = ", by the NumPy reference" if report["environment"]["device"] == "CPU" else ""
     note = (
         f"{config['layers']} layers, {config['heads']} heads of {config['head_dim']}, context {config['context']}, "
         f"batch {report['batch']}, {report['rows'][0]['steps']} steps{by}."
     )
-    header = ["forward", "first loss", "loss, last tenth", "beside exact", "standard deviation of a step's difference"]
+    header = ["forward", "first loss", "loss, last tenth", "beside exact", f"at most, mean of {MEAN_STEPS} steps",
+              f"more than {ABOVE} above from step"]  # fmt: skip
     return below(table(header, lines), report, note)
 
 

@@ -17,6 +17,8 @@ STYLES = (("#f0b060", 5.0), ("#204a87", 1.2))
 THIN = (("#888888", 1.2), ("#204a87", 1.2), ("#c04040", 1.2), ("#3a8a3a", 1.2))
 #: Steps of a mean, at most.
 MEAN_STEPS = 50
+#: Of a line of differences, about.
+POINTS = 200
 
 
 def svg(report: dict[str, Any]) -> str:
@@ -38,24 +40,27 @@ def svg_of_differences(report: dict[str, Any]) -> str:
         apart = [a - b for a, b in zip(run["losses"], exact["losses"], strict=True)]
         sums = [0.0, *itertools.accumulate(apart)]
         means = [(b - a) / count for a, b in zip(sums, sums[count:], strict=False)]
-        lines.append(Line(f"{run['attention']} beside {exact['attention']}", means, *style, count - 1))
-    return figure(lines, f"step; difference of loss in nats a byte, mean of {count} steps", digits=4)
+        every = max(1, len(means) // POINTS)
+        lines.append(Line(run["attention"], means[::every], *style, count - 1, every))
+    axis = f"step; loss in nats a byte minus that of {exact['attention']}, mean of {count} steps"
+    return figure(lines, axis, 4, len(exact["losses"]))
 
 
 @dataclass(frozen=True)
 class Line:
-    """What is drawn of a run: values of the steps from ``first`` on."""
+    """What is drawn of a run: values of the steps ``first``, ``first + every``, and so on."""
 
     label: str
     values: Sequence[float]
     colour: str
     width: float
     first: int = 0
+    every: int = 1
 
 
-def figure(lines: Sequence[Line], axis: str, digits: int = 2) -> str:
-    """A figure of lines over the steps."""
-    steps = max(line.first + len(line.values) for line in lines)
+def figure(lines: Sequence[Line], axis: str, digits: int = 2, steps: int = 0) -> str:
+    """A figure of lines over so many steps, or as many as the longest has."""
+    steps = steps or max(line.first + (len(line.values) - 1) * line.every for line in lines) + 1
     most = max(max(line.values) for line in lines)
     least = min(min(line.values) for line in lines)
     high, low = most + 0.05 * (most - least), least - 0.05 * (most - least)
@@ -75,7 +80,9 @@ def figure(lines: Sequence[Line], axis: str, digits: int = 2) -> str:
         parts.append(f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{value:.{digits}f}</text>')
         parts.append(f'<text x="{x:.1f}" y="{HEIGHT - BOTTOM + 18}" text-anchor="middle">{step:.0f}</text>')
     for i, line in enumerate(lines):
-        points = " ".join("{:.1f},{:.1f}".format(*at(line.first + j, value)) for j, value in enumerate(line.values))
+        points = " ".join(
+            "{:.1f},{:.1f}".format(*at(line.first + j * line.every, x)) for j, x in enumerate(line.values)
+        )
         stroke = f'stroke="{line.colour}" stroke-width="{line.width}"'
         parts.append(f'<polyline points="{points}" fill="none" {stroke}/>')
         x = LEFT + 20 + 660 / max(2, len(lines)) * i

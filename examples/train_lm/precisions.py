@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from model import Config
 from plot import svg_of_differences
 from train import Run, check_folders, report_of, train
@@ -86,6 +87,8 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--plot", type=Path, help="draw the differences of the losses into this SVG file")
     given = parser.parse_args(arguments)
     check_folders(parser, out=given.out, plot=given.plot)
+    if not given.small and not torch.cuda.is_available():
+        parser.error("expected a CUDA device, or --small")
     config, device = (SMALL, "cpu") if given.small else (Config(), "cuda")
     given.batch = given.batch or (4 if given.small else 8)
     given.rate = given.rate or (2e-3 if given.small else 6e-4)

@@ -161,8 +161,8 @@ def test_forwards_in_8_bits(ex: Any, tmp_path: Path, capsys: pytest.CaptureFixtu
         assert losses[name][-1] < losses[name][0] - 0.5
     figure = drawn.read_text(encoding="utf-8")
     assert figure.count("<polyline") == 4
-    assert "int8 beside omniattn" in figure
-    assert "mean of 2 steps" in figure
+    assert ">fp8_smooth_k</text>" in figure
+    assert "minus that of omniattn, mean of 2 steps" in figure
     assert "beside omniattn" in capsys.readouterr().out
     page = backward_tables.precisions(report)
     assert f"| {rows['int8']['last_tenth_loss']:.4f} | {rows['int8']['cost']:+.4f} |" in page
