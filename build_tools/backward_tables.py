@@ -149,7 +149,8 @@ def training_figure(_: Report) -> str:
 def precisions(report: Report) -> str:
     """What forwards in 8 bits cost in loss, by examples/train_lm/precisions.py."""
     names = {"omniattn": "exact", "sdpa": "exact, torch SDPA", "int8": '`precision="int8"`', "fp8": '`precision="fp8"`',
-             "fp8_smooth_k": "`precision=Fp8(smooth_k=True)`"}  # fmt: skip
+             "fp8_smooth_k": "`precision=Fp8(smooth_k=True)`",
+             "fp8_exact_gradients": '`precision="fp8"`, gradients of an exact forward'}  # fmt: skip
     losses = {run["attention"]: run["losses"] for run in report["runs"]}
     lines = []
     for row in report["rows"]:

@@ -14,7 +14,7 @@ WIDTH, HEIGHT, LEFT, BOTTOM, TOP, RIGHT = 720, 360, 56, 40, 28, 12
 #: Of the first run a broad pale line, of the second a thin dark one on it: where they are equal both can be seen.
 STYLES = (("#f0b060", 5.0), ("#204a87", 1.2))
 #: Of differences.
-THIN = (("#888888", 1.2), ("#204a87", 1.2), ("#c04040", 1.2), ("#3a8a3a", 1.2))
+THIN = (("#888888", 1.2), ("#204a87", 1.2), ("#c04040", 1.2), ("#3a8a3a", 1.2), ("#8040a0", 1.2))
 #: Steps of a mean, at most.
 MEAN_STEPS = 50
 #: Of a line of differences, about.
@@ -85,7 +85,7 @@ def figure(lines: Sequence[Line], axis: str, digits: int = 2, steps: int = 0) ->
         )
         stroke = f'stroke="{line.colour}" stroke-width="{line.width}"'
         parts.append(f'<polyline points="{points}" fill="none" {stroke}/>')
-        x = LEFT + 20 + 660 / max(2, len(lines)) * i
+        x = LEFT + 20 + (330 if len(lines) <= 2 else 600 / len(lines)) * i
         parts.append(f'<line x1="{x:.0f}" y1="14" x2="{x + 24:.0f}" y2="14" {stroke}/>')
         parts.append(f'<text x="{x + 30:.0f}" y="18">{line.label}</text>')
     middle = LEFT + (WIDTH - LEFT - RIGHT) / 2

@@ -22,7 +22,7 @@ from omniattn.bench.document import write
 #: Large enough for a tile of the kernels: heads of 64, 128 keys.
 SMALL = Config(layers=2, heads=2, head_dim=64, context=128)
 #: The first is what the others are compared with; SDPA shows what another order of sums does.
-NAMES = ("omniattn", "sdpa", "int8", "fp8", "fp8_smooth_k")
+NAMES = ("omniattn", "sdpa", "int8", "fp8", "fp8_smooth_k", "fp8_exact_gradients")
 
 
 def known(path: Path, report: Mapping[str, Any], steps: int) -> dict[str, Run]:

@@ -149,19 +149,20 @@ def test_forwards_in_8_bits(ex: Any, tmp_path: Path, capsys: pytest.CaptureFixtu
     report = ex.precisions.main(["--small", "--steps", "20", "--out", str(out), "--plot", str(drawn)])
     assert out.read_text(encoding="utf-8") == document.to_json(report) + "\n"
     rows = {row["attention"]: row for row in report["rows"]}
-    assert list(rows) == ["omniattn", "sdpa", "int8", "fp8", "fp8_smooth_k"]
+    assert list(rows) == list(ex.precisions.NAMES)
+    assert list(rows)[:4] == ["omniattn", "sdpa", "int8", "fp8"]
     assert (rows["omniattn"]["cost"], rows["omniattn"]["cost_deviation"]) == (0.0, 0.0)
     assert abs(rows["sdpa"]["cost"]) < 1e-3
     losses = {run["attention"]: np.array(run["losses"]) for run in report["runs"]}
-    for name in ("int8", "fp8", "fp8_smooth_k"):
+    for name in ex.precisions.NAMES[2:]:
         apart = losses[name] - losses["omniattn"]
         assert 0 < np.abs(apart).max() < 0.1
         assert rows[name]["cost"] == pytest.approx(apart[-2:].mean())
         assert rows[name]["cost_deviation"] == pytest.approx(apart[-2:].std())
         assert losses[name][-1] < losses[name][0] - 0.5
     figure = drawn.read_text(encoding="utf-8")
-    assert figure.count("<polyline") == 4
-    assert ">fp8_smooth_k</text>" in figure
+    assert figure.count("<polyline") == 5
+    assert ">fp8_exact_gradients</text>" in figure
     assert "minus that of omniattn, mean of 2 steps" in figure
     assert "beside omniattn" in capsys.readouterr().out
     page = backward_tables.precisions(report)
@@ -182,13 +183,16 @@ def test_gradients_of_8_bits_are_exact_ones(ex: Any) -> None:
     """Straight through: at the first step they differ from exact ones by what the forward's errors make of them."""
     q, k, v = (torch.randn(2, 40, 2, 16, generator=torch.Generator().manual_seed(i)) for i in range(3))
     made = {}
-    for name in ("omniattn", "int8", "fp8"):
+    for name in ("omniattn", "int8", "fp8", "fp8_exact_gradients"):
         leaves = [x.clone().requires_grad_() for x in (q, k, v)]
         o = ex.model.ATTENTIONS[name](*leaves)
         made[name] = [o.detach(), *torch.autograd.grad(o, leaves, torch.ones_like(o))]
     for name in ("int8", "fp8"):
         for a, b in zip(made[name], made["omniattn"], strict=True):
             assert 0 < (a - b).norm() < 0.1 * b.norm()
+    low, exact, both = made["fp8"], made["omniattn"], made["fp8_exact_gradients"]
+    torch.testing.assert_close(both[0], low[0])
+    assert all(torch.equal(a, b) for a, b in zip(both[1:], exact[1:], strict=True))
 
 
 def test_speeds_by_length(ex: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
