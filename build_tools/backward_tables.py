@@ -142,7 +142,7 @@ def training(report: Report) -> str:
 
 
 def training_figure(_: Report) -> str:
-    """The figure that the program draws beside its results."""
+    """The figure, as a page shows it."""
     return "![Loss of both trainings over 300 steps](train_lm.svg)"
 
 

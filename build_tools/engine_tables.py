@@ -34,7 +34,7 @@ def engine(report: Report) -> str:
 
 
 def engine_figure(_: Report) -> str:
-    """The figure that the program draws beside its results."""
+    """The figure, as a page shows it."""
     return "![Tokens a second and latencies over the number of requests](../../docs/engine.svg)"
 
 

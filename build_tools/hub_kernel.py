@@ -51,7 +51,9 @@ oa = get_kernel("{repository}")
 o = oa.attention(q, k, v, causal=True)
 ```
 
-In transformers: `importlib.import_module(f"{{oa.__name__}}.integrations.transformers").register()`, then
+In transformers: `attn_implementation="{repository}"`, which calls `flash_attn_func` and `flash_attn_varlen_func`. For
+masks, softcap, sinks and other precisions call
+`importlib.import_module(f"{{oa.__name__}}.integrations.transformers").register()`, then
 `model.set_attn_implementation("omniattn")`. `flash_attn_func`, `flash_attn_varlen_func`, `flash_attn_with_kvcache` and
 `sageattn` are there by these names.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 Report = Mapping[str, Any]
@@ -48,6 +49,24 @@ class Part:
     make: Callable[..., str]
 
 
+@dataclass(frozen=True)
+class Figure:
+    """A generated SVG file.
+
+    Attributes
+    ----------
+    path : Path
+        Below the checkout.
+    sources : tuple of str
+        The result files it needs, in the order of ``make``'s arguments.
+    make : callable
+    """
+
+    path: Path
+    sources: tuple[str, ...]
+    make: Callable[..., str]
+
+
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A Markdown table."""
     lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
@@ -84,12 +103,13 @@ def provenance(*reports: Report) -> str:
     """What stands below a table: device, software, date, protocol and commands; a sentence each different run."""
     commands: dict[str, list[str]] = {}
     for report in reports:
-        commands.setdefault(_conditions(report), []).append(f"`{report['command']}`")
+        commands.setdefault(conditions(report), []).append(f"`{report['command']}`")
     text = " ".join(f"{conditions}. Measured by {', '.join(names)}." for conditions, names in commands.items())
     return textwrap.fill(f"<sub>{text}</sub>", COLUMNS, break_long_words=False, break_on_hyphens=False)
 
 
-def _conditions(report: Report) -> str:
+def conditions(report: Report) -> str:
+    """Device, software, date and protocol of a run."""
     facts = report["environment"]
     versions = {"driver": "driver", "cuda": "CUDA", "torch": "torch", "cudnn": "cuDNN"}
     if "driver" not in facts:  # no GPU takes part

@@ -17,17 +17,20 @@ from build_tools import (
     model_tables,
     option_tables,
     perplexity_tables,
+    result_figures,
     serve_tables,
     shape_tables,
     sparse_tables,
 )
 from build_tools.page_parts import (
+    Figure,
     Part,
     Report,
     Row,
     Source,
     anchor,
     below,
+    conditions,
     number,
     provenance,
     ratio,
@@ -270,8 +273,8 @@ def figure(report: Report) -> str:
             for head_dim, seqlen in groups
         ]
         panels.append(figures.Panel("causal" if causal else "full", tuple(bars)))
-    title = f"Speed over {anchor(report)} bf16, {report['environment']['device']}, {report['date']}"
-    return figures.bars(title, ("exact attention", "int8, quantization included"), panels)
+    title = f"Speed over {anchor(report)} bf16, by head_dim and tokens"
+    return figures.bars(title, ("exact attention", "int8, quantization included"), panels, conditions(report))
 
 
 def int8_choice(report: Report) -> str:
@@ -369,4 +372,13 @@ PARTS: dict[str, Part] = {
     **serve_tables.PARTS,
     **engine_tables.PARTS,
     **guide_figures.PARTS,
+    **result_figures.PARTS,
 }
+
+#: Generated files that pages show.
+FIGURES: tuple[Figure, ...] = (
+    Figure(FIGURE, ("int8",), figure),
+    *guide_figures.FIGURES,
+    *result_figures.FIGURES,
+    *sparse_tables.FIGURES,
+)

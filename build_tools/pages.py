@@ -8,7 +8,13 @@ where a table stands, and this module fills it::
     <!-- table: forward -->
     <!-- end -->
 
-A single number within a sentence is ``<!-- value: forward_mean -->1.22<!-- end -->``. Without ``--write`` nothing is
+A single number within a sentence is ``<!-- value: forward_mean -->1.22<!-- end -->``. What was measured once and is no
+result file is a table of a dated record (`build_tools.tuning_records`), the first one of the record "Result" by::
+
+    <!-- record: index_topk "Result" 1 -->
+    <!-- end -->
+
+Without ``--write`` nothing is
 changed, and the exit code is 1 where a page or a figure is not what its results give.
 """
 
@@ -25,15 +31,19 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from build_tools import guide_figures, sparse_tables
+from build_tools import guide_figures, tuning_records
 from build_tools.page_parts import NOT_MEASURED, PageError, Report
-from build_tools.page_tables import FIGURE, PARTS, SOURCES, figure
+from build_tools.page_tables import FIGURES, PARTS, SOURCES
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = Path("docs/performance/results")
 SCHEMA = 1
 
-_MARKED = re.compile(r"(<!-- (table|value): (\w+) -->)(.*?)(<!-- end -->)", re.DOTALL)
+_MARKED = re.compile(
+    r"""(?P<begin><!--\ (?P<kind>table|value|record):\ (?P<name>\w+)(?:\ "(?P<title>[^"\n]+)"\ (?P<number>\d+))?\ -->)
+    .*?<!--\ end\ -->""",
+    re.DOTALL | re.VERBOSE,
+)
 
 
 def results(root: Path = ROOT) -> dict[str, Report]:
@@ -62,33 +72,39 @@ def results(root: Path = ROOT) -> dict[str, Report]:
     return found
 
 
-def filled(text: str, reports: Mapping[str, Report]) -> str:
-    """``text`` with every marked part made from the reports.
+def filled(text: str, reports: Mapping[str, Report], root: Path = ROOT) -> str:
+    """``text`` with every marked part made from the reports, or from the records below ``root``.
 
     Raises
     ------
     PageError
         A marker names nothing that is known, or has no end.
     """
-    if len(re.findall(r"<!-- (?:table|value): ", text)) != len(_MARKED.findall(text)):
-        raise PageError("a marker without its end")
+    if len(re.findall(r"<!-- (?:table|value|record): ", text)) != len(_MARKED.findall(text)):
+        raise PageError("a marker that is not complete, or without its end")
 
     def put(match: re.Match[str]) -> str:
-        begin, kind, name, _, end = match.groups()
-        if name not in PARTS:
+        begin, kind, name = match["begin"], match["kind"], match["name"]
+        if (kind == "record") != (match["title"] is not None):
+            raise PageError(f'{begin}: expected <!-- record: NAME "TITLE" N -->, or a name alone')
+        if kind == "record":
+            try:
+                made = tuning_records.result(name, match["title"], int(match["number"]), root)
+            except tuning_records.RecordError as error:
+                raise PageError(str(error)) from error
+        elif name not in PARTS:
             raise PageError(f"no table or value {name!r}: {', '.join(PARTS)}")
-        part = PARTS[name]
-        if all(source in reports for source in part.sources):
-            made = part.make(*(reports[source] for source in part.sources))
+        elif all(source in reports for source in PARTS[name].sources):
+            made = PARTS[name].make(*(reports[source] for source in PARTS[name].sources))
         else:
             made = "–" if kind == "value" else NOT_MEASURED
-        return f"{begin}{made}{end}" if kind == "value" else f"{begin}\n{made}\n{end}"
+        return f"{begin}{made}<!-- end -->" if kind == "value" else f"{begin}\n{made}\n<!-- end -->"
 
     return _MARKED.sub(put, text)
 
 
 def expected(root: Path = ROOT) -> dict[Path, str]:
-    """What every page with markers, and the figure, have to be: path below ``root`` to text."""
+    """What every page with markers, and every figure, has to be: path below ``root`` to text."""
     reports = results(root)
     made: dict[Path, str] = {}
     for path in [root / "README.md", root / "CHANGELOG.md", *sorted(root.glob("docs/**/*.md")),
@@ -97,17 +113,14 @@ def expected(root: Path = ROOT) -> dict[Path, str]:
             continue
         text = path.read_text(encoding="utf-8")
         try:
-            made[path.relative_to(root)] = filled(text, reports)
+            made[path.relative_to(root)] = filled(text, reports, root)
         except PageError as error:
             raise PageError(f"{path.relative_to(root).as_posix()}: {error}") from error
-    if "int8" in reports:
-        made[FIGURE] = figure(reports["int8"])
+    for figure in FIGURES:
+        if all(source in reports for source in figure.sources):
+            made[figure.path] = figure.make(*(reports[source] for source in figure.sources))
     if (root / guide_figures.CHOICE.parent).exists():
         made[guide_figures.CHOICE] = guide_figures.choice()
-        if "fp8" in reports:
-            made[guide_figures.SPEED] = guide_figures.speed(reports["fp8"])
-    if "sparse_accuracy" in reports:
-        made[sparse_tables.FIGURE] = sparse_tables.figure(reports["sparse_accuracy"])
     return made
 
 
@@ -121,10 +134,11 @@ def differences(root: Path = ROOT) -> list[str]:
 
 
 def write(root: Path = ROOT) -> list[str]:
-    """Renew pages and figure; return what has changed."""
+    """Renew pages and figures; return what has changed."""
     changed = differences(root)
     for path, text in expected(root).items():
         if path.as_posix() in changed:
+            (root / path).parent.mkdir(parents=True, exist_ok=True)
             (root / path).write_text(text, encoding="utf-8")
     return changed
 
@@ -165,7 +179,7 @@ def measure(names: Sequence[str], folder: Path) -> list[str]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Renew or check; return the exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--write", action="store_true", help="renew pages and figure")
+    parser.add_argument("--write", action="store_true", help="renew pages and figures")
     parser.add_argument("--measure", nargs="+", choices=tuple(SOURCES), metavar="NAME", help="write these result files")
     parser.add_argument("--folder", type=Path, help=f"where --measure writes them (default: {RESULTS.as_posix()})")
     options = parser.parse_args(arguments)

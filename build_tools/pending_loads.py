@@ -3,10 +3,10 @@
 It takes cubins for sm_90a, or ``--rows NAME...``, rows of the registry, which it compiles.
 
 A stage that bulk copies fill is given back by an arrival (pipeline/ring.cuh). The arrival orders no load whose result
-nobody has waited for: the next copy may overtake it (docs/performance/attn_bwd_sm90.md, v20). Who waits stands in the
-instructions: one that takes its time counts up one of six scoreboards and counts it down when its result is there, and
-any instruction may wait until some of them are 0. This walks all ways through the code and lists, for every arrival,
-the loads whose scoreboard nobody has waited for since.
+nobody has waited for: the next copy may overtake it (docs/performance/records/attn_bwd_sm90.toml, v20). Who waits
+stands in the instructions: one that takes its time counts up one of six scoreboards and counts it down when its result
+is there, and any instruction may wait until some of them are 0. This walks all ways through the code and lists, for
+every arrival, the loads whose scoreboard nobody has waited for since.
 
 Such a load is a fault only if the arrival gives back what it reads, and if copies refill that. Which barrier it is, the
 machine code does not say, and some of the ways are never taken. So this is a list for a reader of the source. Threads

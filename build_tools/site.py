@@ -94,10 +94,11 @@ def to_record_pages(text: str) -> str:
 def gather(pages: Path = PAGES) -> None:
     """Copy every page, and every file that a page links to, to where it lies in the repository, below ``pages``."""
     shutil.rmtree(pages, ignore_errors=True)
+    records = {tuning_records.FOLDER / f"{path.stem}.md": tuning_records.page(path) for path in tuning_records.files()}
     wanted = {path.resolve() for pattern in SOURCES for path in ROOT.glob(pattern)}
-    for path in list(wanted):
-        for target in linked_files(path.read_text(encoding="utf-8")):
-            wanted.add((path.parent / target).resolve())
+    texts = {path: path.read_text(encoding="utf-8") for path in wanted}
+    for path, text in {**texts, **{ROOT / place: text for place, text in records.items()}}.items():
+        wanted.update((path.parent / target).resolve() for target in linked_files(text))
     for path in sorted(wanted):
         place = pages / path.relative_to(ROOT)
         place.parent.mkdir(parents=True, exist_ok=True)
@@ -105,11 +106,9 @@ def gather(pages: Path = PAGES) -> None:
             place.write_text(to_record_pages(path.read_text(encoding="utf-8")), encoding="utf-8")
         else:
             shutil.copyfile(path, place)
-    records = {
-        str(tuning_records.FOLDER / f"{path.stem}.md"): to_record_pages(tuning_records.page(path))
-        for path in tuning_records.files()
-    }
-    for name, text in {**reference_pages(), **records}.items():
+    made = {Path(name): text for name, text in reference_pages().items()}
+    made |= {place: to_record_pages(text) for place, text in records.items()}
+    for name, text in made.items():
         place = pages / name
         place.parent.mkdir(parents=True, exist_ok=True)
         place.write_text(text, encoding="utf-8")

@@ -9,7 +9,7 @@ from typing import Any
 #: What stands in which tab, in order. A pattern takes the pages that no earlier entry has named.
 TABS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("Guide", ("docs/guide/README.md", "docs/guide/*.md", "docs/migration.md", "docs/troubleshooting.md",
-               "docs/environment.md", "docs/support.md")),
+               "docs/environment.md", "docs/support.md", "docs/peers.md")),
     ("Topics", ("docs/precision.md", "docs/quantization.md", "docs/backward.md", "docs/score_mods.md", "docs/torch.md",
                 "docs/jax.md", "docs/serving.md", "docs/kv_formats.md", "docs/mla.md", "docs/distributed.md",
                 "docs/integrations/*.md", "docs/*.md")),
@@ -17,6 +17,7 @@ TABS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("Performance", ("docs/performance/README.md", "docs/performance/*.md")),
     ("Records", ("docs/performance/results/*.md", "docs/performance/records/*.md")),
     ("Examples", ("examples/**/*.md",)),
+    ("Internals", ("docs/internals/README.md", "docs/internals/*.md")),
     ("Project", ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "wheels/*.md", "**/*.md")),
 )  # fmt: skip
 

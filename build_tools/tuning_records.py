@@ -19,19 +19,25 @@
     rows = [
       ["v1", "1.10x", "1.08x"],
     ]
+    source = "One NVIDIA H200, driver 580, 2026-11-27; medians of 15"  # may be left out
 
-The site shows every file as a page (`build_tools.site`).
+A table with a source may stand on a page, as one of its results (`build_tools.pages`). The site shows every
+file as a page (`build_tools.site`).
 """
 
 from __future__ import annotations
 
+import re
 import sys
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = Path("docs/performance/records")
+#: What a source names: the device, and the day of the measurement.
+SOURCE = re.compile(r"NVIDIA \w+.*\b20\d\d-\d\d-\d\d\b")
 INTRODUCTION = """\
 Written once, on the day that each record names, and not renewed: versions with prediction and
 outcome, measurements, counters, what did not pay. What holds today stands on the page of the
@@ -60,7 +66,7 @@ def load(path: Path) -> list[dict[str, Any]]:
     ------
     RecordError
         Names file, record and what is wrong: a key that is not known, a part that is neither text nor table, a row
-        that has not as many cells as there are columns.
+        that has not as many cells as there are columns, a source without device or day.
     """
     if sys.version_info >= (3, 11):
         import tomllib
@@ -75,8 +81,10 @@ def load(path: Path) -> list[dict[str, Any]]:
         if not set(record) <= {"title", "level", "part"} or not 2 <= record.get("level", 2) <= 4:
             raise RecordError(f"{place}: expected title, level from 2 to 4, part; received {sorted(record)}")
         for part in record.get("part", []):
-            if set(part) not in ({"text"}, {"columns", "rows"}):
+            if set(part) - {"source"} != {"columns", "rows"} and set(part) != {"text"}:
                 raise RecordError(f"{place}: a part is text, or columns and rows; received {sorted(part)}")
+            if "source" in part and not SOURCE.search(str(part["source"])):
+                raise RecordError(f"{place}: expected a source with device and day, received {part['source']!r}")
             for row in part.get("rows", []):
                 if len(row) != len(part["columns"]) or not all(isinstance(cell, str) for cell in row):
                     raise RecordError(f"{place}: expected {len(part['columns'])} strings, received {row}")
@@ -92,9 +100,43 @@ def blocks(records: list[dict[str, Any]]) -> Iterator[str]:
             if "text" in part:
                 yield part["text"].strip("\n")
             else:
-                rule = "|" + "---|" * len(part["columns"])
-                rows = [f"| {' | '.join(row)} |" for row in [part["columns"], *part["rows"]]]
-                yield "\n".join([rows[0], rule, *rows[1:]])
+                yield table(part)
+
+
+def table(part: dict[str, Any]) -> str:
+    """A part with columns and rows in Markdown, its source below it."""
+    rule = "|" + "---|" * len(part["columns"])
+    rows = [f"| {' | '.join(row)} |" for row in [part["columns"], *part["rows"]]]
+    text = "\n".join([rows[0], rule, *rows[1:]])
+    if "source" not in part:
+        return text
+    source = f"<sub>{part['source'].removesuffix('.')}.</sub>"
+    return f"{text}\n\n{textwrap.fill(source, 100, break_long_words=False, break_on_hyphens=False)}"
+
+
+def result(name: str, title: str, number: int, root: Path = ROOT) -> str:
+    """The ``number``-th table, from 1, of the records ``title`` of a file, for a page of docs/performance.
+
+    Raises
+    ------
+    RecordError
+        There is no such file, record or table; the table has no source; or it has links, which are relative to the
+        folder of the records.
+    """
+    path = root / FOLDER / f"{name}.toml"
+    if not path.exists():
+        raise RecordError(f"no records {name!r}")
+    parts = [part for record in load(path) if record.get("title") == title for part in record.get("part", [])]
+    tables = [part for part in parts if "rows" in part]
+    if not 1 <= number <= len(tables):
+        raise RecordError(f"{path.name}, {title!r}: no table {number} of {len(tables)}")
+    part = tables[number - 1]
+    if "source" not in part:
+        raise RecordError(f"{path.name}, {title!r}, table {number}: expected a source")
+    text = table(part)
+    if "](" in text:
+        raise RecordError(f"{path.name}, {title!r}, table {number}: expected no links")
+    return text
 
 
 def page(path: Path) -> str:

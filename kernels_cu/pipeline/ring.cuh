@@ -49,7 +49,7 @@ struct Ring {
     OA_DEVICE bool is_full(const RingState<kStages>& at) const { return mbarrier_test(full + 8 * at.stage, at.phase); }
     // Consumer, after the warp's last read: lane 0 arrives. Loads of what bulk copies write must have returned by then:
     // ptxas lets the arrival follow a load at once, __syncwarp or not, and while wgmma reads shared memory a load has
-    // been seen to return what the next copy wrote (docs/performance/attn_bwd_sm90.md, v20).
+    // been seen to return what the next copy wrote (docs/performance/records/attn_bwd_sm90.toml, v20).
     OA_DEVICE void release(const RingState<kStages>& at, int lane) const {
         if (lane == 0) mbarrier_arrive(empty + 8 * at.stage);
     }

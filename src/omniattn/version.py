@@ -1,3 +1,3 @@
 """The version, in a module of its own: the key of a cached kernel holds it, and imports nothing from above."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

@@ -137,6 +137,25 @@ def test_gradients_are_those_of_the_mask(name: str, causal: bool, monkeypatch: p
     assert all(error <= 2e-2 for error in errors), errors
 
 
+@pytest.mark.parametrize("options", [{}, {"mask": True}, {"softcap": 20.0}], ids=str)
+def test_one_query_of_heads_that_share_keys(options: dict[str, Any]) -> None:
+    """Without dropout heads are the rows of a tile, where each would drop what another one does."""
+    batch, keys, heads, head_dim, p = 3, 411, 8, 64, 0.3
+    arrays = _arrays(batch, 1, keys, (heads, 2), head_dim, seed=4)
+    made = _options_of(options, heads, 1, keys)
+    known = made | {"dropout_p": p, "dropout_rng": RNG}
+    wanted_mask = expected_kept((batch, heads, 1, keys), p)
+    found_mask = kept_by_kernel(arrays[0] * 0.1, arrays[1], head_dim, **known)
+    assert int((found_mask != wanted_mask).sum()) == 0
+    leaves = [x.requires_grad_() for x in arrays]
+    o = omniattn.attention(*leaves, **known)
+    do = torch.randn_like(o)
+    gradients = torch.autograd.grad(o, leaves, do)
+    wanted = _reference(arrays, do, wanted_mask, p, False, made.get("mask"), made.get("softcap", 0.0))
+    errors = [worst(x, y) for x, y in zip((o, *gradients), wanted, strict=True)]
+    assert all(error <= 2e-2 for error in errors), errors
+
+
 def test_the_gradient_of_a_mask() -> None:
     """dmask = P * (M * (dO @ V.T) - D)."""
     batch, queries, keys, heads, p = 1, 150, 203, 2, 0.25

@@ -26,7 +26,15 @@ def test_the_recipe_is_of_this_version_and_project() -> None:
         bounds = re.findall(rf'^    "{name}([^;"]*)[;"]', PROJECT, re.MULTILINE)
         assert asked("run", name) == bounds[0]
     assert asked("host", "cuda-bindings") == re.findall(r'"cuda-bindings([^;"]*<13)', PROJECT)[0]
-    assert asked("host", "cuda-nvrtc") == re.findall(r"nvidia-cuda-nvrtc-cu12==([\d.]+)", PROJECT)[0]
+    assert asked("host", "cuda-nvrtc") == "==" + re.findall(r"nvidia-cuda-nvrtc-cu12==([\d.]+)", PROJECT)[0]
     assert asked("host", "hatchling") == re.findall(r'requires = \["hatchling([^"]*)"', PROJECT)[0]
     assert asked("run_constraints", "pytorch") == re.findall(r'^torch = \["torch(.*)"\]', PROJECT, re.MULTILINE)[0]
     assert asked("run_constraints", "jax") == re.findall(r'^jax = \["jax(.*)"\]', PROJECT, re.MULTILINE)[0]
+
+
+def test_every_bound_has_an_operator() -> None:
+    """rattler-build reads no recipe that has a version without one."""
+    (text,) = re.findall(r"^requirements:\n((?: .*\n)+)", RECIPE, re.MULTILINE)
+    bounds = re.findall(r"^    - \S+ (.+)$", text, re.MULTILINE)
+    assert len(bounds) >= 9
+    assert [bound for bound in bounds if not re.fullmatch(r"(?:[<>=!]=?[\d.]+,?)+|\d+(?:\.\d+)*\.\*", bound)] == []

@@ -8,21 +8,22 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import omniattn
-from build_tools import guide_figures, pages
+from build_tools import guide_figures, pages, result_figures
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_the_speed_of_precisions() -> None:
     report = json.loads((ROOT / pages.RESULTS / "fp8.json").read_text(encoding="utf-8"))
-    text = guide_figures.speed(report)
+    (figure,) = guide_figures.FIGURES
+    text = figure.make(report)
     ElementTree.fromstring(text)
     assert "prefers-color-scheme: dark" in text
     assert report["date"] in text
-    assert text.count("<polyline") == 2 * len(guide_figures.SERIES)
+    assert text.count("<polyline") == 3 * len(result_figures.PRECISIONS)
     # Without the rows of a contender its curve is left out, not drawn at 0.
     report["rows"] = [row for row in report["rows"] if row["contender"] != "cudnn"]
-    assert guide_figures.speed(report).count("<polyline") == 2 * (len(guide_figures.SERIES) - 1)
+    assert figure.make(report).count("<polyline") == 3 * (len(result_figures.PRECISIONS) - 1)
 
 
 def test_the_choice_names_what_there_is() -> None:

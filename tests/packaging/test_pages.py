@@ -114,7 +114,9 @@ def test_every_part_is_on_a_page() -> None:
 
 
 def test_every_part_is_made(checkout: Path) -> None:
-    assert pages.write(checkout) == ["README.md", page_tables.FIGURE.as_posix()]
+    figures = [figure.path.as_posix() for figure in page_tables.FIGURES if set(figure.sources) <= set(reports())]
+    assert {page_tables.FIGURE.as_posix(), "docs/performance/figures/decode.svg"} <= set(figures)
+    assert pages.write(checkout) == ["README.md", *figures]
     assert pages.differences(checkout) == []
     text = (checkout / "README.md").read_text(encoding="utf-8")
     optional = [name for name, part in page_tables.PARTS.items() if not set(part.sources) <= set(reports())]
@@ -165,15 +167,83 @@ def test_without_results_a_page_says_so(tmp_path: Path) -> None:
     assert (tmp_path / "README.md").read_text(encoding="utf-8") == expected
 
 
+RECORDS = """\
+[[record]]
+title = "Result"
+
+[[record.part]]
+text = '''
+On 2026-01-02.
+'''
+
+[[record.part]]
+columns = ["shape", "time"]
+rows = [
+  ["a", "1.5 µs"],
+]
+source = "One NVIDIA Test, driver 580, 2026-01-02; medians of 15, cold L2, all of the contenders interleaved"
+
+[[record.part]]
+columns = ["tried", "outcome"]
+rows = [
+  ["b", "2.5 µs"],
+]
+
+[[record]]
+title = "Links"
+
+[[record.part]]
+columns = ["shape"]
+rows = [
+  ["[a](../a.md)"],
+]
+source = "One NVIDIA Test, 2026-01-02"
+"""
+
+
+def keep_records(root: Path) -> Path:
+    """A file of records named ``some`` below ``root``."""
+    path = root / tuning_records.FOLDER / "some.toml"
+    path.parent.mkdir(parents=True)
+    path.write_text(RECORDS, encoding="utf-8")
+    return path
+
+
+def test_a_table_of_a_record_stands_on_a_page(tmp_path: Path) -> None:
+    path = keep_records(tmp_path)
+    page = tmp_path / "docs/performance/some.md"
+    page.write_text('# Some\n\n<!-- record: some "Result" 1 -->\n| old |\n<!-- end -->\n', encoding="utf-8")
+    assert pages.write(tmp_path) == ["docs/performance/some.md"]
+    assert page.read_text(encoding="utf-8") == (
+        '# Some\n\n<!-- record: some "Result" 1 -->\n| shape | time |\n|---|---|\n| a | 1.5 µs |\n\n'
+        "<sub>One NVIDIA Test, driver 580, 2026-01-02; medians of 15, cold L2, all of the contenders\n"
+        "interleaved.</sub>\n<!-- end -->\n"
+    )
+    assert typed_measurements(page.read_text(encoding="utf-8")) == []
+    path.write_text(RECORDS.replace("1.5 µs", "1.4 µs"), encoding="utf-8")
+    assert pages.differences(tmp_path) == ["docs/performance/some.md"]
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
         ("<!-- table: nothing -->\n<!-- end -->\n", "no table or value 'nothing'"),
         ("<!-- table: decode -->\n", "without its end"),
         ("<!-- table: decode -->\n<!-- table: host -->\n<!-- end -->\n", "without its end"),
+        ('<!-- record: some "Result" 1 -->\n', "without its end"),
+        ('<!-- record: some "Result" -->\n<!-- end -->\n', "not complete"),
+        ("<!-- record: some -->\n<!-- end -->\n", "expected <!-- record: NAME"),
+        ('<!-- table: decode "Result" 1 -->\n<!-- end -->\n', "or a name alone"),
+        ('<!-- record: others "Result" 1 -->\n<!-- end -->\n', "no records 'others'"),
+        ('<!-- record: some "Results" 1 -->\n<!-- end -->\n', "no table 1 of 0"),
+        ('<!-- record: some "Result" 3 -->\n<!-- end -->\n', "no table 3 of 2"),
+        ('<!-- record: some "Result" 0 -->\n<!-- end -->\n', "no table 0 of 2"),
+        ('<!-- record: some "Result" 2 -->\n<!-- end -->\n', "table 2: expected a source"),
+        ('<!-- record: some "Links" 1 -->\n<!-- end -->\n', "table 1: expected no links"),
     ],
 )
 def test_a_wrong_marker_is_an_error(tmp_path: Path, text: str, words: str) -> None:
+    keep_records(tmp_path)
     (tmp_path / "README.md").write_text(text, encoding="utf-8")
     with pytest.raises(pages.PageError, match=words):
         pages.expected(tmp_path)
@@ -204,7 +274,10 @@ def test_the_figure_is_an_svg_with_every_bar(checkout: Path) -> None:
     assert texts.count("1.25") == texts.count("1.50") == 18
     assert svg == page_tables.figure(reports()["int8"])
     panel = figures.Panel("one", (figures.Group(("a & b",), (None, 2.0)),))
-    assert "a &amp; b" in figures.bars("title", ("x", "y"), [panel])
+    svg = figures.bars("title", ("x", "y"), [panel], "there & then")
+    assert "a &amp; b" in svg
+    assert "there &amp; then" in svg
+    assert "prefers-color-scheme: dark" in svg
 
 
 # ------------------------------------------------------------------------------------------------- Tables typed by hand
@@ -213,7 +286,7 @@ def test_the_figure_is_an_svg_with_every_bar(checkout: Path) -> None:
 def typed_tables(text: str) -> list[tuple[str, str, str]]:
     """Tables outside of markers: second-level heading, what the section says before the table, the table."""
     found = []
-    text = re.sub(r"<!-- table: .*?<!-- end -->", "", text, flags=re.DOTALL)
+    text = re.sub(r"<!-- (?:table|record): .*?<!-- end -->", "", text, flags=re.DOTALL)
     for section in re.split(r"^(?=## )", re.sub(r"^```.*?^```$", "", text, flags=re.M | re.DOTALL), flags=re.M):
         heading = section.splitlines()[0] if section.strip() else ""
         for table in re.finditer(r"(?:^\|.*\n)+", section, re.M):
@@ -229,7 +302,7 @@ def test_typed_tables_are_found() -> None:
 #: Pages that speak of the present code. Examples show what their own programs print.
 CURRENT = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("**/*.md"))]
 #: Sections whose tables are typed: what is asked for; what was computed, or found once, on a day that is named.
-ASKED, DATED = ("## Goals",), ("## Floors", "## Model", "## Records")
+ASKED, DATED = ("## Goals",), ("## Floors", "## Model", "## What did not pay", "## Records")
 #: A number with a fraction or a unit, but for compute capabilities.
 MEASURED = re.compile(r"(?<![\w./])(?!(?:8|9|10|12)\.\d(?!\d))\d*\.\d+|\d\s?(?:µs|ms|TB/s|TFLOP/s|×|%)(?!\w)")
 

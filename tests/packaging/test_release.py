@@ -11,11 +11,12 @@ import pytest
 
 from build_tools import native, release, sbom
 from build_tools.table import Table
+from omniattn.version import __version__
 
 from .conftest import Checkout
 from .test_wheel import build, rewrite
 
-VERSION = "0.1.0"
+VERSION = __version__
 MANIFEST = {
     "package_version": VERSION,
     "compiler": "NVRTC 12.9.86",
@@ -88,15 +89,15 @@ def test_what_is_no_release(checkout: Checkout, folder: Path, table: Table) -> N
     twin = shutil.copy(platform, folder / f"omniattn-{VERSION}-1-cp310-abi3-manylinux_2_17_x86_64.whl")
     assert "has the tag cp310-abi3-manylinux_2_17_x86_64 too" in refusal()
     Path(twin).unlink()
-    other = shutil.copy(platform, folder / "omniattn-0.2.0-cp310-abi3-win_amd64.whl")
-    assert "expected version 0.1.0" in refusal()
+    other = shutil.copy(platform, folder / "omniattn-99.0.0-cp310-abi3-win_amd64.whl")
+    assert f"expected version {VERSION}" in refusal()
     Path(other).unlink()
     (folder / "notes.txt").write_text("")
     assert "received" in refusal()
     assert "notes.txt" in refusal()
     (folder / "notes.txt").unlink()
     rewrite(plain, **{"omniattn/version.py": b"__version__ = '0'\n"})
-    assert "differs from omniattn-0.1.0-py3-none-any.whl in omniattn/version.py" in refusal()
+    assert f"differs from omniattn-{VERSION}-py3-none-any.whl in omniattn/version.py" in refusal()
     plain.unlink()
     assert f"expected {plain.name}" in refusal()
 

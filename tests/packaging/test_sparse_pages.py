@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from build_tools import curves, pages, sparse_tables
+from build_tools import pages, sparse_tables
 from build_tools.page_parts import PageError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -50,27 +50,21 @@ def test_the_figure_has_a_curve_for_each_input_and_rule() -> None:
     # Two panels, two series (all layers are one), two rules.
     assert len(lines) == 8
     assert sum("dashed" in line["class"] for line in lines) == 4
-    assert {line["class"].split()[1] for line in lines} == {"s0", "s1"}
+    assert {line["class"].split()[1] for line in lines} == {"s1", "s2"}
     texts = [node.text for node in root.iter(f"{SVG}text")]
     assert "SmolLM2, mean of layers" in texts
     assert {"relative L1", "cosine similarity", "topk", "cdf", "0.99"} <= set(texts)
     assert "prefers-color-scheme: dark" in svg
+    assert {"CPU, NumPy 2.5, Python 3.12.1; 2026-01-02; errors against double precision"} <= set(texts)
     # 0.1 is half way up from 0.001 to 10.
     y = float(lines[0]["points"].split()[0].split(",")[1])
-    assert y == pytest.approx(curves.TOP + curves.PANEL_HEIGHT / 2, abs=0.1)
+    grid = [node.attrib["d"] for node in root.iter(f"{SVG}path") if node.attrib["class"] == "grid"]
+    levels = [float(path.split("L")[0].split()[1]) for path in grid[:5]]
+    assert y == pytest.approx((levels[0] + levels[4]) / 2, abs=0.1)
     short = report()
     short["rows"] = [row for row in short["rows"] if row["table"] != "cdf"]
     with pytest.raises(PageError, match="without 'cdf' of 'video'"):
         sparse_tables.figure(short)
-
-
-def test_values_beyond_the_axis_are_drawn_at_its_ends() -> None:
-    curve = curves.Curve(0, ((0.0, 0.0), (0.5, 1e-9), (1.0, 50.0)), False)
-    svg = curves.curves(("a & b",), "x", ("one", "two"), [curves.Panel("p", (curve,), -1, 0, ("0.1", "1"))])
-    (line,) = ElementTree.fromstring(svg).iter(f"{SVG}polyline")
-    ys = [float(point.split(",")[1]) for point in line.attrib["points"].split()]
-    assert ys == [curves.TOP + curves.PANEL_HEIGHT] * 2 + [curves.TOP]
-    assert "a &amp; b" in svg
 
 
 def test_the_committed_figure_is_that_of_the_committed_result() -> None:

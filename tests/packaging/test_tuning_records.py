@@ -25,6 +25,7 @@ columns = ["version", "outcome"]
 rows = [
   ["v1", "1.08 × `a \\\\| b`"],
 ]
+source = "One NVIDIA H200, 2026-01-02; medians"
 
 [[record]]
 title = "v1"
@@ -50,13 +51,26 @@ def test_no_page_keeps_records_of_its_own() -> None:
         assert not found or ("\n|" not in records and len(records.split()) < 40), page.name
 
 
+#: Lines of a page of docs/performance: what is longer belongs to the records.
+PAGE_LINES = 200
+PAGES = sorted((ROOT / "docs/performance").glob("*.md"))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_a_page_is_short(page: Path) -> None:
+    assert len(page.read_text(encoding="utf-8").splitlines()) <= PAGE_LINES
+
+
 def test_a_page_is_made(tmp_path: Path) -> None:
     path = tmp_path / "decode.toml"
     path.write_text(SAMPLE, encoding="utf-8")
     text = tuning_records.page(path)
     assert text.startswith("# Records: decode\n\nWritten once")
     assert "kernel: [decode](../decode.md).\n\nOn 2026-01-02.\n\n## Versions\n\n| version | outcome |\n" in text
-    assert "|---|---|\n| v1 | 1.08 × `a \\| b` |\n\n### v1\n\nSee [versions](#versions).\n" in text
+    assert (
+        "|---|---|\n| v1 | 1.08 × `a \\| b` |\n\n<sub>One NVIDIA H200, 2026-01-02; medians.</sub>\n\n### v1\n" in text
+    )
+    assert text.endswith("### v1\n\nSee [versions](#versions).\n")
 
 
 @pytest.mark.parametrize(
@@ -67,6 +81,10 @@ def test_a_page_is_made(tmp_path: Path) -> None:
         ("level = 3", "date = 3", "received .'date'"),
         ('"outcome"]', '"outcome", "why"]', "expected 3 strings"),
         ('["v1", "1.08', '["v1", 1.08, "', "expected 2 strings"),
+        ("H200, 2026-01-02", "H200", "source with device and day"),
+        ("One NVIDIA H200, ", "", "source with device and day"),
+        ('source = "One NVIDIA H200, 2026-01-02; medians"', "source = 2026-01-02", "source with device and day"),
+        ('columns = ["version", "outcome"]\n', "", "text, or columns and rows"),
         ("text = '''\nSee", "texts = '''\nSee", "text, or columns and rows"),
     ],
 )
@@ -92,6 +110,8 @@ def test_the_site_has_them_as_pages(tmp_path: Path) -> None:
     text = (tmp_path / "docs/performance/attn_fwd_sm90.md").read_text(encoding="utf-8")
     assert "](records/attn_fwd_sm90.md)" in text
     assert (tmp_path / "docs/performance/records/attn_fwd_sm90.md").is_file()
+    assert "](../results/candidates-h100.json)" in tuning_records.page(ROOT / tuning_records.FOLDER / "selection.toml")
+    assert (tmp_path / "docs/performance/results/candidates-h100.json").is_file()
     assert site.to_record_pages("[a](pyproject.toml) [b](../records/decode.toml#x) [c](decode.toml)") == (
         "[a](pyproject.toml) [b](../records/decode.md#x) [c](decode.md)"
     )

@@ -226,6 +226,8 @@ def hand_over(t: CapsuleTensor, event: Event | None) -> Any:
     """Hand an array that a kernel writes to its library, whose next use of it then waits for ``event``.
 
     JAX: the array of `empty_jax` is never shown to the user; the imported one has the same memory and keeps it alive.
+    On the CPU by JAX's own capsule, whose deleter is no Python: one that runs while an exception is on its way, as a
+    result of an expression that fails is dropped then, takes the place of that exception.
     Other libraries: the import is made for its wait, and because a library may track readiness by array. Arrays of our
     own have whoever imports them wait.
     """
@@ -233,7 +235,7 @@ def hand_over(t: CapsuleTensor, event: Event | None) -> Any:
     if t.framework == "jax":
         from jax import dlpack as jax_dlpack
 
-        return jax_dlpack.from_dlpack(exporter)
+        return jax_dlpack.from_dlpack(t.obj if event is None else exporter)
     if event is None:
         return t.obj
     if isinstance(t.obj, OwnArray):

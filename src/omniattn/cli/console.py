@@ -128,6 +128,56 @@ def print_table(
     console.print(table)
 
 
+#: Eighths of a block, from one on.
+_EIGHTHS = "▏▎▍▌▋▊▉"
+_BAR_COLUMNS = 36
+_BAR_STYLES = ("yellow", "cyan", "green", "magenta")
+
+
+def bar(share: float, columns: int, *, blocks: bool = True) -> str:
+    """A bar of text for a share from 0 to 1 of so many columns; of signs that every encoding has without ``blocks``."""
+    share = min(max(share, 0.0), 1.0)
+    if not blocks:
+        return "#" * max(1, round(share * columns))
+    whole, rest = divmod(max(1, round(share * columns * 8)), 8)
+    return "█" * whole + (_EIGHTHS[rest - 1] if rest else "")
+
+
+def print_bars(
+    title: str, measures: Sequence[str], rows: Sequence[tuple[str, Sequence[tuple[float, str]]]]
+) -> None:  # fmt: skip
+    """Draw a picture of horizontal bars, one for each measure beside each other.
+
+    Parameters
+    ----------
+    title : str
+    measures : sequence of str
+        What the bars of a row show.
+    rows : sequence of (str, sequence of (float, str))
+        A name, and for each measure the bar's share of the longest one and the number that stands behind it.
+    """
+    console = _console()
+    from rich.table import Table
+    from rich.text import Text
+
+    names = max(len(name) for name, _ in rows)
+    numbers = max(len(number) for _, bars in rows for _, number in bars)
+    room = (int(console.width) - names - 2) // len(measures) - numbers - 6
+    columns = max(1, min(_BAR_COLUMNS, room))
+    table = Table(title=Text(title), title_justify="left", header_style="bold", box=None, pad_edge=False)
+    table.add_column("", no_wrap=True)
+    for name in measures:
+        table.add_column(Text(name), min_width=columns + numbers + 1, no_wrap=True)
+    blocks = str(console.encoding).lower().startswith("utf")
+    for name, bars in rows:
+        cells = [
+            Text.assemble((bar(share, columns, blocks=blocks), _BAR_STYLES[i % len(_BAR_STYLES)]), " ", number)
+            for i, (share, number) in enumerate(bars)
+        ]
+        table.add_row(Text(name), *cells)
+    console.print(table)
+
+
 class Progress(Protocol):
     """What a command may do with a running progress display."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import math
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -26,8 +27,8 @@ from omniattn.testing.frameworks import Framework, NoGpuError, NumpyFramework, g
 _DESCRIPTION = """\
 Runs the query, key and value tensors of several layers of SmolLM2-135M-Instruct, recorded on English text, through
 omniattn.attention(causal=True) in every available precision, and compares with the same computation in fp64.
-On a GPU it uses torch, else CuPy, else JAX; without one, NumPy on the CPU, and then fewer layers unless --layers says
-how many.
+On a GPU it uses torch, else CuPy, else JAX, and draws errors and times as bars below the table; without one, NumPy on
+the CPU, and then fewer layers unless --layers says how many.
 """
 
 #: Layers without a GPU, where the reference takes seconds for each, unless ``--layers`` says otherwise.
@@ -113,6 +114,8 @@ def run(arguments: argparse.Namespace) -> int:
         )
         return 0
     _show(rows, samples, framework, note)
+    if framework.device != "CPU" and rows:
+        show_bars(rows, len(samples))
     if len(samples) < len(recorded):
         console.print_line(f"{len(samples)} of {len(recorded)} recorded layers; all of them: --layers {len(recorded)}.")
     return 0
@@ -211,6 +214,38 @@ def _show(rows: Sequence[Row], samples: Sequence[Activations], framework: Framew
         console.print_line(f"Note: {note}.")
 
 
+def _variants(rows: Sequence[Row]) -> list[tuple[str, str]]:
+    """Precisions in every dtype."""
+    return list(dict.fromkeys((row.precision, row.dtype) for row in rows))
+
+
+def show_bars(rows: Sequence[Row], layers: int) -> None:
+    """Draw relative L1 error and time of each precision into the terminal, both as means of the layers."""
+    errors, times = [], []
+    for variant in _variants(rows):
+        own = [row for row in rows if (row.precision, row.dtype) == variant]
+        errors.append(sum(row.relative_l1 for row in own) / len(own))
+        times.append(sum(row.milliseconds for row in own) / len(own))
+    # A decade below the least error, so that it has a bar too.
+    low = min((error for error in errors if error > 0), default=1.0) / 10
+    span = math.log10(max(*errors, 10 * low) / low)
+    console.print_line()
+    console.print_bars(
+        f"Mean of {layers} layers" if layers > 1 else "The same as bars",
+        ("relative L1, log scale", "time of one call"),
+        [
+            (
+                f"{precision}, {dtype}",
+                (
+                    (math.log10(error / low) / span if error > 0 else 0.0, f"{error:.1e}"),
+                    (milliseconds / max(times), f"{milliseconds:.3f} ms"),
+                ),
+            )
+            for (precision, dtype), error, milliseconds in zip(_variants(rows), errors, times, strict=True)
+        ],
+    )
+
+
 def plot_rows(rows: Sequence[Row], framework: Framework, path: Path) -> None:
     """Draw relative L1 error and time, one group of bars a layer."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -219,7 +254,7 @@ def plot_rows(rows: Sequence[Row], framework: Framework, path: Path) -> None:
     from omniattn.bench.plot import COLOURS
 
     layers = list(dict.fromkeys(row.layer for row in rows))
-    variants = list(dict.fromkeys((row.precision, row.dtype) for row in rows))
+    variants = _variants(rows)
     figure = Figure(figsize=(11.0, 4.6), layout="constrained")
     FigureCanvasAgg(figure)
     panels = figure.subplots(1, 2)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import importlib.metadata
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -66,9 +67,11 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     if not arguments.json:
         console.require_rich()
-    gpus, driver = gpus_and_driver()
-    facts = collect(gpus, driver)
-    columns, rows = support_here(gpus)
+    variables = environment()
+    with _silent_if_wrong():
+        gpus, driver = gpus_and_driver()
+        facts = {**collect(gpus, driver), "environment": variables}
+        columns, rows = support_here(gpus)
     if arguments.json:
         console.print_json({**facts, "support": [_support_dict(columns, row) for row in rows]})
     else:
@@ -79,7 +82,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def collect(gpus: Sequence[DeviceInfo], driver: dict[str, Any]) -> dict[str, Any]:
-    """Everything that ``info`` reports but the support table, ready for JSON."""
+    """What ``info`` reports but the environment and the support table, ready for JSON."""
     return {
         "omniattn": {"version": omniattn.__version__, "path": str(Path(omniattn.__file__).parent)},
         "python": f"{platform.python_version()} on {platform.system()} {platform.machine()}",
@@ -91,8 +94,22 @@ def collect(gpus: Sequence[DeviceInfo], driver: dict[str, Any]) -> dict[str, Any
         "kernels": kernel_store(),
         "cache": cache_facts(),
         "tuning": tuning_facts(),
-        "environment": environment(),
     }
+
+
+@contextlib.contextmanager
+def _silent_if_wrong() -> Iterator[None]:
+    """Without OMNIATTN_LOG where its text is wrong: the first message would raise, and the table says what is wrong."""
+    try:
+        env.get("OMNIATTN_LOG")
+    except ArgumentError:
+        text = os.environ.pop("OMNIATTN_LOG")
+        try:
+            yield
+        finally:
+            os.environ["OMNIATTN_LOG"] = text
+    else:
+        yield
 
 
 def tuning_facts() -> dict[str, Any]:

@@ -136,8 +136,8 @@ LINES: dict[str, tuple[str, str]] = {
 }
 #: What no wheel holds of an operation: a user's expressions, and what the registry does not list.
 FIRST_USE = {
-    _FORWARD: "`score_mod`",
-    _BACKWARD: "`score_mod`",
+    _FORWARD: "`score_mod`, dropout",
+    _BACKWARD: "`score_mod`, dropout",
     "`decode`": "K and V in different formats",
     "`append`": "K and V in different formats",
 }

@@ -1,4 +1,4 @@
-"""FlashInfer's attention over KV caches (``flashinfer`` 0.6) on omniattn: the same signatures, defaults and results.
+"""FlashInfer's attention over KV caches (``flashinfer`` 0.7) on omniattn: the same signatures, defaults and results.
 
 ``from omniattn.compat.flashinfer import BatchDecodeWithPagedKVCacheWrapper`` and so on, in place of ``flashinfer``'s.
 Tensors are torch's, float16 or bfloat16; on the CPU the NumPy reference runs. Not here: what does not attend over a
@@ -10,7 +10,6 @@ Differences
 - ``backend`` "auto", "fa2" and "fa3" are the same; the others raise, as they take other arguments.
 - Sinks are taken. Pages in 8 bits are in e4m3; others, custom masks of batches, position encodings and ALiBi raise.
 - Merged states of which neither has seen a key are 0 and -inf, where the original has NaN.
-- ``lse_base``, ``lse_layout`` and ``uniform_q_len`` are those of version 0.7.
 - Nothing here has gradients, as in the original.
 """
 

@@ -26,7 +26,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
         Without effect.
     paged_kv_indptr_buffer, paged_kv_indices_buffer, paged_kv_last_page_len_buffer : tensor, int32
         With use_cuda_graph: (batch + 1,), (pages,) and (batch,).
-    jit_args
+    jit_args, jit_kwargs
         None.
 
     Raises
@@ -48,8 +48,9 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
         paged_kv_last_page_len_buffer: Any = None,
         backend: str = "auto",
         jit_args: Any = None,
+        jit_kwargs: Any = None,
     ) -> None:
-        plans.refuse_jit(self._name, jit_args)
+        plans.refuse_jit(self._name, jit_args, jit_kwargs)
         self._q_len = 1
         self._use_tensor_cores = common.flag(use_tensor_cores, "use_tensor_cores", self._name)
         super().__init__(

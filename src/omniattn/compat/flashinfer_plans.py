@@ -67,10 +67,17 @@ def refuse_reduction(use_fp16_qk_reduction: Any, function: str) -> None:
     )  # fmt: skip
 
 
-def refuse_jit(function: str, jit_args: Any, jit_kwargs: Any = None) -> None:
+def refuse_jit(function: str, jit_args: Any, jit_kwargs: Any = None, variant_owns_mask: Any = False) -> None:
     common.refuse(
         function, "there are no modules of the original", "a ScoreMod of omniattn.attention_with_kvcache",
-        jit_args=(jit_args, None), jit_kwargs=(jit_kwargs, None),
+        jit_args=(jit_args, None), jit_kwargs=(jit_kwargs, None), variant_owns_mask=(variant_owns_mask, False),
+    )  # fmt: skip
+
+
+def refuse_token_scales(use_token_head_sf: Any, function: str) -> None:
+    common.refuse(
+        function, "pages of 8 bits have one k_scale and one v_scale", "use_token_head_sf=False",
+        use_token_head_sf=(use_token_head_sf, False),
     )  # fmt: skip
 
 
@@ -308,6 +315,16 @@ def check_starts(x: Any, name: str, function: str, extent: int | None = None) ->
     if extent is None and isinstance(x, torch.Tensor) and x.ndim == 1 and x.shape[0] < 1:
         raise ShapeError(name, "shape (batch + 1,)", "(0,)", function=function)
     return check_numbers(x, name, extent, function)
+
+
+def check_mirror(mirror: Any, name: str, function: str, device: torch.Tensor) -> torch.Tensor:
+    """What plan() reads on the host: the tensor itself, or the copy of it that the caller has there."""
+    if mirror is None:
+        return device
+    made = check_starts(mirror, name, function, device.shape[0])
+    if made.device.type != "cpu":
+        raise ArgumentError(name, "a tensor on the host", f"one on {made.device}", function=function)
+    return made
 
 
 def counts_on_host(starts: torch.Tensor, name: str, function: str, end: int | None = None) -> np.ndarray[Any, Any]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..errors import UnsupportedError
+from .. import arguments
+from ..errors import ArgumentError, UnsupportedError
 from . import flashinfer_plans as plans
 from .flashinfer_wrappers import Paged, PagedWrapper, Rows
 
@@ -28,8 +29,10 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
         share the memory of the table.
     qo_indptr_buf, paged_kv_indptr_buf, paged_kv_indices_buf, paged_kv_last_page_len_buf : tensor, int32
         (batch + 1,), (batch + 1,), (pages,) and (batch,).
-    custom_mask_buf, mask_indptr_buf, jit_args, jit_kwargs
-        None.
+    max_total_num_rows : int, optional
+        With use_cuda_graph: at least the rows of q of each plan(), in place of those of the first one.
+    custom_mask_buf, mask_indptr_buf, jit_args, jit_kwargs, variant_owns_mask
+        Their defaults.
     backend : "auto", "fa2" or "fa3"
         All the same: the kernels are this package's, chosen by the call.
 
@@ -55,15 +58,23 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
         backend: str = "auto",
         jit_args: Any = None,
         jit_kwargs: Any = None,
+        variant_owns_mask: bool = False,
+        max_total_num_rows: int | None = None,
     ) -> None:
         plans.refuse_masks(self._name, custom_mask_buf=custom_mask_buf, mask_indptr_buf=mask_indptr_buf)
-        plans.refuse_jit(self._name, jit_args, jit_kwargs)
+        plans.refuse_jit(self._name, jit_args, jit_kwargs, variant_owns_mask)
         super().__init__(
             float_workspace_buffer, kv_layout, use_cuda_graph, backend, qo_indptr_buf=qo_indptr_buf,
             paged_kv_indptr_buf=paged_kv_indptr_buf, paged_kv_indices_buf=paged_kv_indices_buf,
             paged_kv_last_page_len_buf=paged_kv_last_page_len_buf,
         )  # fmt: skip
         self._rows = Rows()
+        self._most_rows: int | None = None
+        if max_total_num_rows is not None:
+            name = "max_total_num_rows"
+            if not self._use_cuda_graph:
+                raise ArgumentError(name, "None without use_cuda_graph", max_total_num_rows, function=self._name)
+            self._most_rows = arguments.check_int(max_total_num_rows, name, self._name, least=0)
 
     def plan(
         self,
@@ -102,6 +113,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
         fixed_split_size: int | None = None,
         disable_split_kv: bool = False,
         uniform_q_len: int | None = None,
+        use_token_head_sf: bool = False,
     ) -> None:
         """Make block table and lengths of the pages, for any number of calls of run().
 
@@ -145,7 +157,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
         rope_scale, rope_theta
             Without effect.
         custom_mask, packed_custom_mask, pos_encoding_mode, use_fp16_qk_reduction, prefix_len_ptr,
-        token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr, seq_lens_q
+        token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr, seq_lens_q, use_token_head_sf
             Their defaults.
 
         Raises
@@ -162,6 +174,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
         plans.check_encoding(pos_encoding_mode, function)
         plans.refuse_reduction(use_fp16_qk_reduction, function)
         plans.refuse_cudnn(function, seq_lens_q=seq_lens_q)
+        plans.refuse_token_scales(use_token_head_sf, function)
         shape = plans.check_shape(
             function, num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo, q_data_type, kv_data_type, o_data_type, _VO
         )
@@ -170,7 +183,8 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
         score = self._score_of(function, causal, window_left, logits_soft_cap, sm_scale)
         qo = plans.check_starts(qo_indptr, "qo_indptr", function)
         batch = qo.shape[0] - 1
-        rows = self._rows.of(function, qo, self._use_cuda_graph, max_token_per_sequence, uniform_q_len)
+        graph, limit = self._use_cuda_graph, self._most_rows
+        rows = self._rows.of(function, qo, graph, max_token_per_sequence, uniform_q_len, limit)
         invariant = plans.asks_invariance(fixed_split_size, disable_split_kv, function)
         names = ("paged_kv_indptr", "paged_kv_indices", "paged_kv_last_page_len")
         plans.check_starts(paged_kv_indptr, names[0], function, batch + 1)

@@ -36,8 +36,8 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
         k and v are (rows, num_kv_heads, head_dim) or (num_kv_heads, rows, head_dim).
     qo_indptr_buf, kv_indptr_buf : tensor, (batch + 1,), int32
         With use_cuda_graph.
-    custom_mask_buf, mask_indptr_buf, jit_args, jit_kwargs
-        None.
+    custom_mask_buf, mask_indptr_buf, jit_args, jit_kwargs, variant_owns_mask
+        Their defaults.
 
     Raises
     ------
@@ -59,9 +59,10 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
         backend: str = "auto",
         jit_args: Any = None,
         jit_kwargs: Any = None,
+        variant_owns_mask: bool = False,
     ) -> None:
         plans.refuse_masks(self._name, custom_mask_buf=custom_mask_buf, mask_indptr_buf=mask_indptr_buf)
-        plans.refuse_jit(self._name, jit_args, jit_kwargs)
+        plans.refuse_jit(self._name, jit_args, jit_kwargs, variant_owns_mask)
         super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph, backend)
         if self._use_cuda_graph:
             self._fixed_batch_size = self._check_buffers(qo_indptr_buf=qo_indptr_buf, kv_indptr_buf=kv_indptr_buf)
@@ -102,11 +103,15 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
         max_sequence_kv: int | None = None,
         v_indptr: Any = None,
         o_indptr: Any = None,
+        qo_indptr_cpu: Any = None,
+        kv_indptr_cpu: Any = None,
         uniform_q_len: int | None = None,
+        use_token_head_sf: bool = False,
     ) -> None:
         """Keep both indptr for any number of calls of run().
 
-        Both are read on the host: where they lie on a GPU that waits for it, as the original does.
+        Both are read on the host: where they lie on a GPU, and their copies on the host are not given, that waits for
+        it, as the original does.
 
         Parameters
         ----------
@@ -117,11 +122,13 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
         num_qo_heads, num_kv_heads, causal, window_left, logits_soft_cap, sm_scale, q_data_type, kv_data_type,
         o_data_type, max_token_per_sequence, uniform_q_len, rope_scale, rope_theta, non_blocking
             As of `BatchPrefillWithPagedKVCacheWrapper.plan`.
+        qo_indptr_cpu, kv_indptr_cpu : tensor, (batch + 1,), int32, on the host, optional
+            Copies of qo_indptr and kv_indptr, which are not compared with them.
         max_sequence_kv : int, optional
             At least the keys of a request.
         custom_mask, packed_custom_mask, pos_encoding_mode, use_fp16_qk_reduction, prefix_len_ptr,
         token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr, fixed_split_size, disable_split_kv, seq_lens,
-        seq_lens_q, v_indptr, o_indptr
+        seq_lens_q, v_indptr, o_indptr, use_token_head_sf
             Their defaults.
 
         Raises
@@ -138,6 +145,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
         plans.check_encoding(pos_encoding_mode, function)
         plans.refuse_reduction(use_fp16_qk_reduction, function)
         plans.refuse_cudnn(function, seq_lens=seq_lens, seq_lens_q=seq_lens_q, v_indptr=v_indptr, o_indptr=o_indptr)
+        plans.refuse_token_scales(use_token_head_sf, function)
         if plans.asks_invariance(fixed_split_size, disable_split_kv, function):
             name = "fixed_split_size" if fixed_split_size is not None else "disable_split_kv"
             raise UnsupportedError(
@@ -154,8 +162,10 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
         keys = plans.check_starts(kv_indptr, "kv_indptr", function, batch + 1)
         self._check_batch(batch, "qo_indptr", function)
         graph, async_copy = self._use_cuda_graph, common.flag(non_blocking, "non_blocking", function)
-        rows = self._rows.of(function, starts, graph, max_token_per_sequence, uniform_q_len)
-        longest_k = int(plans.counts_on_host(keys, "kv_indptr", function).max(initial=0))
+        starts_host = plans.check_mirror(qo_indptr_cpu, "qo_indptr_cpu", function, starts)
+        keys_host = plans.check_mirror(kv_indptr_cpu, "kv_indptr_cpu", function, keys)
+        rows = self._rows.of(function, starts_host, graph, max_token_per_sequence, uniform_q_len)
+        longest_k = int(plans.counts_on_host(keys_host, "kv_indptr", function).max(initial=0))
         plans.check_bound(max_sequence_kv, "max_sequence_kv", longest_k, "kv_indptr", function)
         if graph:
             for into, x in ((self._qo_indptr_buf, starts), (self._kv_indptr_buf, keys)):

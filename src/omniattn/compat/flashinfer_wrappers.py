@@ -34,8 +34,10 @@ class Rows(NamedTuple):
     most: int = 0
     uniform: bool = False
 
-    def of(self, function: str, starts: torch.Tensor, graph: bool, bound: Any, uniform: Any) -> Rows:
-        """Those of the next plan, of which the first one of a CUDA graph decides what later ones may have."""
+    def of(
+        self, function: str, starts: torch.Tensor, graph: bool, bound: Any, uniform: Any, limit: int | None = None
+    ) -> Rows:
+        """Those of the next plan. ``limit``, or the first one of a CUDA graph, decides what later ones may have."""
         counts = plans.counts_on_host(starts, "qo_indptr", function)
         rows, longest = int(counts.sum()), int(counts.max(initial=0))
         alike = longest if counts.size and bool((counts == longest).all()) else 0
@@ -46,9 +48,14 @@ class Rows(NamedTuple):
         if not graph:
             return Rows(rows, longest)
         if not self.most:
+            if limit is not None and rows > limit:
+                raise ArgumentError(
+                    "qo_indptr", f"at most max_total_num_rows={limit} rows", f"{rows}", function=function
+                )
+            most = max(rows if limit is None else limit, 1)
             if uniform is not None:
-                return Rows(rows, longest, max(rows, 1), uniform=True)
-            return Rows(rows, max(rows, 1) if bound is None else int(bound), max(rows, 1))
+                return Rows(rows, longest, most, uniform=True)
+            return Rows(rows, most if bound is None else int(bound), most)
         if rows > self.most:
             expected = f"at most {self.most} rows, as the first plan of the CUDA graph"
             raise ArgumentError("qo_indptr", expected, f"{rows}", function=function)

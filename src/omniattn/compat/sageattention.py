@@ -46,6 +46,7 @@ def sageattn(
     return_lse: bool = False,
     attn_mask: Any = None,
     dropout_p: float = 0.0,
+    smooth_k: bool = True,
 ) -> Any:
     """8-bit attention with what is fastest on the GPU: ``omniattn.attention(precision="int8")``.
 
@@ -66,6 +67,8 @@ def sageattn(
         Broadcastable to (batch, num_qo_heads, qo_len, kv_len): bool (True: visible), or float32 or q's dtype, added.
     dropout_p : float
         0.
+    smooth_k : bool
+        Take the mean of the keys off before they are quantized. SageAttention 1 has it here, 2 ignores it.
 
     Returns
     -------
@@ -83,7 +86,8 @@ def sageattn(
     -----
     SageAttention2 (Zhang et al. 2024).
     """
-    return _attend("sageattn", q, k, v, tensor_layout, is_causal, sm_scale, return_lse, attn_mask, dropout_p, Int8())
+    precision = Int8(smooth_k=common.flag(smooth_k, "smooth_k", "sageattn"))
+    return _attend("sageattn", q, k, v, tensor_layout, is_causal, sm_scale, return_lse, attn_mask, dropout_p, precision)
 
 
 def sageattn_qk_int8_pv_fp16_triton(

@@ -144,7 +144,7 @@ def _check(
 ) -> None:
     if dropout_p > 0:
         raise UnsupportedError(
-            f"dropout_p={dropout_p}: the kernels draw no random numbers, and keep no probabilities to drop",
+            f"dropout_p={dropout_p}, which this backend does not have",
             instead=f"model.eval(), or {_NATIVE}",
         )
     if tuple(window_size) != (-1, -1) and query.shape[1] != key.shape[1]:

@@ -251,8 +251,8 @@ def attention(
         Or its subclasses DtypeError, ShapeError, StrideError, AlignmentError, DeviceError: names the argument, what was
         expected and what came. Nothing has been launched or written then.
     UnsupportedError
-        A precision or GPU that this version lacks; with a tensor that requires a gradient, what has none: block masks,
-        score modifications without ``grad``.
+        A precision or GPU that this version lacks; with a tensor that requires a gradient, what has none: ``sparse=``
+        of a precision, score modifications without ``grad``.
     KernelNotFoundError, CompileError, DriverError
         The kernel could not be had or launched: says what was tried and what to do.
 

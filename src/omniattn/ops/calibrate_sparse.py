@@ -99,16 +99,17 @@ def calibrate_sparse(
     bound = arguments.check_number(max_error, "max_error", _NAME)
     if not bound > 0.0:
         raise ArgumentError("max_error", "a number above 0", repr(max_error), function=_NAME)
-    if by not in SHARES:
+    if not isinstance(by, str) or by not in SHARES:
         raise ArgumentError("by", "'topk' or 'cdf'", repr(by), function=_NAME)
     values.check_layout(layout, _NAME)
     if isinstance(precision, Auto) or precision == "auto" or getattr(precision, "sparse", None) is not None:
         raise ArgumentError("precision", "one that is known, without sparse=", repr(precision), function=_NAME)
+    values.check_precision(precision, _NAME)
     size = check_block_size(block_size, _NAME)
     similarity = arguments.check_number(similarity, "similarity", _NAME)
     first = arguments.check_int(keep_first, "keep_first", _NAME, most=arguments.MAX_ROWS)
     causal = arguments.check_bool(causal, "causal", _NAME)
-    if file is not None and not Path(file).resolve().parent.is_dir():
+    if file is not None and (Path(file).is_dir() or not Path(file).resolve().parent.is_dir()):
         raise ArgumentError("file", "a file in a folder that exists", repr(file), function=_NAME)
     options = {"causal": causal, "layout": layout}
     search = _Search(

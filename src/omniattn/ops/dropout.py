@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 import sys
 from typing import Any
 
@@ -10,6 +11,7 @@ from ..arrays import Tensor
 from ..checks.dropout import EXPECTED, check_p
 from ..errors import ArgumentError, UnsupportedError
 from ..frameworks import compiling
+from ..plan.engine import is_describing
 from ..problems import OPERANDS
 from ..problems.dropout import DropoutProblem, dropout_of
 
@@ -33,10 +35,14 @@ def of_call(q: Any, p: Any, rng: Any, function: str) -> tuple[float, Any]:
         return p, rng
     if q.__class__ in OPERANDS:
         raise UnsupportedError(f"{function}(): dropout_p={p:g} with quantized operands", instead="dropout_p=0.0")
+    if isinstance(rng, (tuple, list)) and not compiling():  # NumPy's integers are integers to every library
+        rng = [int(x) if not isinstance(x, bool) and isinstance(x, numbers.Integral) else x for x in rng]
     root = type(q).__module__.partition(".")[0]
     if root == "torch" or compiling() or arrays.needs_torch_operator((q,)):
         from ..frameworks.torch.dropout import rng_of
 
+        if rng is None and not compiling() and is_describing():
+            rng = (0, 0)  # what a call runs does not depend on it, and nothing is drawn for one that does not run
         return p, rng_of(q, rng, function)
     if rng is None:
         received = "None, which only torch, with a generator of its own, can draw"

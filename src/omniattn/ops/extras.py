@@ -85,7 +85,7 @@ class Extras(NamedTuple):
 
 def of_forward(call: Call, given: dict[str, Any]) -> Extras:
     """Those of a call of `attention` or `attention_varlen`, whose arrays are given by name."""
-    if call.facts is None:
+    if call.facts.__class__ is not tuple:  # none, or how a plan divides a GPU
         return Extras()
     _, size, p = call.facts
     return Extras(call.subject, given.get("block_mask"), size, p, given.get(RNG))

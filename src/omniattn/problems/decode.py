@@ -153,7 +153,7 @@ class DecodeProblem:
 #: Keys of a block of Hopper's kernel over latent caches, and rows in one page from which on a tensor map brings them.
 LATENT_KEYS, _FEWEST_ROWS = 64, 8
 #: Keys and query rows of the one sequence over a latent cache up to which chunks have `LATENT_KEYS`
-#: (docs/performance/mla_decode_sm90.md, "Few sequences").
+#: (docs/performance/records/mla_decode_sm90.toml, "Few sequences").
 _SHORT, _SHORT_ROWS = 4096, 16
 #: Query rows of a block of that kernel.
 LATENT_QUERIES = 64

@@ -287,8 +287,8 @@ NAMED: dict[str, Precision] = {
 
 
 #: Mean relative L1 of each name: of its column in the table ``accuracy_rotated`` of docs/precision.md, over all inputs
-#: there. tests/unit/select/test_auto.py compares with docs/performance/results/low_precision_accuracy.json, which that page is
-#: made of.
+#: there. tests/unit/select/test_auto.py compares with docs/performance/results/low_precision_accuracy.json, which that
+#: page is made of.
 MEAN_ERRORS: dict[str, float] = {"exact": 0.0, "int8": 0.0286, "fp8": 0.0479, "int4": 0.2225}
 
 

@@ -95,6 +95,7 @@ def can_have_heads_as_queries(problem: AttentionProblem) -> bool:
     p = problem
     alike = p.window_left == p.window_right == UNLIMITED and p.sinks == "none"
     alike = alike and p.score_mod is None and p.block_mask is None and not p.precision.quantized
+    alike = alike and p.dropout is None  # it drops by head and row
     return alike and not p.varlen and p.strides is not None and p.seqlen_q == 1 and p.num_q_heads > p.num_kv_heads > 0
 
 

@@ -63,7 +63,7 @@ class Rules:
         (docs/performance/decode.md).
     list_keys : int
         Keys of a list over a latent cache that CTAs of few rows may have each, to be the fastest
-        (docs/performance/mla_decode_sm90.md, "Few sequences", as what follows).
+        (docs/performance/records/mla_decode_sm90.toml, "Few sequences", as what follows).
     clustered_blocks : int
         Blocks of such rows from which on clusters of these CTAs are faster.
     worker_keys : int
@@ -93,14 +93,14 @@ class Rules:
         because Q and the outputs pass through it in between.
     tail_bytes : float
         K and V of heads whose tiles follow one by one behind pairs, at most: L2 does not hold more
-        (docs/performance/attn_fwd_sm90.md).
+        (docs/performance/records/attn_fwd_sm90.toml).
     order_steps : dict of int to (float, float)
         By head_dim of the kernels that add to dq in an order: steps by which a head's tiles of keys should follow each
-        other, and steps that beginning and ending a tile takes (docs/performance/attn_bwd_sm90.md, H100).
+        other, and steps that beginning and ending a tile takes (docs/performance/records/attn_bwd_sm90.toml, H100).
     order_pays : (int, int, int)
         Steps of the longest tile of keys of a causal head, at least and at most, and tiles of all heads, from which on
         gradients of head_dim 128 are faster by additions to dq in an order than by others: measured is a length of 1024
-        alone (docs/performance/attn_bwd_sm90.md, H100 and H200).
+        alone (docs/performance/records/attn_bwd_sm90.toml, H100 and H200).
     int8_from : dict of int to (int, int)
         By the narrowest head_dim that holds a call's: rows and keys from which on int8 with its quantization is faster
         than exact attention, (full, causal or windowed). Of one H200 (docs/performance/results/int8.json, which a test

@@ -227,11 +227,9 @@ def _modified(
         return {"score_mod": _made(trace, score, None)}
     kinds, size = _blocks(block_mask, query, key)
     mask = _mask_of(trace, block_mask.mask_mod)
-    # Blocks of whole tiles are a mask that kernels have for themselves. Others, and those of calls with a backward, are
-    # part of the expression.
-    needs = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
+    # Blocks of whole tiles are a mask that kernels have for themselves, gradients too. Others are part of the expression.
     always = mask.op == "const" and bool(mask.value)
-    if needs or any(x % 64 for x in size):
+    if any(x % 64 for x in size):
         kind = _kind_of_block(trace, kinds, size)
         listed = graph.compare("eq", kind, graph.const(_PARTIAL))
         shown = graph.compare("eq", kind, graph.const(_FULL))

@@ -281,9 +281,8 @@ def _general(
     precision: Any, before: Sdpa,
 ) -> torch.Tensor:  # fmt: skip
     shapes.check_arguments(attn_mask, dropout_p, is_causal)
-    # A head_dim without kernels that drop, and dropping everything.
-    passes_on = dropout_p == 1 or (dropout_p > 0 and max(query.shape[-1], value.shape[-1]) > MOST_CHANNELS)
-    if passes_on or fallback_reason(query, key, value, attn_mask, precision=precision) is not None:
+    reason = fallback_reason(query, key, value, attn_mask, precision=precision)
+    if reason is not None or _drops_elsewhere(query, value, dropout_p):
         values.check_precision(precision, FUNCTION)
         if isinstance(attn_mask, torch_bias.CausalBias):
             # It knows torch's function by its place in torch.nn.functional, which may be taken by now.
@@ -315,6 +314,13 @@ def _general(
     if o.shape[-1] != head_dim_v:
         o = o[..., :head_dim_v]
     return o if len(lead) == 2 else o.reshape(*lead, *o.shape[-2:])
+
+
+def _drops_elsewhere(query: torch.Tensor, value: torch.Tensor, dropout_p: float) -> bool:
+    """Whether torch's function drops: everything, or probabilities of a head_dim without kernels that do."""
+    if not 0 < dropout_p < 1:
+        return dropout_p == 1
+    return any(x.dim() > 0 and x.shape[-1] > MOST_CHANNELS for x in (query, value))
 
 
 def _dtype(query: torch.Tensor) -> torch.dtype:

@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 Number = bool | int | float
 KINDS = "bilf"
 #: Arguments of a function of a score, with their kinds.
 PLACES = {"score": "f", "b": "i", "h": "i", "q": "i", "k": "i"}
 COMPARISONS = frozenset(("eq", "ne", "lt", "le", "gt", "ge"))
+#: What may leave 8 bits.
+_WRAPPING = frozenset(("add", "sub", "mul", "neg", "inv", "shl", "abs"))
+#: Arithmetic of two bools, by what it is of their bits.
+_OF_BOOLS = {"add": "or", "mul": "and", "min": "and", "max": "or"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,6 +37,8 @@ class Node:
         Known to be 0 or more.
     uses_score : bool
         Its value depends on the score.
+    narrow : bool
+        Made of 8-bit integers and constants alone: torch computes it in 8 bits.
     """
 
     op: str
@@ -41,6 +47,7 @@ class Node:
     value: Number | str | None = None
     least: bool = False
     uses_score: bool = False
+    narrow: bool = False
 
 
 def place(name: str) -> Node:
@@ -56,9 +63,9 @@ def const(value: Number) -> Node:
     return Node("const", (), kind, value, not math.isnan(value) and value >= 0)
 
 
-def load(array: int, kind: str, indices: tuple[Node, ...]) -> Node:
-    """An element of an array."""
-    return Node("load", indices, kind, array, kind == "b", any(i.uses_score for i in indices))
+def load(array: int, kind: str, indices: tuple[Node, ...], narrow: bool = False) -> Node:
+    """An element of an array; narrow: of 8-bit integers."""
+    return Node("load", indices, kind, array, kind == "b", any(i.uses_score for i in indices), narrow)
 
 
 def _is(node: Node, value: Number) -> bool:
@@ -66,7 +73,11 @@ def _is(node: Node, value: Number) -> bool:
 
 
 def _made(op: str, *args: Node, kind: str, least: bool = False) -> Node:
-    return Node(op, args, kind, None, least, any(x.uses_score for x in args))
+    numbers = [x for x in args if x.op != "const" and x.kind != "b"]
+    narrow = kind == "i" and bool(numbers) and all(x.narrow for x in numbers)
+    if narrow and op in _WRAPPING:
+        raise ValueError("int8 and uint8 alone, whose results wrap around; .int() makes them int32")
+    return Node(op, args, kind, None, least, any(x.uses_score for x in args), narrow)
 
 
 def cast(x: Node, kind: str) -> Node:
@@ -78,6 +89,11 @@ def cast(x: Node, kind: str) -> Node:
         made = const(bool(number) if kind == "b" else float(number) if kind == "f" else int(number))
         return made if made.kind == kind else Node("const", (), kind, made.value, made.least)
     return _made("cast", x, kind=kind, least=x.least or kind == "b")
+
+
+def widened(x: Node) -> Node:
+    """``x``, an 8-bit integer as an int32."""
+    return replace(x, narrow=False) if x.narrow else x
 
 
 def numeric(x: Node) -> Node:
@@ -93,7 +109,11 @@ def together(*given: Node, least: str = "b") -> tuple[Node, ...]:
 
 
 def arithmetic(op: str, a: Node, b: Node) -> Node:
-    """``add``, ``sub``, ``mul``, ``min`` or ``max``."""
+    """``add``, ``sub``, ``mul``, ``min`` or ``max``; of two bools what torch makes of them, a bool."""
+    if a.kind == b.kind == "b":
+        if op not in _OF_BOOLS:
+            raise ValueError("a difference of bools")
+        return logical(_OF_BOOLS[op], a, b)
     a, b = together(a, b, least="i")
     if op in ("add", "mul") and a.op == "const" and b.op != "const":
         a, b = b, a

@@ -137,6 +137,9 @@ class Trace(TorchFunctionMode):
                 raise refuse("the constant NaN")
             return graph.const(x)
         if isinstance(x, torch.Tensor):
+            if x.requires_grad and torch.is_grad_enabled():  # as a number it would lose its gradient in silence
+                raise refuse("a tensor that requires a gradient, which only query, key and value can have,",
+                             "passing tensor.detach()")  # fmt: skip
             if x.dim() == 0 and x.device.type == "cpu":
                 return self.node(x.item())
             if x.dim() == 0:
@@ -150,7 +153,7 @@ class Trace(TorchFunctionMode):
         for one in index if isinstance(index, tuple) else (index,):
             if one is Ellipsis or one is None or isinstance(one, slice):
                 raise refuse(f"the index {one!r} of a tensor, beside a score or a position")
-            node = self.node(one)
+            node = graph.widened(self.node(one))
             if node.kind not in "il":
                 raise refuse("a float or a bool as an index of a tensor")
             if len(indices) == tensor.dim():
@@ -176,13 +179,14 @@ class Trace(TorchFunctionMode):
         if kind is None:
             raise refuse(f"an element of a tensor of {tensor.dtype}", "float32, float16, bfloat16, int32, int64, int8, "
                          "uint8 or bool")  # fmt: skip
+        narrow = tensor.dtype in (torch.int8, torch.uint8)
         for number, known in enumerate(self.arrays):
             if known is tensor or _same(known, tensor):
-                return graph.load(number, kind, indices)
+                return graph.load(number, kind, indices, narrow)
         if len(self.arrays) == MAX_ARRAYS:
             raise refuse(f"a function that reads more than {MAX_ARRAYS} tensors")
         self.arrays.append(tensor)
-        return graph.load(len(self.arrays) - 1, kind, indices)
+        return graph.load(len(self.arrays) - 1, kind, indices, narrow)
 
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -279,8 +283,10 @@ _binary(graph.power, "pow", "__pow__", reflected="__rpow__")
 
 def _scaled(op: str) -> Handler:
     def handler(trace: Trace, input: Any, other: Any, alpha: Any = 1) -> Node:
-        scaled = graph.arithmetic("mul", trace.node(other), trace.node(alpha))
-        return graph.arithmetic(op, trace.node(input), scaled)
+        added = trace.node(other)
+        if not (isinstance(alpha, int) and alpha == 1):  # a factor makes a bool a number
+            added = graph.arithmetic("mul", added, trace.node(alpha))
+        return graph.arithmetic(op, trace.node(input), added)
 
     return handler
 
@@ -401,7 +407,7 @@ def _kind_of(dtype: Any) -> str:
 
 
 for _name, _kind in {"float": "f", "int": "i", "long": "l", "bool": "b"}.items():
-    _HANDLERS[_name] = lambda trace, input, kind=_kind: graph.cast(trace.node(input), kind)
+    _HANDLERS[_name] = lambda trace, input, kind=_kind: graph.widened(graph.cast(trace.node(input), kind))
 
 
 @_handles("to", "type")
@@ -412,12 +418,12 @@ def _to(trace: Trace, input: Any, *given: Any, dtype: Any = None, **_: Any) -> N
         elif isinstance(x, (Traced, torch.Tensor)):
             dtype = x.dtype
     x = trace.node(input)
-    return x if dtype is None else graph.cast(x, _kind_of(dtype))
+    return x if dtype is None else graph.widened(graph.cast(x, _kind_of(dtype)))
 
 
 @_handles("type_as")
 def _type_as(trace: Trace, input: Any, other: Any) -> Node:
-    return graph.cast(trace.node(input), _kind_of(other.dtype))
+    return graph.widened(graph.cast(trace.node(input), _kind_of(other.dtype)))
 
 
 def _new(like: Any, size: Any, value: Any, dtype: Any, trace: Trace) -> Node:

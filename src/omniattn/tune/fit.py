@@ -26,7 +26,7 @@ _HOLD = 0.002
 #: Step of a numerical derivative, in logarithms.
 _STEP = 1e-4
 #: Not fitted: what results have of it are the orders that were compared on the day of the run, which are those that it
-#: finds good. It comes from measurements of orders alone (docs/performance/attn_fwd_sm90.md).
+#: finds good. It comes from measurements of orders alone (docs/performance/records/attn_fwd_sm90.toml).
 HELD = frozenset({"apart"})
 #: Kernels with a factor of their own, at most, and by how much each has to lessen the mean regret, as a part of it.
 _MOST_ROWS, _GAIN = 24, 0.03

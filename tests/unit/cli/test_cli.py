@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from omniattn.bench.timing import BenchError
-from omniattn.cli import _command_line, main
+from omniattn.cli import _command_line, info, main
 from omniattn.errors import DriverMissingError
-from omniattn.runtime import env
+from omniattn.runtime import env, log
 from omniattn.runtime import nvrtc as nvrtc_module
 from omniattn.testing import frameworks
 
@@ -81,6 +83,24 @@ def test_info_keeps_to_its_columns(
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= (columns or 100)
     assert not any("…" in line for line in lines), "nothing is cut off"
+
+
+@pytest.mark.parametrize("columns", [100, 80])
+def test_info_wraps_long_paths(
+    columns: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every letter of them stands there, in lines that are not longer than others."""
+    monkeypatch.setenv("COLUMNS", str(columns))
+    folder = tmp_path / ("a_folder_with_a_long_name/" * 8)
+    monkeypatch.setenv("OMNIATTN_CACHE_DIR", str(folder))
+    monkeypatch.setenv("OMNIATTN_DUMP", str(folder))
+    monkeypatch.setenv("OMNIATTN_TUNING", str(folder / "tuning.json"))
+    monkeypatch.setattr(info, "locate", lambda name: {"name": name, "path": f"{folder}/lib{name}.so", "found_via": "x"})
+    assert main(["info"]) == 0
+    output = capsys.readouterr().out
+    assert max(map(len, output.splitlines())) <= columns
+    values = re.sub(r"\s", "", "".join(line.split("│")[2] for line in output.splitlines() if line.count("│") >= 3))
+    assert values.count(str(folder).replace(" ", "")) >= 5
 
 
 def test_json_needs_neither_rich_nor_matplotlib(no_rich: None, capsys: pytest.CaptureFixture[str]) -> None:
@@ -162,16 +182,21 @@ def test_info_shows_bad_environment_variables(
 ) -> None:
     file = tmp_path / "file"
     file.write_text("")
-    bad = {"OMNIATTN_DISABLE_JIT": "perhaps", "OMNIATTN_CACHE_DIR": str(file)}
+    bad = {"OMNIATTN_DISABLE_JIT": "perhaps", "OMNIATTN_CACHE_DIR": str(file), "OMNIATTN_LOG": "loud"}
     for name, value in bad.items():
         monkeypatch.setenv(name, value)
+    log.reset()  # as in a new process, whose first message would raise
     assert main(["info", "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
     errors = {variable["name"]: variable["error"] for variable in facts["environment"] if variable["error"]}
     assert set(errors) == set(bad)
     assert "'perhaps'" in errors["OMNIATTN_DISABLE_JIT"]
+    assert "'loud'" in errors["OMNIATTN_LOG"]
     assert "which is a file" in facts["cache"]["problem"]
+    log.reset()
     assert main(["info"]) == 0
+    assert os.environ["OMNIATTN_LOG"] == "loud"
+    log.reset()
 
 
 def test_info_without_driver_and_nvrtc_still_works(

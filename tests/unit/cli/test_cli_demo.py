@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import io
 import json
 import os
 import re
@@ -116,6 +117,82 @@ def test_demo_runs_all_layers_on_a_gpu(
     assert main(["demo", *options]) == 0
     assert ran == layers
     assert ("all of them: --layers 4" in capsys.readouterr().out) == (len(layers) < 4)
+
+
+def demo_rows(errors: dict[str, float], layers: int = 2) -> list[demo.Row]:
+    """Each precision in each layer, the second one twice as wrong and twice as slow."""
+    return [
+        demo.Row(f"layer {layer}", name, "bfloat16", "k", 1.0, error * (layer + 1), 0.0, 0.0, 0.5 * i * (layer + 1))
+        for layer in range(layers)
+        for i, (name, error) in enumerate(errors.items(), 1)
+    ]
+
+
+def bars_of(output: str) -> dict[str, tuple[str, str, str, str]]:
+    """Bars and numbers of the picture by the name of their row."""
+    found = re.findall(r"^(\w+, \w+) +([█▉-▏#]+) (\S+) +([█▉-▏#]+) (\S+) ms *$", output, re.MULTILINE)
+    return {name: (error, number, time, ms) for name, error, number, time, ms in found}
+
+
+@pytest.mark.parametrize("gpu", [True, False])
+def test_demo_draws_bars_on_a_gpu_alone(
+    gpu: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = demo_rows({"exact": 0.001, "int8": 0.01, "fp8": 0.1})
+    monkeypatch.setattr(demo, "choose_framework", lambda device: (Gpu() if gpu else NumpyFramework(), ""))
+    monkeypatch.setattr(demo, "run_samples", lambda *_: rows)
+    assert main(["demo", "--layers", "2"]) == 0
+    output = capsys.readouterr().out
+    assert "relative L1" in output  # the table
+    bars = bars_of(output)
+    if not gpu:
+        assert bars == {}
+        return
+    # Means of 1 and 2 times the error and the time. Logarithmic: 1, 2 and 3 decades above a tenth of the least error.
+    assert {name: (error, ms) for name, (_, error, _, ms) in bars.items()} == {
+        "exact, bfloat16": ("1.5e-03", "0.750"), "int8, bfloat16": ("1.5e-02", "1.500"),
+        "fp8, bfloat16": ("1.5e-01", "2.250"),
+    }  # fmt: skip
+    assert [len(bar) for bar, *_ in bars.values()] == [12, 24, 36]
+    assert [len(bar) for _, _, bar, _ in bars.values()] == [12, 24, 36]
+    assert "Mean of 2 layers" in output
+    assert main(["demo", "--layers", "2", "--json"]) == 0
+    json.loads(capsys.readouterr().out)  # nothing besides
+
+
+def test_demo_bars_of_real_rows(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(demo, "choose_framework", lambda device: (Gpu(), ""))
+    assert main(["demo", "--layers", "1", "--repeats", "1"]) == 0
+    bars = bars_of(capsys.readouterr().out)
+    assert list(bars) == [f"{name}, {dtype}" for dtype in ("bfloat16", "float16") for name in omniattn.PRECISIONS]
+    exact, int8, int4 = (len(bars[f"{name}, bfloat16"][0]) for name in ("exact", "int8", "int4"))
+    assert exact < int8 < int4
+
+
+@pytest.mark.parametrize("columns", [60, 80, 100, 300])
+def test_demo_bars_fit_the_terminal(
+    columns: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    demo.show_bars(demo_rows({"exact": 0.0, "int8": 0.01}), 2)
+    output = capsys.readouterr().out
+    assert max(map(len, output.splitlines())) <= columns
+    assert "…" not in output
+    # Without any error there is the shortest bar.
+    assert bars_of(output)["exact, bfloat16"][:2] == ("▏", "0.0e+00")
+    assert len(bars_of(output)["int8, bfloat16"][2]) == min(36, (columns - 17) // 2 - 14)
+
+
+def test_bars_of_text() -> None:
+    assert [console.bar(share, 4) for share in (0.0, 0.25, 0.3125, 1.0, 7.0)] == ["▏", "█", "█▎", "████", "████"]
+    assert [console.bar(share, 4, blocks=False) for share in (0.0, 0.5, 1.0)] == ["#", "##", "####"]
+
+
+def test_bars_without_block_signs(monkeypatch: pytest.MonkeyPatch) -> None:
+    buffer = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(buffer, encoding="ascii", write_through=True))
+    demo.show_bars(demo_rows({"exact": 0.001, "int8": 0.01}), 2)
+    assert [len(bar) for bar, *_ in bars_of(buffer.getvalue().decode("ascii")).values()] == [18, 36]
 
 
 class OneThread(NumpyFramework):

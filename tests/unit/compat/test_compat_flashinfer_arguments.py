@@ -10,8 +10,17 @@ import pytest
 
 torch = pytest.importorskip("torch")
 from omniattn.compat import flashinfer as fi  # noqa: E402
-from tests.unit.compat.compat_cases import starts  # noqa: E402
-from tests.unit.compat.flashinfer_cases import DIM, HEADS, KV, WORKSPACE, Requests, buffers, int32  # noqa: E402
+from tests.unit.compat.compat_cases import randoms, starts  # noqa: E402
+from tests.unit.compat.flashinfer_cases import (  # noqa: E402
+    DIM,
+    HEADS,
+    KV,
+    WORKSPACE,
+    Requests,
+    buffers,
+    int32,
+    plan_of,
+)
 
 pytestmark = pytest.mark.frameworks
 
@@ -121,7 +130,13 @@ REFUSED: list[tuple[Any, str, Any]] = [
     *((made(name), "jit_args", []) for name in (PAGED, DECODE, RAGGED)),
     *((made(name), "float_workspace_buffer", None) for name in (PAGED, DECODE, RAGGED)),
     *((made(name), what, X) for name in (PAGED, RAGGED) for what in ("custom_mask_buf", "mask_indptr_buf")),
-    *((made(name), "jit_kwargs", {}) for name in (PAGED, RAGGED)),
+    *((made(name), "jit_kwargs", {}) for name in (PAGED, DECODE, RAGGED)),
+    *((made(name), "variant_owns_mask", True) for name in (PAGED, RAGGED)),
+    (made(PAGED), "max_total_num_rows", 8),  # without use_cuda_graph
+    *((f, "use_token_head_sf", True) for f in (prefill, ragged)),
+    *((ragged, name, value) for name in ("qo_indptr_cpu", "kv_indptr_cpu") for value in (
+        X, int32(0, 1), torch.zeros(3, dtype=torch.int32, device="meta"),
+    )),
     *((f, "kv_cache_sf", X) for f in (run_prefill, run_decode, run_ragged, single)),
     *((f, "skip_softmax_threshold_scale_factor", 1.0) for f in (run_prefill, run_decode)),
     *((f, name, X) for f in (run_prefill, run_decode) for name in ("q_scale", "k_scale", "v_scale")),
@@ -187,7 +202,44 @@ def test_buffers_of_a_graph(missing: str) -> None:
             fi.BatchPrefillWithPagedKVCacheWrapper(WORKSPACE, use_cuda_graph=True, **(given | {missing: value}))
 
 
-# Signatures, as the original has them (0.6.18; the last lines of each are those of 0.7)
+# Arguments of version 0.7.4 that have an effect
+
+
+def test_a_graph_of_as_many_rows_as_are_said() -> None:
+    names = ("paged_kv_indptr_buf", "paged_kv_indices_buf", "paged_kv_last_page_len_buf")
+    given = dict(zip(names, buffers(3, 40), strict=True)) | {"qo_indptr_buf": torch.zeros(4, dtype=torch.int32)}
+    x = Requests([7, 9, 33], 5)
+    shape, options = plan_of(x, causal=True)
+
+    def made() -> Any:
+        return fi.BatchPrefillWithPagedKVCacheWrapper(WORKSPACE, use_cuda_graph=True, max_total_num_rows=12, **given)
+
+    wrapper = made()
+    for rows in ([1, 1, 1], [2, 5, 5]):
+        (q,) = randoms((sum(rows), HEADS, DIM), seed=3, dtype=torch.float16)
+        wrapper.plan(starts(rows), *x.tables, *shape, **options)
+        assert wrapper._planned.longest == 12
+        x.check(wrapper.run(q, x.pool, return_lse=True), q, rows, causal=True)
+    for one in (wrapper, made()):
+        with pytest.raises(ValueError, match=r"'qo_indptr': expected at most (max_total_num_rows=)?12 rows"):
+            one.plan(starts([2, 5, 6]), *x.tables, *shape, **options)
+
+
+def test_packed_requests_with_copies_on_the_host() -> None:
+    """Counts come from the copies, which the caller says are those of the arrays."""
+    rows, lengths = [3, 5], [7, 33]
+    q, k, v = randoms((8, HEADS, DIM), (40, KV, DIM), (40, KV, DIM), seed=3, dtype=torch.float16)
+    made = []
+    for copies in ({}, {"qo_indptr_cpu": starts(rows), "kv_indptr_cpu": starts(lengths)}):
+        wrapper = fi.BatchPrefillWithRaggedKVCacheWrapper(WORKSPACE)
+        wrapper.plan(starts(rows), starts(lengths), HEADS, KV, DIM, causal=True, **copies)
+        made.append(wrapper.run(q, k, v))
+    assert torch.equal(*made)
+    wrapper.plan(starts(rows), starts(lengths), HEADS, KV, DIM, qo_indptr_cpu=int32(0, 2, 8))
+    assert wrapper._planned.longest == 6
+
+
+# Signatures, as the original has them (0.7.4)
 
 SCORE = "pos_encoding_mode='NONE', use_fp16_qk_reduction=False"
 ROPE = "rope_scale=None, rope_theta=None"
@@ -198,19 +250,20 @@ OLD = "window_left=-1, logits_soft_cap=None, sm_scale=None"
 SIGNATURES = {
     f"{PAGED}.__init__": "self, float_workspace_buffer, kv_layout='NHD', use_cuda_graph=False, qo_indptr_buf=None, "
     "paged_kv_indptr_buf=None, paged_kv_indices_buf=None, paged_kv_last_page_len_buf=None, custom_mask_buf=None, "
-    "mask_indptr_buf=None, backend='auto', jit_args=None, jit_kwargs=None",
+    "mask_indptr_buf=None, backend='auto', jit_args=None, jit_kwargs=None, variant_owns_mask=False, "
+    "max_total_num_rows=None",
     f"{PAGED}.plan": "self, qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, num_qo_heads, "
     "num_kv_heads, head_dim_qk, page_size, head_dim_vo=None, custom_mask=None, packed_custom_mask=None, causal=False, "
     f"{SCORE}, sm_scale=None, window_left=-1, logits_soft_cap=None, {ROPE}, {TYPES}, non_blocking=True, {ITEMS}, "
     "seq_lens=None, seq_lens_q=None, block_tables=None, max_token_per_sequence=None, max_sequence_kv=None, "
-    "fixed_split_size=None, disable_split_kv=False, uniform_q_len=None",
+    "fixed_split_size=None, disable_split_kv=False, uniform_q_len=None, use_token_head_sf=False",
     f"{PAGED}.run": f"self, q, paged_kv_cache, *args, q_scale=None, k_scale=None, v_scale=None, {OUTPUTS}, "
     "lse_base='log2', lse_layout='NH', enable_pdl=None, window_left=None, sinks=None, kv_cache_sf=None, "
     "skip_softmax_threshold_scale_factor=None, use_fp16_softmax=None, uses_spcompress=None",
     f"{PAGED}.forward": f"self, q, paged_kv_cache, causal=False, {SCORE}, k_scale=None, v_scale=None, {OLD}, {ROPE}",
     f"{DECODE}.__init__": "self, float_workspace_buffer, kv_layout='NHD', use_cuda_graph=False, use_tensor_cores=False,"
     " paged_kv_indptr_buffer=None, paged_kv_indices_buffer=None, paged_kv_last_page_len_buffer=None, backend='auto', "
-    "jit_args=None",
+    "jit_args=None, jit_kwargs=None",
     f"{DECODE}.plan": "self, indptr, indices, last_page_len, num_qo_heads, num_kv_heads, head_dim, page_size, "
     f"pos_encoding_mode='NONE', window_left=-1, logits_soft_cap=None, {TYPES}, data_type=None, sm_scale=None, {ROPE}, "
     "non_blocking=True, block_tables=None, seq_lens=None, fixed_split_size=None, disable_split_kv=False, "
@@ -223,11 +276,13 @@ SIGNATURES = {
     f"CUDAGraph{DECODE}.__init__": "self, workspace_buffer, indptr_buffer, indices_buffer, last_page_len_buffer, "
     "kv_layout='NHD', use_tensor_cores=False",
     f"{RAGGED}.__init__": "self, float_workspace_buffer, kv_layout='NHD', use_cuda_graph=False, qo_indptr_buf=None, "
-    "kv_indptr_buf=None, custom_mask_buf=None, mask_indptr_buf=None, backend='auto', jit_args=None, jit_kwargs=None",
+    "kv_indptr_buf=None, custom_mask_buf=None, mask_indptr_buf=None, backend='auto', jit_args=None, jit_kwargs=None, "
+    "variant_owns_mask=False",
     f"{RAGGED}.plan": "self, qo_indptr, kv_indptr, num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo=None, "
     f"custom_mask=None, packed_custom_mask=None, causal=False, {SCORE}, {OLD}, {ROPE}, {TYPES}, non_blocking=True, "
     f"{ITEMS}, fixed_split_size=None, disable_split_kv=False, seq_lens=None, seq_lens_q=None, "
-    "max_token_per_sequence=None, max_sequence_kv=None, v_indptr=None, o_indptr=None, uniform_q_len=None",
+    "max_token_per_sequence=None, max_sequence_kv=None, v_indptr=None, o_indptr=None, qo_indptr_cpu=None, "
+    "kv_indptr_cpu=None, uniform_q_len=None, use_token_head_sf=False",
     f"{RAGGED}.run": "self, q, k, v, *args, q_scale=None, k_scale=None, v_scale=None, o_scale=None, "
     f"{OUTPUTS}, lse_base='log2', lse_layout='NH', enable_pdl=None, kv_cache_sf=None",
     f"{RAGGED}.forward": f"self, q, k, v, causal=False, {SCORE}, {OLD}, {ROPE}",

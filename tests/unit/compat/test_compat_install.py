@@ -37,7 +37,7 @@ KNOBS = (
 )
 STARTS_MLA = "cu_seqlens_qo, cu_seqlens_kv, max_seqlen_qo, max_seqlen_kv"
 SCORE_MLA = "dropout_p=0.0, softmax_scale=None, causal=False, deterministic=False, is_varlen=True"
-MASK = "attn_mask=None, dropout_p=0.0"  # in place of **kwargs
+MASK = "attn_mask=None, dropout_p=0.0"  # in place of **kwargs, as smooth_k of SageAttention 1
 SPARGE = "attn_mask=None, dropout_p=0.0, is_causal=False, scale=None"
 SPARGE_MORE = (
     'pvthreshd=50, attention_sink=False, tensor_layout="HND", output_dtype=torch.float16, return_sparsity=False, '
@@ -84,7 +84,8 @@ SIGNATURES: dict[str, dict[str, str]] = {
         "attention_chunk=0, has_softcap=False, num_splits=0, pack_gqa=None, sm_margin=0",
     },
     "sageattention": {
-        "sageattn": f'q, k, v, tensor_layout="HND", is_causal=False, sm_scale=None, return_lse=False, {MASK}',
+        "sageattn": f'q, k, v, tensor_layout="HND", is_causal=False, sm_scale=None, return_lse=False, {MASK}, '
+        "smooth_k=True",
         "sageattn_varlen": f"q, k, v, {STARTS}, is_causal=False, sm_scale=None, smooth_k=True",
         "sageattn_qk_int8_pv_fp16_triton": 'q, k, v, tensor_layout="HND", quantization_backend="triton", '
         f"is_causal=False, sm_scale=None, smooth_k=True, return_lse=False, {MASK}",

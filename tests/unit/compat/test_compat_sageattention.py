@@ -69,6 +69,7 @@ def test_masks_of_causal_attention_over_more_keys(shape: tuple[int, ...]) -> Non
 
 KNOBS: list[tuple[str, dict[str, Any], oa.Int8]] = [
     ("sageattn", {}, oa.Int8()),
+    ("sageattn", {"smooth_k": False}, oa.Int8(smooth_k=False)),
     ("sageattn_qk_int8_pv_fp16_triton", {}, oa.Int8("per_block", True, False, False, "fp16", "fp16")),
     (
         "sageattn_qk_int8_pv_fp16_triton", {"smooth_k": False, "quantization_backend": "cuda"},

@@ -8,7 +8,7 @@ import pytest
 
 from tests.unit.distributed.two_processes import in_two_processes
 
-pytest.importorskip("torch.distributed.tensor")
+pytest.importorskip("torch")
 pytestmark = pytest.mark.frameworks
 
 CHILD = Path(__file__).with_name("dtensor_child.py")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import socket
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -27,6 +29,15 @@ def rank() -> dict[str, str]:
 
 def blocks(page: Path) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+
+
+@pytest.fixture(autouse=True)
+def backend_of_diffusers() -> Iterator[None]:
+    """A backend that is set on one model becomes that of all of diffusers: back to its own afterwards."""
+    yield
+    dispatch = sys.modules.get("diffusers.models.attention_dispatch")
+    if dispatch is not None:
+        dispatch._AttentionBackendRegistry.set_active_backend(dispatch.AttentionBackendName.NATIVE)
 
 
 @pytest.mark.parametrize("name", PAGES)

@@ -53,7 +53,50 @@ def test_gradients_are_those_of_the_mask() -> None:
         np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
+def test_integers_of_numpy() -> None:
+    """A pair of them is a pair of integers."""
+    arrays = _arrays()
+    made = [
+        omniattn.attention(*arrays, dropout_p=0.3, dropout_rng=rng) for rng in ((3, 4), (np.int64(3), np.uint32(4)))
+    ]
+    np.testing.assert_array_equal(*made)
+    with pytest.raises(ArgumentError, match="dropout_rng"):
+        omniattn.attention(*arrays, dropout_p=0.3, dropout_rng=(np.float32(3), 4))
+
+
 def test_nothing_is_drawn() -> None:
     """JAX has no generator."""
     with pytest.raises(ArgumentError, match="dropout_rng"):
         omniattn.attention(*_arrays(), dropout_p=0.3)
+
+
+@pytest.mark.parametrize("mapped", ["q, k, v", "q", "q, key", "key"])
+def test_vmap_is_each_call(mapped: str) -> None:
+    """Mask and gradient of an item are those of its own call, also where all have one key."""
+    names = mapped.split(", ")
+    q, k, v = (jax.numpy.stack([x, 2 * x]) if name in names else x for name, x in zip("qkv", _arrays(), strict=True))
+    key = jax.random.split(jax.random.key(1)) if "key" in names else jax.random.key(1)
+    axes = [0 if name in names else None for name in ("q", "k", "v", "key")]
+
+    def drop(*arrays: Any) -> Any:
+        return omniattn.attention(*arrays[:3], dropout_p=0.3, dropout_rng=arrays[3])
+
+    gradient = jax.grad(lambda *arrays: (drop(*arrays) ** 2).sum())
+    for function in (drop, gradient):
+        made = jax.vmap(function, axes)(q, k, v, key)
+        for i in range(2):
+            one = [x if axis is None else x[i] for x, axis in zip((q, k, v, key), axes, strict=True)]
+            np.testing.assert_allclose(made[i], function(*one), atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [np.int64, np.uint64, np.int32, np.uint32])
+def test_numbers_of_numpy_under_jit(dtype: Any) -> None:
+    """The words of an array of NumPy are the same under jit, whatever its element type."""
+    arrays, rng = _arrays(), np.array([2**40 + 3, 7], np.uint64).view(dtype)
+
+    def drop(q: Any, k: Any, v: Any) -> Any:
+        return omniattn.attention(q, k, v, dropout_p=0.3, dropout_rng=rng)
+
+    wanted = omniattn.attention(*map(np.asarray, arrays), dropout_p=0.3, dropout_rng=(2**40 + 3, 7))
+    np.testing.assert_allclose(drop(*arrays), wanted, atol=1e-6)
+    np.testing.assert_allclose(jax.jit(drop)(*arrays), wanted, atol=1e-6)

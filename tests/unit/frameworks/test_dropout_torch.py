@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -67,6 +68,7 @@ def test_the_generator_is_drawn_from() -> None:
     assert not torch.equal(first, second)
     before = torch.random.get_rng_state()
     omniattn.attention(*leaves, dropout_p=0.0)
+    assert "NumPy" in omniattn.explain(omniattn.attention, *leaves, dropout_p=0.5).short()
     assert torch.equal(before, torch.random.get_rng_state())
 
     from torch.utils.checkpoint import checkpoint
@@ -87,12 +89,12 @@ def test_tensors_of_seed_and_offset() -> None:
     """A pair of tensors, as torch's own operators have them, and one of both."""
     leaves = _leaves(1, 20, 1, 8)
     pair = (torch.tensor(7), torch.tensor([9]))
-    forms = [(7, 9), pair, torch.tensor([7, 9]), torch.tensor([7, 9], dtype=torch.uint64)]
+    forms = [(7, 9), (np.int64(7), np.uint8(9)), pair, torch.tensor([7, 9]), torch.tensor([7, 9], dtype=torch.uint64)]
     found = [omniattn.attention(*leaves, dropout_p=0.5, dropout_rng=rng) for rng in forms]
     assert all(torch.equal(found[0], x) for x in found)
     big = omniattn.attention(*leaves, dropout_p=0.5, dropout_rng=(2**64 - 1, 2**63))
     assert torch.equal(big, omniattn.attention(*leaves, dropout_p=0.5, dropout_rng=torch.tensor([-1, -(2**63)])))
-    for bad in ((1,), (1, -1), (True, 2), (1.0, 2)):
+    for bad in ((1,), (1, -1), (True, 2), (1.0, 2), (torch.tensor(1.5), pair[1]), (torch.tensor([1, 2]), pair[1])):
         with pytest.raises(ArgumentError, match="dropout_rng"):
             omniattn.attention(*leaves, dropout_p=0.5, dropout_rng=bad)
 
@@ -159,6 +161,21 @@ def test_sdpa_drops() -> None:
         assert F.scaled_dot_product_attention(q, k, v, dropout_p=1.0).abs().max() == 0
     with use_sdpa(precision="int8"), pytest.raises(UnsupportedError, match=r"dropout_p=0\.2"):
         F.scaled_dot_product_attention(q, k, v, dropout_p=0.2)
+
+
+def test_sdpa_passes_on_what_it_has_no_kernels_for() -> None:
+    """With dropout too: nested tensors, whose sizes nobody may ask for; and no dimension at all is named."""
+    nested = torch.nested.nested_tensor([torch.randn(2, n, 8) for n in (3, 5)])
+    made = omniattn.torch.sdpa(nested, nested, nested, dropout_p=0.1)
+    assert made.is_nested
+    assert [x.shape for x in made.unbind()] == [x.shape for x in nested.unbind()]
+    wide = torch.randn(1, 1, 3, 264)
+    torch.manual_seed(0)
+    made = omniattn.torch.sdpa(wide, wide, wide, dropout_p=0.5)
+    torch.manual_seed(0)
+    assert torch.equal(made, F.scaled_dot_product_attention(wide, wide, wide, dropout_p=0.5))
+    with pytest.raises(ArgumentError, match="query"):
+        omniattn.torch.sdpa(*(torch.tensor(1.0) for _ in range(3)), dropout_p=0.1)
 
 
 def test_flash_attn_drops() -> None:

@@ -332,6 +332,27 @@ def test_vmap_of_other_arrays(name: str) -> None:
         _same(got[i], call(x[i]))
 
 
+@pytest.mark.parametrize(
+    ("shape", "mapped"), [(None, False), *((s, m) for s in ((), (1,), (2, 2), (2, 2, 1)) for m in (False, True))]
+)
+def test_vmap_of_factors(shape: tuple[int, ...] | None, mapped: bool) -> None:
+    """Factors of e4m3 arrays, a number too, that all items share or that each has."""
+    rng = np.random.default_rng(3)
+    q, k, v = (jnp.asarray(rng.standard_normal((3, 2, 5, 2, 16)), jnp.float8_e4m3fn) for _ in range(3))
+    factor = 0.5 if shape is None else jnp.asarray(rng.uniform(0.5, 1.0, (*((3,) * mapped), *shape)), jnp.float32)
+
+    def call(q: Any, k: Any, v: Any, factor: Any) -> Any:
+        return oa.attention(q, k, v, descale_q=factor, descale_k=factor, descale_v=factor)
+
+    axes = (0, 0, 0, 0 if mapped else None)
+    if shape is None:  # a Python number, not a traced one
+        got = jax.vmap(lambda q, k, v: call(q, k, v, factor))(q, k, v)
+    else:
+        got = jax.vmap(call, axes)(q, k, v, factor)
+    for i in range(3):
+        _same(got[i], call(q[i], k[i], v[i], factor[i] if mapped else factor))
+
+
 def test_gradients_of_each_item() -> None:
     q, k, v = (jnp.stack([x, -2 * x]) for x in _qkv())
     bias, sinks = _random(2, 4, 6, 9, seed=5), _random(2, 4, seed=6)

@@ -24,6 +24,7 @@ import torch.nn.functional as F  # noqa: E402
 from torch.nn.attention import flex_attention as theirs  # noqa: E402
 
 import omniattn.torch as ours  # noqa: E402
+from omniattn.torch import flex  # noqa: E402
 
 BATCH, HEADS, QUERIES, KEYS, DIM = 2, 4, 70, 133, 16
 made = torch.Generator().manual_seed(3)
@@ -71,8 +72,13 @@ SCORES: dict[str, Function] = {
     "limits": lambda s, b, h, q, k: torch.maximum(torch.minimum(s, 2 - s), s * 0.3).clamp(-1.5, 1.5),
     "bits": lambda s, b, h, q, k: s + ((q & 3) ^ (k | 1)) * 0.1 + (q << 1) * 0.01 - (k >> 2) * 0.01 + ~h * 0.1,
     "logic": lambda s, b, h, q, k: torch.where((q > k) | ~SPECIAL[k] & (b == 0), s, s * 0.5) + (q.bool() ^ k.bool()),
+    "arithmetic of bools": lambda s, b, h, q, k: (
+        s * ((q < 40) + (k < 60)) + torch.where(~((q < 20) * (k < 30)), 0.5, 0.0)
+        + ~torch.maximum(q < 9, k < 9) * torch.minimum(q > 5, k > 5) * 0.25
+    ),
     "documents": lambda s, b, h, q, k: torch.where(DOC_Q[b, q] == DOC_K[b, k], s, s - 5),
     "wide ints": lambda s, b, h, q, k: s + torch.minimum(DOC_Q[b, q], COUNT) * 0.5 + abs(DOC_Q[b, q] - 2),
+    "8 bits": lambda s, b, h, q, k: s + (SMALL[b] // 2 == SMALL[b - 1] % 3) * 0.5 - (SMALL[b].int() - 7).abs() * 0.1,
     "small ints": lambda s, b, h, q, k: s + SMALL[b] * (h % 2),
     "casts": lambda s, b, h, q, k: s.to(torch.float32) + q.to(s.dtype) * 0.01 + (k > q).float() + h.type_as(s),
     "new": lambda s, b, h, q, k: (
@@ -90,6 +96,8 @@ MASKS: dict[str, Function] = {
     "both": theirs.and_masks(lambda b, h, q, k: q + 60 >= k, lambda b, h, q, k: (q - k) % 3 != 1),
     "either": theirs.or_masks(lambda b, h, q, k: q >= k, lambda b, h, q, k: k < 9),
     "of heads": lambda b, h, q, k: torch.logical_or(h % 2 == 0, q >= k),
+    "not a product": lambda b, h, q, k: ~((q > 20) * (k > 30)),
+    "not a sum": lambda b, h, q, k: ~((q > 60) + (k > 100)),
     "nothing hidden": theirs.noop_mask,
 }
 
@@ -208,6 +216,13 @@ def test_a_list_of_blocks_counts_whatever_its_function_says(with_full: bool, gra
     torch.testing.assert_close(got, by_definition(q, k, v, None, mask), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize(("size", "names"), [(64, {"block_mask", "block_size", "score_mod"}), (32, {"score_mod"})])
+def test_gradients_pass_over_blocks_of_whole_tiles(size: int, names: set[str]) -> None:
+    q, k, v = tensors()
+    blocks = theirs.create_block_mask(MASKS["window"], None, None, QUERIES, KEYS, device="cpu", BLOCK_SIZE=size)
+    assert set(flex._modified(q.requires_grad_(), k, v, None, blocks)) == names
+
+
 def test_other_shapes_and_results() -> None:
     q, k, v = tensors()
     torch.testing.assert_close(
@@ -256,6 +271,9 @@ def test_one_text_for_the_same_function() -> None:
         (lambda s, b, h, q, k: s + sum(torch.full((HEADS,), i)[h] for i in range(9)), "more than 8 tensors"),
         (lambda s, b, h, q, k: s & 1, "'__and__' (bits of floats)"),
         (lambda s, b, h, q, k: s.half(), "'half'"),
+        (lambda s, b, h, q, k: s + (SMALL[b] - SMALL[h]).abs(), "'__sub__' (int8 and uint8 alone"),
+        (lambda s, b, h, q, k: torch.where(SMALL[b] - 1 > 3, s, 0.0), "'__sub__' (int8 and uint8 alone"),
+        (lambda s, b, h, q, k: s + ((q > k) - (q < k)), "'__sub__' (a difference of bools)"),
         (lambda s, b, h, q, k: s.to(torch.float64), "'to' (torch.float64"),
         (lambda s, b, h, q, k: s + s.detach(), "'detach'"),
         (lambda s, b, h, q, k: s + q**h, "'__pow__' (an integer"),
@@ -290,6 +308,20 @@ def test_wrong_arguments_are_named() -> None:
     wants = SLOPES.clone().requires_grad_()
     with pytest.raises(oa.errors.OmniattnError):
         ours.flex_attention(q.requires_grad_(), k, v, lambda s, b, h, q, k: s + wants[h])
+
+
+def test_a_number_that_is_learned_raises() -> None:
+    """A parameter without dimensions would become a number of the text, and its gradient would be missing."""
+    q, k, v = tensors()
+    factor = torch.nn.Parameter(torch.tensor(0.5))
+    with pytest.raises(UnsupportedError, match=r"requires a gradient.*detach"):
+        ours.flex_attention(q.requires_grad_(), k, v, lambda s, b, h, q, k: s * factor)
+    with pytest.raises(UnsupportedError, match="requires a gradient"):
+        ours.trace_score_mod(lambda s, b, h, q, k: s * (2 * factor))
+    expected = by_definition(q, k, v, lambda s, b, h, q, k: s * 0.5).detach()
+    with torch.no_grad():
+        made = ours.flex_attention(q, k, v, lambda s, b, h, q, k: s * factor)
+    assert torch.allclose(made, expected, atol=1e-5)
 
 
 DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16", torch.int32: "int32",

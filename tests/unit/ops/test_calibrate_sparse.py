@@ -173,6 +173,9 @@ def test_visible_blocks_are_counted(causal: bool) -> None:
         ({"causal": 1}, "'causal'"),
         ({"keep_first": -1}, "'keep_first'"),
         ({"file": "no/such/folder/own.json"}, "'file'.*a folder that exists"),
+        ({"file": "."}, "'file'.*a folder that exists"),  # not after all is measured
+        ({"by": ["topk"]}, "calibrate_sparse.*'by'"),
+        ({"precision": "int9"}, "calibrate_sparse.*'precision'"),
     ],
     ids=str,
 )

@@ -10,6 +10,7 @@ import pytest
 
 from omniattn.plan.attention import plan_attention
 from omniattn.problems import AttentionProblem, AttentionStrides, Target
+from omniattn.problems.dropout import DropoutProblem
 from omniattn.problems.precision import Int8
 from omniattn.problems.score_mod import BlockMaskProblem, ScoreModProblem
 from omniattn.select import candidates, choices
@@ -66,6 +67,7 @@ def test_every_head_finds_its_own_elements(heads_kv: int, mask_heads: int) -> No
         {"seqlen_q": 2}, {"num_kv_heads": HEADS}, {"mask": "none"}, {"sinks": "float32"}, {"window_left": 100},
         {"window_right": 0}, {"varlen": True}, {"strides": None}, {"precision": Int8().precision},
         {"score_mod": ScoreModProblem("score + h", None, ())}, {"block_mask": BlockMaskProblem((1, 1), (0, 0, 0, 0))},
+        {"dropout": DropoutProblem(26)},  # of other heads and rows other probabilities are dropped
     ],
     ids=str,
 )  # fmt: skip

@@ -80,8 +80,8 @@ def test_a_named_kernel_has_its_best_order() -> None:
     assert any("131 CTAs" in reason for reason in chosen.why)
 
 
-#: Of `docs/performance/windows.md`, one H200, µs: (batch, heads, kv heads, length, window on the left, on the right),
-#: tiles of 128 rows head by head and with interleaved heads, of 192 rows the same, of 64 rows head by head.
+#: Of `docs/performance/records/windows.toml`, one H200, µs: (batch, heads, kv heads, length, window on the left, on
+#: the right), tiles of 128 rows head by head and with interleaved heads, of 192 rows the same, of 64 rows head by head.
 WINDOWS = [
     ((1, 16, 16, 16384, 4095, 0), (738, 673, 736, 639, 803)),
     ((2, 16, 16, 8192, 4095, 0), (581, 608, 670, 577, 635)),

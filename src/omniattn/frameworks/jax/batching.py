@@ -8,6 +8,8 @@ from typing import Any
 import jax
 from jax import numpy as jnp
 
+from ...checks.attention import DESCALES
+from ...launch.dropout import RNG
 from ...launch.score_mod import PREFIX
 from .signature import Signature
 
@@ -60,11 +62,11 @@ def _rank(names: Sequence[str], operands: Sequence[Any], given: Sequence[Any], n
 def _can_join(signature: Signature, mapped: set[str]) -> bool:
     function = signature.operation.name
     leading = _LEADING.get(function, ())
-    # Packed sequences have offsets, quantized operands facts of their own; a score modification sees the number of the
-    # sequence; gradients that are sums over the batch would mix.
+    # Packed sequences have offsets, quantized operands facts of their own; a score modification and dropout see the
+    # number of the sequence; gradients that are sums over the batch would mix.
     if mapped - {*leading, *_BROADCAST} or signature.subject is not None:
         return False
-    if any(name.startswith(("cu_seqlens", "seqused", "block_table", PREFIX)) for name in signature.names):
+    if any(name.startswith(("cu_seqlens", "seqused", "block_table", PREFIX, RNG)) for name in signature.names):
         return False
     return not {"dsinks", "dmask"} & set(getattr(signature.options, "wanted", ()))
 
@@ -82,8 +84,8 @@ def _join(name: str, x: Any, unmapped: Any, size: int, items: int) -> Any:
         x = jnp.broadcast_to(unmapped, (size, *unmapped.shape)) if x is None else x
         x = x.reshape(size, *(1,) * (5 - x.ndim), *x.shape[1:])
         x = jnp.broadcast_to(x, (size, items, *x.shape[2:]))
-    elif name == "sinks":
-        return unmapped
+    elif name == "sinks" or (name in DESCALES and x is None and unmapped.ndim < 2):
+        return unmapped  # the same for all
     elif x is None:
         x = jnp.broadcast_to(unmapped, (size, *unmapped.shape))
     return x.reshape(size * x.shape[1], *x.shape[2:])

@@ -32,6 +32,8 @@ def rng_of(q: Any, rng: Any, function: str) -> Any:
             return _beside(q, jax.random.bits(rng, (WORDS,), jnp.uint32))
         except (TypeError, ValueError) as error:
             raise ArgumentError("dropout_rng", _EXPECTED, f"{dtype} {rng.shape}", function=function) from error
+    if isinstance(rng, np.ndarray) and rng.dtype in (np.int64, np.uint64) and rng.shape == (2,):
+        return np.ascontiguousarray(rng).view(np.uint32)  # JAX would cut the upper words off
     return rng
 
 

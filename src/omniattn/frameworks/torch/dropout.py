@@ -8,6 +8,7 @@ import torch
 
 from .library import fail
 
+_INTEGERS = (torch.int64, torch.uint64, torch.int32, torch.uint32, torch.int16, torch.uint16, torch.int8, torch.uint8)
 _EXPECTED = "(seed, offset), integers from 0 to 2**64 - 1 or tensors, or a tensor of both: (2,) of int64 or uint64"
 
 
@@ -25,6 +26,9 @@ def rng_of(q: Any, rng: Any, function: str) -> Any:
     if len(rng) != 2:
         fail("argument", "dropout_rng", _EXPECTED, f"{len(rng)} elements", function=function)
     if all(isinstance(x, torch.Tensor) for x in rng):
+        for x in rng:
+            if x.numel() != 1 or x.dtype not in _INTEGERS:
+                fail("argument", "dropout_rng", _EXPECTED, f"a tensor {x.dtype} {tuple(x.shape)}", function=function)
         return torch.stack([x.reshape(()).to(torch.int64) for x in rng]).to(q.device)
     made = []
     for x in rng:

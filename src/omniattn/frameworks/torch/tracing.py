@@ -252,7 +252,8 @@ def trace_backward(
 
 def _changes_of(call: Call, given: dict[str, Any]) -> dict[str, Any]:
     """Keywords of `trace` and `trace_backward`: what changes scores and probabilities of a call."""
-    mod, (_, size, p) = call.subject, call.facts or (None, None, 0.0)
+    # Facts of another class say how a plan divides a GPU, which operators are not told.
+    mod, (_, size, p) = call.subject, call.facts if call.facts.__class__ is tuple else (None, None, 0.0)
     return {
         "score_mod": None if mod is None else mod.facts[0],
         "arrays": [x for name, x in given.items() if name.startswith(PREFIX)],
