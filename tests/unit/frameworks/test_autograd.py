@@ -194,6 +194,31 @@ def test_no_second_derivatives(form: Any) -> None:
         oa.attention_backward(o, q, k, v, o, lse)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {}, {"precision": "int8"}, {"precision": "fp8"}, {"dropout_p": 0.25}, {"softcap": 1.0},
+        {"block_mask": torch.ones(1, 1, 1, 1, dtype=torch.bool), "block_size": 128}, {"packed": True},
+    ],
+    ids=lambda options: " ".join(options) or "plain",
+)  # fmt: skip
+def test_no_second_and_no_forward_derivatives_of_any_call(options: dict[str, Any]) -> None:
+    packed = bool(options.pop("packed", False))
+    q, k, v = qkv(5, 6, dtype=torch.float32, packed=packed)
+    name = "attention_varlen" if packed else "attention"
+
+    def call(x: torch.Tensor) -> Any:
+        return oa.attention_varlen(x, k, v, **STARTS) if packed else oa.attention(x, k, v, **options)
+
+    (dq,) = torch.autograd.grad(call(q).square().sum(), q, create_graph=True)
+    with pytest.raises(UnsupportedError, match=rf"{name}\(\): no second derivatives"):
+        dq.sum().backward()
+    with forward_ad.dual_level(), pytest.raises(UnsupportedError, match=rf"{name}\(\): argument 'q' has a tangent"):
+        call(forward_ad.make_dual(q.detach(), torch.ones_like(q)))
+    with pytest.raises(NotImplementedError, match="jvp function"):  # torch's own word for it
+        torch.func.jvp(call, (q.detach(),), (torch.ones_like(q),))
+
+
 def test_checkpoints() -> None:
     q, k, v = qkv()
     made = []

@@ -148,6 +148,38 @@ def test_varlen_attn(active: Any, window: tuple[int, int]) -> None:
 
 
 @needs_flash_impls
+def test_varlen_attn_as_torchtitan_calls_it(active: Any) -> None:
+    """bfloat16, grouped heads, a causal window without is_causal, LSE of (heads, rows), documents of one token."""
+    from torch.nn.attention import varlen
+
+    if "enable_gqa" not in inspect.signature(varlen.varlen_attn).parameters:  # older torch
+        return
+    leaves = _leaves((12, 4, 8), (12, 2, 8), dtype=torch.bfloat16)
+    starts = torch.tensor([0, 5, 6, 12], dtype=torch.int32)
+    out, lse = varlen.varlen_attn(
+        *leaves, starts, starts, 6, 6, scale=None, window_size=(-1, 0), enable_gqa=True,
+        return_aux=varlen.AuxRequest(lse=True),
+    )  # fmt: skip
+    parts, lses = [], []
+    for a, b in ((0, 5), (5, 6), (6, 12)):
+        part, of_part = _attend(*(x[a:b].transpose(0, 1) for x in leaves), _visible(b - a, b - a, "bottom"))
+        parts.append(part.transpose(0, 1))
+        lses.append(of_part)
+    expected = torch.cat(parts)
+    torch.testing.assert_close(out.double(), expected, rtol=0, atol=2e-2)
+    torch.testing.assert_close(lse.double(), torch.cat(lses, -1), rtol=1e-5, atol=1e-5)
+    do = torch.randn(expected.shape).bfloat16()
+    for made, want in zip(
+        torch.autograd.grad(out, leaves, do), torch.autograd.grad(expected, leaves, do.double()), strict=True
+    ):
+        assert (made.double() - want.double()).norm() <= 0.02 * want.double().norm()
+    if "num_splits" in inspect.signature(varlen.varlen_attn).parameters:
+        # What asks for results that do not depend on the batch is not answered with others.
+        with pytest.raises(UnsupportedError, match="num_splits is given"):
+            varlen.varlen_attn(*leaves, starts, starts, 6, 6, enable_gqa=True, num_splits=1)
+
+
+@needs_flash_impls
 def test_varlen_attn_into_memory(active: Any) -> None:
     from torch.nn.attention import varlen
 
