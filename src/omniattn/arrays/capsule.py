@@ -7,11 +7,11 @@ renames the capsule to ``used_...`` and owes one call of the tensor's deleter.
 
 from __future__ import annotations
 
-import atexit
 import ctypes
+import functools
 import sys
 from collections.abc import Callable
-from ctypes import c_char_p, c_int, c_int32, c_int64, c_uint8, c_uint16, c_uint32, c_uint64, c_void_p, py_object
+from ctypes import c_char_p, c_int, c_int32, c_int64, c_uint8, c_uint16, c_uint32, c_uint64, c_void_p
 from typing import Any
 
 from ..errors import ArgumentError, DeviceError, DtypeError, UnsupportedError
@@ -102,8 +102,6 @@ _get_pointer = ctypes.pythonapi.PyCapsule_GetPointer
 _get_pointer.argtypes, _get_pointer.restype = (c_void_p, c_char_p), c_void_p
 _set_name = ctypes.pythonapi.PyCapsule_SetName
 _set_name.argtypes, _set_name.restype = (c_void_p, c_char_p), c_int
-_new = ctypes.pythonapi.PyCapsule_New
-_new.argtypes, _new.restype = (c_void_p, c_char_p, c_void_p), py_object
 
 # PYFUNCTYPE keeps the interpreter lock: some exporters' deleters are Python code that assumes to hold it.
 _DELETER = ctypes.PYFUNCTYPE(None, c_void_p)
@@ -210,38 +208,22 @@ def unusable_device(argument: str, device_type: int) -> DeviceError:
     )
 
 
-class _Export:
-    """One exported managed tensor: its structure, its extents, and what must stay alive meanwhile."""
+class _Memory:
+    """Memory at an address as NumPy sees it, and what has to stay alive meanwhile: the base of an array."""
 
-    __slots__ = ("extents", "owner", "struct")
+    __slots__ = ("__array_interface__", "owner")
 
-    def __init__(self, struct: Any, extents: Any, owner: object) -> None:
-        self.struct = struct
-        self.extents = extents
+    def __init__(
+        self, ptr: int, shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int, owner: object
+    ) -> None:
+        self.__array_interface__ = {
+            "version": 3,
+            "data": (ptr, False),
+            "shape": shape,
+            "strides": tuple(n * itemsize for n in strides),
+            "typestr": f"{'<' if sys.byteorder == 'little' else '>'}u{itemsize}",
+        }
         self.owner = owner
-
-
-_exports: dict[int, _Export] = {}
-
-
-@ctypes.CFUNCTYPE(None, c_void_p)
-def _delete_export(pointer: int) -> None:
-    """Deleter of our exports; consumers call it from any thread, with or without the interpreter lock."""
-    _exports.pop(pointer, None)
-
-
-_DELETE_EXPORT = ctypes.cast(_delete_export, c_void_p).value
-
-
-@ctypes.CFUNCTYPE(None, c_void_p)
-def _destroy_capsule(capsule: int) -> None:
-    """Destructor of our capsules. Its argument is a bare address: the object's reference count is zero by now."""
-    for name in (NAME, NAME_VERSIONED):
-        if _is_valid(capsule, name):
-            _exports.pop(_get_pointer(capsule, name), None)
-
-
-_DESTROY_CAPSULE = ctypes.cast(_destroy_capsule, c_void_p).value
 
 
 def export(
@@ -256,6 +238,11 @@ def export(
 ) -> Any:
     """Make a capsule.
 
+    It is NumPy's, of an array of unsigned integers over the memory, which NumPy never reads; the tensor in it is then
+    given its element type and its device. A deleter is called from any thread, with or without the interpreter lock,
+    while an exception is on its way and after the interpreter's end: NumPy's is C and bears all of that, a callback of
+    ctypes does not (it clears the exception).
+
     Parameters
     ----------
     ptr : int
@@ -269,47 +256,32 @@ def export(
     owner : object
         Kept alive until the consumer calls the deleter, or an unconsumed capsule dies.
     versioned : bool
-        ``DLManagedTensorVersioned`` instead of ``DLManagedTensor``.
+        ``DLManagedTensorVersioned`` instead of ``DLManagedTensor``, where NumPy makes it (from 2.1 on).
 
     Returns
     -------
     PyCapsule
     """
-    ndim = len(shape)
-    extents = (c_int64 * (2 * ndim))(*shape, *strides)
-    struct: DLManagedTensorVersioned | DLManagedTensor
-    if versioned:
-        struct = DLManagedTensorVersioned(major=1, minor=0, deleter=_DELETE_EXPORT)
-    else:
-        struct = DLManagedTensor(deleter=_DELETE_EXPORT)
+    import numpy as np
+
     code, bits = _CODES[dtype]
-    tensor = struct.dl_tensor
-    tensor.data = ptr
+    # NumPy 1.24 takes neither NULL nor an array without dimensions: other values, which are replaced below.
+    memory = _Memory(ptr or 64, shape or (1,), strides or (1,), bits // 8, owner)
+    array: Any = np.asarray(memory)
+    made = array.__dlpack__(max_version=(1, 0)) if versioned and _makes_versioned() else array.__dlpack__()
+    address = id(made)
+    if _is_valid(address, NAME_VERSIONED):
+        tensor = DLManagedTensorVersioned.from_address(_get_pointer(address, NAME_VERSIONED)).dl_tensor
+    else:
+        tensor = DLManagedTensor.from_address(_get_pointer(address, NAME)).dl_tensor
+    tensor.data, tensor.byte_offset, tensor.ndim = ptr, 0, len(shape)
     tensor.device = DLDevice(*device)
-    tensor.ndim = ndim
     tensor.dtype = DLDataType(code, bits, 1)
-    tensor.shape = ctypes.cast(extents, ctypes.POINTER(c_int64))
-    tensor.strides = ctypes.cast(ctypes.addressof(extents) + 8 * ndim, ctypes.POINTER(c_int64))
-    address = ctypes.addressof(struct)
-    _exports[address] = _Export(struct, extents, owner)
-    try:
-        return _new(address, NAME_VERSIONED if versioned else NAME, _DESTROY_CAPSULE)
-    except BaseException:
-        del _exports[address]
-        raise
+    return made
 
 
-# A C function that does nothing, may be called without an interpreter, and ignores its caller's argument.
-_NOTHING = ctypes.cast(ctypes.pythonapi.Py_IsInitialized, c_void_p).value
+@functools.cache
+def _makes_versioned() -> bool:
+    import numpy as np
 
-
-@atexit.register
-def _disarm() -> None:
-    """Replace the deleters of what consumers still hold: they may drop it after the interpreter is gone.
-
-    Not by NULL: XLA looks whether there is a deleter when it imports, and calls it without looking again. The
-    structures are leaked on purpose, because the consumer still reads them.
-    """
-    for item in list(_exports.values()):
-        item.struct.deleter = _NOTHING
-        ctypes.pythonapi.Py_IncRef(py_object(item))
+    return bool(np.lib.NumpyVersion(np.__version__) >= "2.1.0")

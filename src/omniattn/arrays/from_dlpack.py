@@ -226,8 +226,7 @@ def hand_over(t: CapsuleTensor, event: Event | None) -> Any:
     """Hand an array that a kernel writes to its library, whose next use of it then waits for ``event``.
 
     JAX: the array of `empty_jax` is never shown to the user; the imported one has the same memory and keeps it alive.
-    On the CPU by JAX's own capsule, whose deleter is no Python: one that runs while an exception is on its way, as a
-    result of an expression that fails is dropped then, takes the place of that exception.
+    On the CPU, where nothing waits, by JAX's own capsule.
     Other libraries: the import is made for its wait, and because a library may track readiness by array. Arrays of our
     own have whoever imports them wait.
     """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from .. import arrays
+from .. import arguments, arrays
 from ..arrays.identity import Same
 from ..checks import attention as checks
 from ..checks import extras, operands
@@ -267,8 +267,10 @@ def attention(
     said = (
         layout, causal, window, softmax_scale, softcap, precision, return_lse, deterministic, None, None, out_dtype,
     )  # fmt: skip
-    drops = dropout_p is not _NO_DROPOUT or dropout_rng is not None or return_rng
-    p, rng = dropout.of_call(q, dropout_p, dropout_rng, "attention") if drops else (0.0, None)
+    p, rng = 0.0, None
+    if dropout_p is not _NO_DROPOUT or dropout_rng is not None or return_rng is not False:
+        return_rng = arguments.check_bool(return_rng, "return_rng", "attention")
+        p, rng = dropout.of_call(q, dropout_p, dropout_rng, "attention")
     plain = descale_q is descale_k is descale_v is score_mod is block_mask is block_size is None and not p
     descales = (descale_q, descale_k, descale_v)
     if not plain:
@@ -378,7 +380,8 @@ def attention_varlen(
         As in `attention`.
     """
     p, rng = 0.0, None
-    if dropout_p is not _NO_DROPOUT or dropout_rng is not None or return_rng:
+    if dropout_p is not _NO_DROPOUT or dropout_rng is not None or return_rng is not False:
+        return_rng = arguments.check_bool(return_rng, "return_rng", "attention_varlen")
         p, rng = dropout.of_call(q, dropout_p, dropout_rng, "attention_varlen")
     plain = descale_q is descale_k is descale_v is score_mod is None and not p
     descales = (descale_q, descale_k, descale_v)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+
+import numpy as np
 
 from omniattn.arrays import capsule
 from omniattn.runtime.driver_base import driver_error
@@ -14,6 +17,15 @@ _DELETER = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 _new = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)(
     ("PyCapsule_New", ctypes.pythonapi)
 )
+
+
+#: Whether NumPy, whose capsules ours are, makes versioned ones.
+MAKES_VERSIONED = np.lib.NumpyVersion(np.__version__) >= "2.1.0"
+
+
+def exports() -> int:
+    """How many of our capsules' tensors somebody holds."""
+    return sum(type(x) is capsule._Memory for x in gc.get_objects())
 
 
 class FakeExporter:

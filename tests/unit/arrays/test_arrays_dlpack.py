@@ -24,7 +24,7 @@ assert _spec.loader is not None
 _fakes = importlib.util.module_from_spec(_spec)
 sys.modules.setdefault("arrays_fakes", _fakes)
 _spec.loader.exec_module(_fakes)
-FakeExporter, FakeEvents = _fakes.FakeExporter, _fakes.FakeEvents
+FakeExporter, FakeEvents, exports = _fakes.FakeExporter, _fakes.FakeEvents, _fakes.exports
 
 GPU = (2, 1)
 
@@ -304,7 +304,8 @@ def test_exporter_protocol(log: Any) -> None:
             sent.__dlpack__(**options)
     assert "versioned" not in repr(sent.__dlpack__(stream=-1))
     assert "versioned" not in repr(sent.__dlpack__(stream=-1, max_version=(0, 8)))
-    assert "dltensor_versioned" in repr(sent.__dlpack__(stream=-1, max_version=(1, 0), dl_device=(2, 1), copy=False))
+    newest = repr(sent.__dlpack__(stream=-1, max_version=(1, 0), dl_device=(2, 1), copy=False))
+    assert ("dltensor_versioned" in newest) == _fakes.MAKES_VERSIONED
     on_cpu = Exporter(arrays.describe(FakeExporter(), "out"), None)
     with pytest.raises(BufferError, match="takes no stream"):
         on_cpu.__dlpack__(stream=1)
@@ -320,22 +321,39 @@ class _Owner:
 @pytest.mark.parametrize("versioned", [True, False])
 def test_our_capsules_let_go_of_their_owner(versioned: bool) -> None:
     memory = (ctypes.c_float * 6)(*range(6))
-    before = len(capsule._exports)
+    before = exports()
 
     def make() -> Any:
         address = ctypes.addressof(memory)
         return capsule.export(address, (2, 3), (3, 1), "float32", (1, 0), _Owner(), versioned=versioned)
 
     unused = make()
-    assert len(capsule._exports) == before + 1
+    assert exports() == before + 1
     del unused
     gc.collect()
-    assert len(capsule._exports) == before
+    assert exports() == before
     taken = capsule.Capsule(make(), "q")
     gc.collect()
-    assert len(capsule._exports) == before + 1
+    assert exports() == before + 1
     taken.release()
-    assert len(capsule._exports) == before
+    assert exports() == before
+
+
+@pytest.mark.parametrize("versioned", [True, False])
+@pytest.mark.parametrize("dtype", sorted(capsule._CODES))
+def test_our_capsules_say_what_they_were_told(dtype: str, versioned: bool) -> None:
+    """Memory that the host cannot read, of any element type, strides and number of dimensions."""
+    code, bits = capsule._CODES[dtype]
+    for shape, strides in (((2, 3, 4), (100, 4, 1)), ((2, 3), (1, 2)), ((3, 2), (0, 5)), ((5,), (-2,)), ((), ())):
+        made = capsule.export(0x7F0000000100, shape, strides, dtype, (2, 3), None, versioned=versioned)
+        taken = capsule.Capsule(made, "q")
+        assert (taken.ptr, taken.shape, taken.strides) == (0x7F0000000100, shape, strides)
+        assert (taken.dtype, taken.device, taken.ordinal, taken.readonly) == (dtype, "cuda", 3, False)
+        kind = capsule.DLManagedTensorVersioned if "versioned" in repr(made) else capsule.DLManagedTensor
+        tensor = kind.from_address(taken._managed).dl_tensor
+        assert (tensor.dtype.code, tensor.dtype.bits, tensor.dtype.lanes, tensor.byte_offset) == (code, bits, 1, 0)
+    empty = capsule.Capsule(capsule.export(0, (0, 8), (8, 1), dtype, (2, 3), None, versioned=versioned), "q")
+    assert (empty.ptr, empty.shape) == (0, (0, 8))
 
 
 _READ_BY_NUMPY = ["float32", "float16", "int64", "uint8"]
@@ -346,7 +364,7 @@ if np.lib.NumpyVersion(np.__version__) >= "1.25.0":
 @pytest.mark.parametrize("dtype", _READ_BY_NUMPY)
 def test_numpy_reads_our_capsules(dtype: str) -> None:
     source = np.arange(24).reshape(4, 6).astype(dtype)
-    before = len(capsule._exports)
+    before = exports()
 
     class Source:
         def __dlpack_device__(self) -> tuple[int, int]:
@@ -365,7 +383,7 @@ def test_numpy_reads_our_capsules(dtype: str) -> None:
     assert got.ctypes.data == source[::2, ::-1].ctypes.data
     del got
     gc.collect()
-    assert len(capsule._exports) == before
+    assert exports() == before
 
 
 # Results in the exporter's own library.

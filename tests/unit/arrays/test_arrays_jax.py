@@ -13,9 +13,9 @@ import pytest
 
 import omniattn as oa
 from omniattn import arrays
-from omniattn.arrays import capsule
 from omniattn.arrays.exporter import Exporter
 from omniattn.errors import ArgumentError, UnsupportedError
+from tests.unit.arrays.arrays_fakes import exports
 
 jax = pytest.importorskip("jax")
 jnp = pytest.importorskip("jax.numpy")
@@ -62,7 +62,7 @@ def test_tracers(transform: str) -> None:
 def test_result_goes_back_without_a_copy_and_is_let_go(dtype: str, as_on_a_gpu: bool) -> None:
     """By JAX's own capsule, and by one of this package, as where JAX has to wait for a kernel."""
     gc.collect()
-    before = len(capsule._exports)
+    before = exports()
     ref = arrays.describe(jnp.zeros((2, 8), dtype=dtype), "q")
     out = arrays.empty_like_framework(ref, (64, 8), dtype)
     assert out.readonly is False
@@ -73,7 +73,7 @@ def test_result_goes_back_without_a_copy_and_is_let_go(dtype: str, as_on_a_gpu: 
     result = jax.dlpack.from_dlpack(Exporter(out, None)) if as_on_a_gpu else arrays.finish(out, handle)
     assert isinstance(result, jax.Array)
     assert result.unsafe_buffer_pointer() == address
-    assert len(capsule._exports) == before + as_on_a_gpu
+    assert exports() == before + as_on_a_gpu
     del ref, out
     gc.collect()
     expected = jnp.asarray(values).astype(dtype)
@@ -83,7 +83,7 @@ def test_result_goes_back_without_a_copy_and_is_let_go(dtype: str, as_on_a_gpu: 
     )
     del result
     gc.collect()
-    assert len(capsule._exports) == before
+    assert exports() == before
 
 
 def test_empty_result() -> None:

@@ -247,6 +247,24 @@ def test_what_raises(changes: dict[str, Any], error: type[Exception], text: str)
         omniattn.attention(*arrays, **{"dropout_p": 0.1, "dropout_rng": RNG, **changes})
 
 
+@pytest.mark.parametrize("p", [0.0, 0.1])
+@pytest.mark.parametrize("flag", ["no", 1, 0, None, (), np.ones(2)])
+def test_return_rng_is_a_flag(flag: Any, p: float) -> None:
+    arrays = [x.astype(np.float32) for x in _arrays(1, 9, 9, 1, 1, 8)]
+    starts = {"cu_seqlens_q": np.array([0, 9], np.int32), "cu_seqlens_k": np.array([0, 9], np.int32)}
+    for function, x, more in (
+        (omniattn.attention, arrays, {}),
+        (omniattn.attention_varlen, [a[0] for a in arrays], {**starts, "max_seqlen_q": 9, "max_seqlen_k": 9}),
+    ):
+        said = {"dropout_p": p, "dropout_rng": RNG, **more}
+        with pytest.raises(ArgumentError, match=rf"{function.__name__}\(\).*'return_rng': expected True or False"):
+            function(*x, return_rng=flag, **said)
+        o, rng = function(*x, return_rng=np.bool_(True), **said)
+        assert o.shape == x[0].shape
+        assert rng is not None
+        assert function(*x, return_rng=False, **said).shape == x[0].shape
+
+
 def test_quantized_operands_pages_and_backwards_without_rng_raise() -> None:
     """What is left of the refusals."""
     q, k, v = (x.astype(np.float32) for x in _arrays(1, 64, 64, 1, 1, 64))
