@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from .. import arguments, arrays
+from .. import arrays
 from ..arrays.identity import Same
 from ..checks import attention as checks
 from ..checks import extras, operands
@@ -181,9 +181,9 @@ def attention(
     k, v : array
         The same with seqlen_k and num_kv_heads, which divides num_q_heads: query head h reads kv head
         h // (num_q_heads // num_kv_heads). v may have a head_dim of its own, head_dim_v, by the same rules.
-        Or all three quantized: ``quantize_qk(...).q``, ``quantize_qk(...).k`` and ``quantize_v(...)``, with the result
-        that ``precision`` of the same knobs gives for the arrays they were made of, bit for bit.
-        Or all three e4m3 arrays, with ``descale_*``: on a GPU strides then are multiples of 16 elements. e5m2 raises.
+        Or all three quantized, ``quantize_qk(...).q``, ``quantize_qk(...).k``, ``quantize_v(...)``, with the bits that
+        ``precision`` of the same knobs gives. Or all three e4m3, with ``descale_*`` (on a GPU with strides that are
+        multiples of 16 elements); e5m2 raises.
     layout : "NHD" or "HND"
     causal : bool
         Query i sees the keys j <= i + seqlen_k - seqlen_q (aligned at the bottom right).
@@ -245,6 +245,7 @@ def attention(
         Of q's framework, shape (with head_dim_v), layout and dtype (or out_dtype). A row that attends to nothing is 0.
     lse : array, (batch, num_q_heads, seqlen_q), float32, natural logarithm
         Only with ``return_lse``. A row that attends to nothing has -inf (with sinks: the sink).
+
     Raises
     ------
     ArgumentError
@@ -269,12 +270,10 @@ def attention(
     )  # fmt: skip
     p, rng = 0.0, None
     if dropout_p is not _NO_DROPOUT or dropout_rng is not None or return_rng is not False:
-        return_rng = arguments.check_bool(return_rng, "return_rng", "attention")
-        p, rng = dropout.of_call(q, dropout_p, dropout_rng, "attention")
+        p, rng, return_rng = dropout.of_forward(q, dropout_p, dropout_rng, return_rng, "attention")
     plain = descale_q is descale_k is descale_v is score_mod is block_mask is block_size is None and not p
     descales = (descale_q, descale_k, descale_v)
-    if not plain:
-        descales = factors.as_arrays(q, descales, "attention")
+    descales = descales if plain else factors.as_arrays(q, descales, "attention")
     if compiling():
         return _compiled(
             "attention", q, k, v, Extras(score_mod, block_mask, block_size, p, rng), return_rng,
@@ -286,8 +285,7 @@ def attention(
         if results is not None:
             return results[0] if len(results) == 1 else tuple(results)
     call = Call(_ATTENTION, objects, _new(AttentionOptions, said), stream)
-    if not plain:
-        call = _with_more(call, descales, Extras(score_mod, block_mask, block_size, p, rng))
+    call = call if plain else _with_more(call, descales, Extras(score_mod, block_mask, block_size, p, rng))
     return _one_or_more(run(call, is_asked=plain and not return_rng), (rng,) if return_rng else ())
 
 
@@ -381,8 +379,7 @@ def attention_varlen(
     """
     p, rng = 0.0, None
     if dropout_p is not _NO_DROPOUT or dropout_rng is not None or return_rng is not False:
-        return_rng = arguments.check_bool(return_rng, "return_rng", "attention_varlen")
-        p, rng = dropout.of_call(q, dropout_p, dropout_rng, "attention_varlen")
+        p, rng, return_rng = dropout.of_forward(q, dropout_p, dropout_rng, return_rng, "attention_varlen")
     plain = descale_q is descale_k is descale_v is score_mod is None and not p
     descales = (descale_q, descale_k, descale_v)
     if not plain:

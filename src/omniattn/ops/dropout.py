@@ -18,6 +18,12 @@ from ..problems.dropout import DropoutProblem, dropout_of
 _WORD = 0xFFFFFFFF
 
 
+def of_forward(q: Any, p: Any, rng: Any, return_rng: Any, function: str) -> tuple[float, Any, bool]:
+    """`of_call`, and ``return_rng``, which is checked before anything is drawn."""
+    return_rng = arguments.check_bool(return_rng, "return_rng", function)
+    return *of_call(q, p, rng, function), return_rng
+
+
 def of_call(q: Any, p: Any, rng: Any, function: str) -> tuple[float, Any]:
     """``dropout_p`` as a number, and ``dropout_rng`` as an array where q lies, drawn where it is None.
 
