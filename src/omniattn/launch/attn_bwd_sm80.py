@@ -204,6 +204,8 @@ def _rows(
     if count == 0:
         return ()
     values = backward_values(problem, at, dq_columns=dq_columns, n_blocks=n_blocks)
+    if problem.forward.num_q_heads == 0:
+        values["rows_stride_h"] = 0  # there are only gradients of masks and counters to clear, and no rows of a head
     return (LaunchRecord(spec, (count, 1, 1), 32 * spec.num_warps, *ATTN_BWD.pack(values), overlap=overlap),)
 
 

@@ -172,6 +172,21 @@ def test_memory_of_other_calls() -> None:
     assert of(main)["fwd.cu_seqlens_k"] == At("cu_seqlens_k")
 
 
+@pytest.mark.parametrize("target", [AMPERE, HOPPER], ids=["sm_80", "sm_90"])
+@pytest.mark.parametrize(
+    ("wanted", "more"),
+    [(ALL, {"varlen": True}), ((*ALL, "dmask"), {"mask": "float32"}), (ALL, {"deterministic": True, "head_dim": 64})],
+)
+def test_without_heads_no_row_is_prepared(target: Target, wanted: tuple[str, ...], more: dict[str, Any]) -> None:
+    """The kernel clears counters and gradients of masks, and reads neither LSE nor o, which have no elements."""
+    launches = plan_backward(problem(wanted, num_q_heads=0, num_kv_heads=0, **more), target, None)
+    prepared = [of(record) for record in launches.records if record.spec.name.startswith(PREPARE)]
+    assert all(fields["rows_stride_h"] == 0 for fields in prepared)
+    assert prepared or not (more.get("varlen") or "dmask" in wanted)
+    some = plan_backward(problem(wanted, **more), target, None)
+    assert of(next(r for r in some.records if r.spec.name.startswith(PREPARE)))["rows_stride_h"] > 0
+
+
 def test_hopper_has_the_layout_of_its_accumulators() -> None:
     launches = plan_backward(problem(), HOPPER, None)
     _, main, _ = launches.records
