@@ -22,7 +22,7 @@ extern "C" __global__ void __launch_bounds__(256) kv_copy_sm80(const __grid_cons
             int64 at = head * p.head_step + (row - head * p.block_size) * p.token_step + (i - row * p.row_chunks) * 16;
             *reinterpret_cast<uint4*>(to + at) = *reinterpret_cast<const uint4*>(from + at);
         }
-    } else if (bytes % 16 == 0) {
+    } else if (bytes % 16 == 0 && (reinterpret_cast<uint64>(plane) & 15) == 0) {  // scales of a caller: at 4 bytes
         for (int64 i = first; i < bytes / 16; i += step)
             reinterpret_cast<uint4*>(to)[i] = reinterpret_cast<const uint4*>(from)[i];
     } else {

@@ -186,6 +186,20 @@ def test_slots_prefix_and_copies(dtype: Any) -> None:
     x.check_decode(normal(len(LENGTHS), 1, 8, 128, seed=3), shared_prefix=16)
 
 
+@pytest.mark.parametrize("first", [0, 1, 2])
+def test_copies_of_scales_that_begin_at_any_float(first: int) -> None:
+    """A block of them is a multiple of 16 bytes long, and need not begin at one."""
+    wide = torch.arange(257.0, device="cuda")
+    k_scale, v_scale = wide[first : first + 128].view(4, 16, 2), wide[first + 1 : first + 129].view(4, 16, 2).clone()
+    k, v = (torch.zeros(4, 16, 2, 128, dtype=torch.float8_e4m3fn, device="cuda") for _ in range(2))
+    cache = oa.PagedKVCache.from_arrays(k, v, k_scale=k_scale, v_scale=v_scale)
+    want = wide.clone()
+    want[first + 96 : first + 128] = want[first + 32 : first + 64]
+    oa.copy_blocks(cache, [(1, 3)])
+    assert torch.equal(wide, want)
+    assert torch.equal(v_scale[3], v_scale[1])
+
+
 def test_a_graph_reads_new_scales() -> None:
     """Scales are read when the call runs, as lengths and tables are."""
     x = Pool("two pools", 16, 128, torch.float8_e4m3fn, "heads")

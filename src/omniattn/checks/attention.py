@@ -253,6 +253,9 @@ def check_descales(
         elif shape == (batch, heads_kv):
             found.append(Descale("per_head", (steps[0], steps[1], 0)))
         elif shape == (batch, heads, blocks):
+            if t.device == "cuda" and not 0 <= steps[2] < 2**32:
+                expected = "blocks at a stride from 0 to 2^32 - 1"
+                raise StrideError(name, expected, f"strides {tuple(t.strides)}", function=function)
             found.append(Descale("per_block", (steps[0], steps[1], steps[2])))
         else:
             expected = (

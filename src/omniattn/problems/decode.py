@@ -247,8 +247,8 @@ class KeyPass:
     def chunk(self) -> int:
         """Keys of a chunk."""
         p = self.problem
-        if p.num_splits:
-            return max(CHUNK, 1 << max(-(-self.keys // p.num_splits) - 1, 0).bit_length())
+        if p.num_splits:  # kernels have 31 bits for a chunk: of more keys there are two
+            return min(max(CHUNK, 1 << max(-(-self.keys // p.num_splits) - 1, 0).bit_length()), 1 << 30)
         if not p.deterministic:
             # Of one sequence of few rows: twice as many CTAs.
             is_short = p.cache.is_latent and p.batch == 1 and self.keys <= _SHORT and self.rows <= _SHORT_ROWS

@@ -229,6 +229,13 @@ class KernelSpec:
         return self.qk != "io"
 
     @property
+    def needs_lse(self) -> bool:
+        """Whether it always writes the sums that the LSE of quantized operands is made of: partial results have room
+        for them only where the call wants it."""
+        of_batches = self.op == "attention_split" and self.sequences == "dense"
+        return of_batches and self.quantized and self.lse and not (self.score_mods or self.value_factors)
+
+    @property
     def options(self) -> int:
         """How much it does that not every call wants: of rows that serve a call, the fewest are the fastest."""
         return (self.softcap == "any") + self.lists + self.lse

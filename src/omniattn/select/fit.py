@@ -163,6 +163,8 @@ def _unfit_class(row: KernelSpec, of: _Class) -> str | None:
         return "it has no softcap, mask or non-positive softmax_scale"
     if of.lse and not row.lse:
         return "it makes no LSE"
+    if row.needs_lse and not of.lse:
+        return "it is for calls that want the LSE"
     if (reason := _unfit_sequences(row, of.varlen)) is not None:
         return reason
     if row.paged != of.paged:
@@ -185,7 +187,7 @@ def _details_of(problem: AttentionProblem) -> tuple[Hashable, ...]:
         of = p.operands
         operands = (
             p.precision, None if of is None else (of.e4m3, of.grouping, of.stored_bits),
-            None if p.descales is None else p.descales.v.granularity, p.absolute_scores,
+            None if p.descales is None else p.descales.v.granularity, p.absolute_scores, _maps_queries(p),
         )  # fmt: skip
     scores = p.score_mod is not None, p.dropout is not None, p.block_mask is not None, p.softcap > 0.0
     return *scores, masks, operands
@@ -306,9 +308,16 @@ def _unfit_raw_queries(row: KernelSpec, problem: AttentionProblem) -> str | None
         return "it quantizes q itself, and this q comes quantized"
     if (wanted.qk, wanted.granularity, wanted.hadamard) != ("int8", "per_thread", False):
         return "it quantizes q itself, to 8-bit integers with a scale a lane, without a rotation"
+    if not _maps_queries(problem):
+        return "it reads q by a tensor map, which cannot describe these strides"
     if problem.absolute_scores and not row.lse:
         return "it knows no q . k_mean, which an LSE, sinks and softcap need"
     return None
+
+
+def _maps_queries(problem: AttentionProblem) -> bool:
+    """Whether a tensor map can describe q in 16 bits as it comes, which `tensor_maps` says nothing of here."""
+    return problem.strides is None or all(0 <= 2 * step < 2**40 for step in problem.strides.q)
 
 
 def _unfit_backward(row: KernelSpec, problem: BackwardProblem) -> str | None:

@@ -81,3 +81,44 @@ def test_jax(k_dtype: str) -> None:
         np.testing.assert_array_equal(np.asarray(o, np.float32), np.asarray(o_traced, np.float32))
         a, b = (np.asarray(cache.k).view(np.uint8)[:, :5] for cache in (plain, traced))
         np.testing.assert_array_equal(a, b)
+
+
+#: Functions over a cache, with what they are given besides.
+OVER_CACHES = {"attention_with_kvcache": {"causal": True}, "decode": {}}
+
+
+@pytest.mark.frameworks
+@pytest.mark.parametrize("function", OVER_CACHES)
+def test_traced_results_have_the_channels_of_v(function: str) -> None:
+    torch = pytest.importorskip("torch")
+    cache = torch_cache("bf16")
+    oa.append(cache, torch.randn(64, 576).bfloat16(), slot_mapping=torch.arange(64))
+    q, lens = torch.randn(2, 1, 16, 576).bfloat16(), torch.tensor([20, 30], dtype=torch.int32)
+    table = torch.tensor([[0, 1], [2, 3]], dtype=torch.int32)
+
+    def call(q: Any) -> Any:
+        o = getattr(oa, function)(q, cache, seq_lens=lens, block_table=table, **OVER_CACHES[function])
+        return o.reshape(2, 16 * o.shape[-1])
+
+    want = call(q)
+    assert want.shape == (2, 16 * 512)
+    torch.testing.assert_close(torch.compile(call, fullgraph=True, backend="aot_eager")(q), want)
+
+
+@pytest.mark.frameworks
+@pytest.mark.parametrize("function", OVER_CACHES)
+def test_traced_results_of_jax_have_the_channels_of_v(function: str) -> None:
+    jax = pytest.importorskip("jax")
+    import omniattn.jax  # noqa: F401
+
+    rows = jax.numpy.asarray(np.random.default_rng(0).standard_normal((4, 16, 1, 576)), jax.numpy.bfloat16)
+    cache = oa.PagedKVCache.from_arrays(rows, head_dim_v=512)
+    q = jax.numpy.ones((2, 1, 16, 576), jax.numpy.bfloat16)
+    lens, table = jax.numpy.asarray([20, 30]), jax.numpy.asarray([[0, 1], [2, 3]])
+
+    def call(q: Any, cache: Any) -> Any:
+        return getattr(oa, function)(
+            q, cache, seq_lens=lens.astype("int32"), block_table=table.astype("int32"), **OVER_CACHES[function]
+        )
+
+    assert jax.eval_shape(call, q, cache).shape == jax.jit(call)(q, cache).shape == (2, 1, 16, 512)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import omniattn as oa
+from omniattn.checks.attention import check_descales
+from omniattn.errors import StrideError
 from omniattn.launch import quantize
 from omniattn.launch.host_struct import At
 from omniattn.launch.structs import (
@@ -231,3 +234,15 @@ def test_named_quantizers_are_taken() -> None:
         assert ops[3] in ("attention", "attention_split")
     with pytest.raises(oa.errors.ArgumentError, match="compiled for float16"):
         plan_attention(problem(), HOPPER, "quantize_values_sm80_fp16_d128")
+
+
+@pytest.mark.parametrize(("step", "device"), [(-1, "cuda"), (2**32, "cuda"), (-1, "cpu"), (2**32 - 1, "cuda")])
+def test_strides_between_the_blocks_of_factors(step: int, device: str) -> None:
+    """Kernels count blocks from the first one on, with 32 bits for the step."""
+    factors: Any = SimpleNamespace(dtype="float32", device=device, shape=(2, 4, 3), strides=(3, 6, step))
+    if device == "cuda" and step != 2**32 - 1:
+        with pytest.raises(StrideError, match=r"descale_k.*blocks at a stride from 0 to 2\^32 - 1.*\(3, 6, "):
+            check_descales({"descale_k": factors}, (2, 8, 4), (300, 300), "attention")
+    else:
+        found = check_descales({"descale_k": factors}, (2, 8, 4), (300, 300), "attention")
+        assert found.k == Descale("per_block", (3, 6, step))

@@ -25,6 +25,7 @@ from omniattn.problems.tile_order import num_m_blocks
 from omniattn.registry import REGISTRY, KernelSpec
 from omniattn.runtime import record as record_module
 from omniattn.runtime.record import LaunchRecord, Program, TensorMap
+from omniattn.select import choices
 from tests.unit.launch.launch_fakes import Kernel, fields_of_record, program_of, read, unpacked
 from tests.unit.select.shape_plans import is_whole, planned
 
@@ -293,6 +294,18 @@ def test_q_times_the_mean_of_k_is_made_where_q_is_read(head_dim: int) -> None:
         problem(Int8(smooth_k=False), lse=True), HOPPER, lambda way: is_whole(way) and way.row.quantizes_q
     )
     assert fields_of_record(without.records[-1], ATTN_INT8_SM90)["operands.row_bias"] is None
+
+
+@pytest.mark.parametrize("q", [(1 << 20, -512, 128), (-(1 << 20), 512, 128), (1 << 40, 512, 128)])
+def test_q_that_no_tensor_map_describes_is_quantized_before(q: tuple[int, int, int]) -> None:
+    """Of operands that the library makes there is a map always; of the caller's q by its strides alone."""
+    p = problem()
+    assert any(way.candidate.row.quantizes_q for way in choices(p, HOPPER))
+    other = dataclasses.replace(p, strides=dataclasses.replace(STRIDES, q=q))
+    ways = choices(other, HOPPER)
+    assert ways
+    assert not any(way.candidate.row.quantizes_q for way in ways)
+    assert any(way.candidate.row.quantizes_q for way in choices(p, HOPPER)), "the answer is kept by the strides too"
 
 
 def test_packed_q_is_read_as_it_comes() -> None:

@@ -194,6 +194,12 @@ def few(extents: tuple[int, ...], right: int = -1, head_dim: int = 128, **change
     return problem_of(b, sq, sk, hq, hk, d=head_dim, right=right, **given)
 
 
+def test_rows_that_need_an_lse() -> None:
+    needy = {spec.name for spec in SPLIT if spec.needs_lse}
+    assert needy == {spec.name for spec in SPLIT if spec.name.endswith("_split_lse")}
+    assert needy
+
+
 @pytest.mark.parametrize("spec", SPLIT, ids=lambda spec: spec.name)
 def test_forced_rows(spec: KernelSpec) -> None:
     """Quantizers first, where the operands do not come quantized; results behind the operands."""
@@ -217,6 +223,9 @@ def test_forced_rows(spec: KernelSpec) -> None:
     if not p.lse:
         with pytest.raises(ArgumentError, match="makes no LSE"):
             plan_attention(dataclasses.replace(p, lse=True), HOPPER, spec.name)
+    if spec.needs_lse:  # it would write sums that have no place
+        with pytest.raises(ArgumentError, match="for calls that want the LSE"):
+            plan_attention(dataclasses.replace(p, lse=False), HOPPER, spec.name)
     results = 2 * 32 * 9 * f["tiles.num_splits"]
     used = [place for name, place in f.items() if name.startswith("operands.") and isinstance(place, At)]
     assert f["partial_o"].offset > max(place.offset for place in used)

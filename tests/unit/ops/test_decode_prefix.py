@@ -15,7 +15,7 @@ from omniattn.launch.host_struct import At
 from omniattn.launch.structs import DECODE, MERGE_STATES
 from omniattn.plan.others import plan_decode
 from omniattn.problems import DecodeProblem, Target
-from omniattn.problems.decode import SHARED_PREFIX
+from omniattn.problems.decode import SHARED_PREFIX, passes
 from omniattn.registry import REGISTRY
 from tests.unit.launch.launch_fakes import fields_of_record
 
@@ -138,6 +138,18 @@ def test_its_kernels_are_listed_and_can_be_forced(head_dim: int, k_dtype: str) -
         assert [record.spec.name for record in plan_decode(problem, hopper, force).records] == names
     with pytest.raises(ArgumentError, match=f"OMNIATTN_FORCE_KERNEL.*{names[0]}': the call takes '{names[2]}'"):
         plan_decode(problem, hopper, names[0])
+
+
+@pytest.mark.parametrize(("capacity", "chunk"), [(320, 512), (1 << 20, 1 << 20), ((1 << 31) - 512, 1 << 30)])
+def test_chunks_of_fixed_splits_have_31_bits(capacity: int, chunk: int) -> None:
+    cache = PagedKVCache(64, 16, 1, 64, like=np.zeros(1, dtype=np.float16))
+    strides = (128, 128, 64, 1)
+    problem = DecodeProblem(
+        "float16", cache.facts, 9, 1, 2, 1, 64, capacity, 16, 64, 20, -1, 0.125, 0.0, "none", False, 0, False, strides,
+        strides, num_splits=1,
+    )  # fmt: skip
+    (alone,) = passes(problem)
+    assert max(alone.chunk, 512) == chunk
 
 
 def test_kernels_of_other_formats_can_be_forced(monkeypatch: pytest.MonkeyPatch) -> None:

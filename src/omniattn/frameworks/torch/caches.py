@@ -70,10 +70,10 @@ def _decode_shapes(
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     batch, q_len, heads, dim = q.shape
     shape = (batch, heads, q_len) if return_lse else (0,)
-    return q.new_empty((batch, q_len, heads, _value_dim(number, dim))), q.new_empty(shape, dtype=torch.float32)
+    return q.new_empty((batch, q_len, heads, value_dim(number, dim))), q.new_empty(shape, dtype=torch.float32)
 
 
-def _value_dim(number: int, dim: int) -> int:
+def value_dim(number: int, dim: int) -> int:
     """Channels of o: of a latent cache fewer than q's."""
     cache = of_key(number)
     return dim if cache is None else int(cache.v_format.head_dim)
@@ -98,7 +98,7 @@ def _sparse_shapes(
 ) -> list[torch.Tensor]:  # fmt: skip
     *lead, heads, dim = q.shape
     of_rows = (lead[0], heads) if len(lead) == 1 else (lead[0], heads, lead[1])
-    found = [q.new_empty((*lead, heads, _value_dim(number, dim)))]
+    found = [q.new_empty((*lead, heads, value_dim(number, dim)))]
     return found + [q.new_empty(of_rows, dtype=torch.float32) for wanted in (return_lse, return_max) if wanted]
 
 

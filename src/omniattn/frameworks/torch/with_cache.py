@@ -8,7 +8,7 @@ import torch
 
 from ...plan.engine import Call
 from .. import FUNCTIONS
-from .caches import arrays_of, cache_of, check_no_gradient
+from .caches import arrays_of, cache_of, check_no_gradient, value_dim
 from .library import LIBRARY, TAGS, fail, plain
 from .operators import score_mod_of, score_mod_text
 
@@ -47,7 +47,8 @@ def _shapes(
     *_, return_lse, _, _, _ = more
     rows, heads = q.shape[-3], q.shape[-2]
     shape = (heads, rows) if starts is not None else (q.shape[0], heads, rows)
-    return q.new_empty(tuple(q.shape)), q.new_empty(shape if return_lse else (0,), dtype=torch.float32)
+    o = q.new_empty((*q.shape[:-1], value_dim(number, q.shape[-1])))
+    return o, q.new_empty(shape if return_lse else (0,), dtype=torch.float32)
 
 
 for _key in ("CPU", "CUDA"):
