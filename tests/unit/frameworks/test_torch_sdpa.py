@@ -432,7 +432,8 @@ def test_code_of_the_page() -> None:
     text = (Path(__file__).resolve().parents[3] / "docs" / "torch.md").read_text(encoding="utf-8")
     own = text[text.index("## `sdpa` and") : text.index("## transformers")]
     blocks = re.findall(r"^```python\n(.*?)^```", own, re.MULTILINE | re.DOTALL)
-    assert len(blocks) == 3  # the last one needs two processes: test_torch_context_parallel
+    # torchtitan's: test_torchtitan; the last one needs two processes: test_torch_context_parallel
+    assert len(blocks) == 4
     q, k, v = (torch.randn(1, 2, 5, 8) for _ in range(3))
     for block in blocks[: 2 if operators.HAS_IMPLEMENTATIONS else 1]:
         names: dict[str, Any] = {"q": q, "k": k, "v": v}
