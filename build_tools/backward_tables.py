@@ -47,6 +47,13 @@ def _shapes(report: Report) -> Iterator[tuple[str, Cells]]:
     yield from shapes.items()
 
 
+def _peers(report: Report) -> list[tuple[str, str]]:
+    """Other libraries that were timed, and what a reader calls them."""
+    names = {"cudnn": "cuDNN", "fa2": "FA2", "fa3": "FA3", "fa4": "FA4", "flex": "FlexAttention"}
+    keys = {row["contender"] for row in report["rows"]}
+    return [(key, name) for key, name in names.items() if key in keys]
+
+
 def _asked(value: float | None, goal: float) -> str:
     """A ratio beside what is asked for."""
     return "–" if value is None else f"{value:.2f}× ({goal:.2f})"
@@ -65,12 +72,13 @@ def headline(report: Report) -> str:
                 shape,
                 number(own["tflops"], 0),
                 _asked(own["over_cudnn"], goal),
-                ratio(own["over_fa2"]),
+                *(ratio(own[f"over_{key}"]) for key, _ in _peers(report)[1:]),
                 number(value_of(cells.get(("deterministic", _ALONE)), "tflops"), 0),
                 _asked(value_of(cells.get(("deterministic", _ALONE)), "over_omniattn"), DETERMINISTIC),
             ]
         )
-    header = ["TFLOP/s", "backward", "over cuDNN (goal)", "over FA2", "deterministic", "of backward (goal)"]
+    peers = [f"over {name}" for _, name in _peers(report)[1:]]
+    header = ["TFLOP/s", "backward", "over cuDNN (goal)", *peers, "deterministic", "of backward (goal)"]
     mean = report["geometric_mean_ratio"].get("cudnn")
     return below(table(header, lines), report, f"Geometric mean of the ratios to cuDNN: {ratio(mean)}.")
 
@@ -81,8 +89,8 @@ def together(report: Report) -> str:
     for shape, cells in _shapes(report):
         own = cells.get(("omniattn", _BOTH))
         if own is not None and own["headline"]:
-            lines.append([shape, number(own["tflops"], 0), ratio(own["over_cudnn"]), ratio(own["over_fa2"])])
-    return below(table(["TFLOP/s", _BOTH, "over cuDNN", "over FA2"], lines), report)
+            lines.append([shape, number(own["tflops"], 0), *(ratio(own[f"over_{key}"]) for key, _ in _peers(report))])
+    return below(table(["TFLOP/s", _BOTH, *(f"over {name}" for _, name in _peers(report))], lines), report)
 
 
 def options(report: Report) -> str:
@@ -98,13 +106,13 @@ def options(report: Report) -> str:
                 shape,
                 number(own["median_us"], 0),
                 number(own["tflops"], 0),
-                *(ratio(own[f"over_{name}"]) for name in ("cudnn", "fa2", "flex")),
+                *(ratio(own[f"over_{key}"]) for key, _ in _peers(report)),
                 "–" if dense is None else _asked(dense, PACKED),
                 _asked(value_of(cells.get(("deterministic", _ALONE)), "over_omniattn"), DETERMINISTIC),
             ]
         )
-    header = ["shape", "µs", "TFLOP/s", "over cuDNN", "over FA2", "over FlexAttention", "over dense (goal)",
-              "deterministic over it (goal)"]  # fmt: skip
+    peers = [f"over {name}" for _, name in _peers(report)]
+    header = ["shape", "µs", "TFLOP/s", *peers, "over dense (goal)", "deterministic over it (goal)"]
     return below(table(header, lines), report)
 
 

@@ -19,8 +19,14 @@ _EXACT: Series = (
     ("cudnn", "cuDNN", Look(svg.GREY)),
     ("fa2", "FlashAttention-2", Look(svg.MAGENTA)),
 )
-_FORWARD: Series = (*_EXACT, ("efficient", "torch's memory-efficient kernel", Look(svg.YELLOW)))
-_BACKWARD: Series = (_EXACT[0], ("deterministic", "omniattn, deterministic", Look(svg.BLUE, "dashed")), *_EXACT[1:])
+_HOPPER: Series = (
+    ("fa3", "FlashAttention-3", Look(svg.YELLOW)),
+    ("fa4", "FlashAttention-4", Look(svg.GREEN)),
+)
+_FORWARD: Series = (*_EXACT, *_HOPPER, ("efficient", "torch's memory-efficient kernel", Look(svg.BROWN)))
+_BACKWARD: Series = (
+    _EXACT[0], ("deterministic", "omniattn, deterministic", Look(svg.BLUE, "dashed")), *_EXACT[1:], *_HOPPER,
+)  # fmt: skip
 PRECISIONS: Series = (
     ("cudnn", "cuDNN bf16", Look(svg.GREY)),
     ("omniattn", '"exact"', Look(svg.BLUE)),
@@ -100,7 +106,13 @@ def by_length(
             own = [row for row in rows if (row["head_dim"], row["causal"]) == (head_dim, causal)]
             name = f"head_dim {head_dim}, {'causal' if causal else 'full'}"
             panels.append(_panel(name, _lines(own, "contender", "seqlen", "tflops"), series, _tokens, _tflops))
-    return charts.chart(title, _legend(series), panels, conditions(report))
+    return charts.chart(title, _legend(measured(series, rows)), panels, conditions(report))
+
+
+def measured(series: Series, rows: Sequence[Row]) -> Series:
+    """Those that have a point."""
+    there = {row["contender"] for row in rows if row["tflops"] is not None}
+    return [one for one in series if one[0] in there]
 
 
 def forward(report: Report) -> str:

@@ -354,8 +354,10 @@ OA_DEVICE uint32 visible_bits(const AttnFwdParams& p, const Tile& t, int32 row, 
 #pragma unroll 1
     for (int i = 0; i < 32; ++i) {
         int32 own = row + 8 * (i >> 1 & 1);
-        float value = mask_value<Io>(p, head, query_of(t, own), key + 8 * (i >> 2) + (i & 1));
-        word |= uint32(own < p.mask_rows && value != neg_inf()) << i;
+        // Of packed heads rows behind the last one are queries behind the mask's end.
+        float value = neg_inf();
+        if (own < p.mask_rows) value = mask_value<Io>(p, head, query_of(t, own), key + 8 * (i >> 2) + (i & 1));
+        word |= uint32(value != neg_inf()) << i;
     }
     return word;
 }

@@ -40,7 +40,10 @@ OA_DEVICE void note_row(const MlaDecodeParams& params, int32 sequence, int32 hea
         place = lse_place(p, sequence, head, first, token);
     }
     if (p.lse != nullptr) p.lse[place] = lse;
-    if (params.row_max != nullptr) params.row_max[place] = maximum <= kLowest ? neg_inf() : maximum * kLn2;
+    if (params.row_max == nullptr) return;
+    // The maximum of scores passes over a NaN, which the LSE keeps.
+    const float top = maximum <= kLowest ? neg_inf() : maximum * kLn2;
+    params.row_max[place] = lse == lse || maximum == -neg_inf() ? top : lse;
 }
 
 // Partial results: in each 16 channels those come first that the first lane of a quad has of two blocks of 8 columns of

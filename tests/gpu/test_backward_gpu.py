@@ -188,3 +188,29 @@ def test_merged_halves_add_up() -> None:
     found |= {n: torch.cat([part[i] for part in made], dim=1).double() for i, n in ((1, "dk"), (2, "dv"))}
     for name, gradient in found.items():
         assert (gradient - exact[name]).abs().max() <= 4e-3 * exact[name].abs().max(), name
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_no_head_asks_for_a_key(head_dim: int) -> None:
+    """Without query heads dk and dv are zero."""
+    q, k = (torch.ones(2, 40, heads, head_dim, device="cuda", dtype=torch.bfloat16) for heads in (0, 2))
+    for kv in (k, k[:, :, :0]):
+        o, lse = oa.attention(q, kv, kv, return_lse=True)
+        dq, dk, dv = oa.attention_backward(q, q, kv, kv, o, lse)
+        assert (dq.shape, dk.shape, dv.shape) == (q.shape, kv.shape, kv.shape)
+        assert not dk.any()
+        assert not dv.any()
+
+
+def test_an_lse_that_is_nan() -> None:
+    """Gradients of the query and of keys that it sees are not finite; those of keys behind it are."""
+    q, k, v, do = (torch.randn(1, 130, 2, 64, device="cuda").bfloat16() for _ in range(4))
+    o, lse = oa.attention(q, k, v, causal=True, return_lse=True)
+    lse[0, 1, 70] = float("nan")
+    dq, dk, dv = oa.attention_backward(do, q, k, v, o, lse, causal=True)
+    assert not dq[0, 70, 1].isfinite().any()
+    assert dq[0, :70].isfinite().all()
+    for gradient in (dk, dv):
+        assert not gradient[0, :71, 1].isfinite().any()
+        assert gradient[0, 71:, 1].isfinite().all()
+        assert gradient[0, :, 0].isfinite().all()

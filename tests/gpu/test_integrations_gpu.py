@@ -115,6 +115,43 @@ def test_encoders(name: str, side: str, precisions: list[str]) -> None:
     assert precisions
 
 
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "gpt_oss"])
+def test_documents_in_one_row(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the collator without padding makes, in a training step: loss and gradients of documents by themselves."""
+    lengths, packed = (70, 1, 200, 33), []
+    attention_varlen = oa.attention_varlen
+
+    def recorded(*arrays: Any, **options: Any) -> Any:
+        packed.append(options["cu_seqlens_q"].tolist())
+        return attention_varlen(*arrays, **options)
+
+    monkeypatch.setattr(oa, "attention_varlen", recorded)
+    generator = torch.Generator().manual_seed(0)
+    documents = [torch.randint(3, 90, (length,), generator=generator) for length in lengths]
+    batch = transformers.DataCollatorWithFlattening()([{"input_ids": x.tolist()} for x in documents])
+    padded = {kind: torch.full((4, 200), fill) for kind, fill in
+              (("input_ids", 0), ("labels", -100), ("attention_mask", 0))}  # fmt: skip
+    for i, x in enumerate(documents):
+        padded["input_ids"][i, : len(x)], padded["attention_mask"][i, : len(x)] = x, 1
+        padded["labels"][i, 1 : len(x)] = x[1:]
+    found = {}
+    for kind, dtype, given in (
+        ("eager", torch.float32, padded), ("eager", torch.bfloat16, padded), ("omniattn", torch.bfloat16, batch)
+    ):  # fmt: skip
+        model = decoder(name, **_SIZES[name]).cuda().to(dtype)
+        model.set_attn_implementation(kind)
+        loss = model(**{key: value.cuda() for key, value in given.items()}, use_cache=False).loss
+        loss.backward()
+        found[kind, dtype] = loss.detach().float(), {key: x.grad.float() for key, x in model.named_parameters()}
+    (want, exact), (_, eager), (got, made) = found.values()
+    assert packed
+    assert all(starts == [0, 70, 71, 271, 304] for starts in packed)
+    assert abs(float(got - want)) <= 5e-3 * float(want)
+    for key, gradient in made.items():
+        allowed = 2 * distance(eager[key], exact[key]) + 1e-3 * float(exact[key].norm())
+        assert distance(gradient, exact[key]) <= allowed, key
+
+
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt_oss"])
 def test_steps_on_a_cache(name: str, cache: str) -> None:

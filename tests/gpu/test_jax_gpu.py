@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -340,6 +342,38 @@ def test_shard_map(jax: Any) -> None:
     got = jax.jit(jax.grad(lambda *x: shared(*x).astype("float32").sum(), (1, 2)))(q, k, v)
     want = jax.jit(jax.grad(lambda *x: f(*x).astype("float32").sum(), (1, 2)))(q, k, v)
     jax.tree.map(_same, got, want)
+
+
+def test_a_result_that_an_exception_drops_leaves_it_alone(jax: Any) -> None:
+    """An expression that fails drops what it had; the caller gets its exception, and nothing that hides it."""
+    q, k, v = _qkv(jax)
+
+    def fails() -> Any:
+        raise KeyError("the caller's")
+
+    for expression in (
+        lambda: oa.attention(q, k, v) + fails(),
+        lambda: (oa.attention(q, k, v, return_lse=True), fails()),
+        lambda: [oa.attention(q, k, v) if i == 0 else fails() for i in range(2)],
+    ):
+        with pytest.raises(KeyError, match="the caller's"):
+            expression()
+
+
+def test_the_interpreter_may_end_while_results_live(jax: Any) -> None:
+    """Their memory goes back when the process ends, without a word."""
+    code = """
+import jax
+import omniattn as oa
+
+q = jax.numpy.ones((1, 64, 2, 64), "bfloat16")
+held = [oa.attention(q, q, q), jax.jit(oa.attention)(q, q, q), oa.attention(q, q, q, return_lse=True)]
+print(float(held[0].astype("float32").sum()))
+"""
+    done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, f"{64.0 * 2 * 64}\n"), done.stderr
+    assert "Traceback" not in done.stderr
+    assert "rror" not in done.stderr
 
 
 def test_float32_is_for_the_cpu(jax: Any) -> None:

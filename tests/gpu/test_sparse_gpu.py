@@ -168,6 +168,20 @@ def test_rows_that_no_list_has_may_be_nan() -> None:
         check(o, lse, None, q, meant.of(kernel), lists, "bfloat16")
 
 
+@pytest.mark.parametrize("heads", [16, 128])
+def test_a_query_that_is_nan_has_no_largest_score(heads: int) -> None:
+    """As NumPy's maximum has it: the LSE and the largest score of that row, and of no other one, are NaN."""
+    pool, _, options = pool_of(20, 64, "16", "bfloat16")
+    q = torch.randn(6, heads, DIM, device="cuda").bfloat16()
+    q[2, 5, 100] = math.nan
+    indices, lengths, _ = lists_of(6, 150, 20 * 64, invalid=0.0)
+    given = {"indices": indices, "topk_length": lengths.clamp_min(40), "return_lse": True, "return_max": True}
+    _, lse, top = oa.attention_sparse(q, oa.PagedKVCache.from_arrays(pool, **options), **given)
+    for found in (lse, top):
+        assert found.isnan().sum() == 1
+        assert found[2, 5].isnan()
+
+
 def test_a_graph_is_replayed_with_other_lists() -> None:
     pool, meant, options = pool_of(40, 64, "656", "bfloat16")
     cache = oa.PagedKVCache.from_arrays(pool, **options)

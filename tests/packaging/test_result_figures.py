@@ -82,6 +82,7 @@ def test_a_curve_has_the_speeds_of_its_contender(figure: str, name: str, what: s
     found = report(name)
     drawn = curves(getattr(result_figures, figure)(found))
     series = {"forward": result_figures._FORWARD, "backward": result_figures._BACKWARD}[figure]
+    series = result_figures.measured(series, found["rows"])
     assert len(drawn) == 6 * len(series)
     speeds: dict[tuple[str, int], float] = {}
     for row in found["rows"]:

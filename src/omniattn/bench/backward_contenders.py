@@ -1,9 +1,13 @@
-"""Who computes the gradients of ``omniattn bench backward``: this package, torch SDPA's backends, FlexAttention."""
+"""Who computes the gradients of ``omniattn bench backward``.
+
+This package, torch SDPA's backends, FlexAttention; FlashAttention-3 and 4 where they are installed.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import importlib
+import importlib.util
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -14,7 +18,7 @@ from omniattn.bench.backward_problem import BackwardProblem
 from omniattn.registry import REGISTRY, KernelSpec
 
 OURS, DETERMINISTIC, DENSE = "omniattn", "deterministic", "dense"
-CUDNN, FA2, FLEX = "cudnn", "fa2", "flex"
+CUDNN, FA2, FA3, FA4, FLEX = "cudnn", "fa2", "fa3", "fa4", "flex"
 #: Memory that a library is handed: (batch, seqlen, heads, head_dim), or heads before the sequence. What a user has
 #: depends on the model, so the faster of both is the library's time.
 LAYOUTS = ("NHD", "HND")
@@ -57,12 +61,15 @@ class Library:
         ``build(problem, layout) -> Calls``. The forward of each input set runs here.
     layouts : callable
         Of `LAYOUTS` those that it is timed in on a shape; none where it cannot express the shape.
+    module : str
+        What has to be importable.
     """
 
     key: str
     label: str
     build: Callable[[BackwardProblem, str], Calls]
     layouts: Callable[[BackwardShape], tuple[str, ...]]
+    module: str = "torch"
 
 
 def generic_kernels(shape: BackwardShape) -> str:
@@ -206,6 +213,30 @@ def fa2(problem: BackwardProblem, layout: str) -> Calls:
     return _by_autograd(problem, layout, forward, heads_first=False)
 
 
+def flash_attn(module: str) -> Callable[[BackwardProblem, str], Calls]:
+    """FlashAttention-3 or 4 by the functions that both have."""
+
+    def build(problem: BackwardProblem, layout: str) -> Calls:
+        functions, shape = importlib.import_module(module), problem.shape
+        options: dict[str, Any] = {"causal": shape.causal}
+        if shape.window:
+            options["window_size"] = (shape.window - 1, 0)
+        if shape.softcap:
+            options["softcap"] = shape.softcap
+        if shape.packed:
+            options |= {f"cu_seqlens_{name}": problem.starts for name in "qk"}
+            options |= {f"max_seqlen_{name}": shape.seqlen for name in "qk"}
+        function = functions.flash_attn_varlen_func if shape.packed else functions.flash_attn_func
+
+        def forward(q: Any, k: Any, v: Any) -> Any:
+            found = function(q, k, v, **options)
+            return found[0] if isinstance(found, tuple) else found  # some releases return the LSE too
+
+        return _by_autograd(problem, layout, forward, heads_first=False)
+
+    return build
+
+
 def flex(problem: BackwardProblem, layout: str) -> Calls:
     """FlexAttention, compiled for the shape: block mask and compilation are not timed."""
     torch, shape = problem.torch, problem.shape
@@ -264,6 +295,11 @@ def _fa2_layouts(shape: BackwardShape) -> tuple[str, ...]:
     return () if shape.softcap else LAYOUTS[:1] if shape.packed or shape.window else LAYOUTS
 
 
+def _hopper_layouts(shape: BackwardShape) -> tuple[str, ...]:
+    # Rows of tokens, for which they were written.
+    return () if shape.generic else LAYOUTS[:1]
+
+
 def _flex_layouts(shape: BackwardShape) -> tuple[str, ...]:
     # Compiling takes seconds, and SDPA serves the other shapes.
     return LAYOUTS[1:] if shape.softcap or shape.window else ()
@@ -273,13 +309,25 @@ def _flex_layouts(shape: BackwardShape) -> tuple[str, ...]:
 LIBRARIES: tuple[Library, ...] = (
     Library(CUDNN, "torch cuDNN", sdpa("CUDNN_ATTENTION"), _cudnn_layouts),
     Library(FA2, "torch FA2", fa2, _fa2_layouts),
+    Library(FA3, "FlashAttention-3", flash_attn("flash_attn_interface"), _hopper_layouts, "flash_attn_interface"),
+    Library(FA4, "FlashAttention-4", flash_attn("flash_attn.cute"), _hopper_layouts, "flash_attn.cute"),
     Library(FLEX, "FlexAttention", flex, _flex_layouts),
 )
+#: Keys, in the order of tables.
+OTHERS: tuple[str, ...] = (CUDNN, FA2, FA3, FA4, FLEX)
 
 
 def asked(only: Sequence[str], use_flex: bool) -> tuple[tuple[Library, ...], dict[str, str]]:
-    """Libraries to run, and for the others the option that leaves them out."""
-    missing = {x.key: "left out by --only" for x in LIBRARIES if only and x.key not in only}
+    """Libraries to run, and for the others why not: the option that leaves them out, or nothing to import."""
+    missing = {x.key: f"{x.module} cannot be imported" for x in LIBRARIES if not _is_there(x.module)}
+    missing |= {x.key: "left out by --only" for x in LIBRARIES if only and x.key not in only}
     if not use_flex:
         missing[FLEX] = "left out by --no-flex"
     return tuple(x for x in LIBRARIES if x.key not in missing), missing
+
+
+def _is_there(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ImportError:  # the package around it is not there
+        return False

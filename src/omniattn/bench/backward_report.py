@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from omniattn.bench.backward_cases import BACKWARD_PRODUCTS, BackwardShape
-from omniattn.bench.backward_contenders import CUDNN, DENSE, DETERMINISTIC, FA2, FLEX, OURS
+from omniattn.bench.backward_contenders import DENSE, DETERMINISTIC, FLEX, OTHERS, OURS
 from omniattn.bench.document import document, samples_of, timing_facts, to_json
 from omniattn.bench.report import geometric_mean, markdown_table
 from omniattn.bench.timing import Timing
@@ -16,6 +16,9 @@ from omniattn.bench.timing import Timing
 BACKWARD, BOTH = "backward", "forward + backward"
 #: Contenders of this package: their faults fail the command.
 OWN = (OURS, DETERMINISTIC, DENSE)
+#: What a row is compared with; other libraries with a mean over the headline shapes, all of which they serve.
+_COMPARED = (OURS, *OTHERS, DENSE)
+_WITH_MEANS = tuple(key for key in OTHERS if key != FLEX)
 
 
 @dataclass(frozen=True)
@@ -128,7 +131,7 @@ class BackwardReport:
 
     def table(self) -> tuple[list[str], list[list[str]]]:
         """Header and rows: one row a shape."""
-        others = [key for key in (CUDNN, FA2, FLEX) if key not in self.missing]
+        others = [key for key in OTHERS if key not in self.missing]
         over = [f"over {self.label(key)}" for key in others]
         packed = any(result.shape.packed for result in self.results)
         header = ["shape", "backward", *over, "deterministic", "of backward", *["over dense"] * packed, BOTH, *over]
@@ -141,7 +144,7 @@ class BackwardReport:
     def notes(self) -> list[str]:
         """Means, and contenders that were not timed, with reasons."""
         found = []
-        for key in (CUDNN, FA2):
+        for key in _WITH_MEANS:
             mean = self.mean_over(key)
             if mean is not None:
                 found.append(f"backward / {self.label(key)}: geometric mean {mean:.3f}×")
@@ -165,7 +168,7 @@ class BackwardReport:
             ceilings={"bf16_matmul_8192_tflops": self.matmul_tflops, "copy_tb_per_s": self.copy_tb_per_s},
             missing=dict(self.missing),
             labels=dict(self.labels),
-            geometric_mean_ratio={key: self.mean_over(key) for key in (CUDNN, FA2)},
+            geometric_mean_ratio={key: self.mean_over(key) for key in _WITH_MEANS},
             samples=[samples_of(entry.timing) for _, entry in entries],
         )
 
@@ -189,11 +192,7 @@ class BackwardReport:
         shape = result.shape.dense_twin() if entry.contender == DENSE else result.shape
         us = None if entry.timing is None else entry.timing.median_us
         best = entry.timing is not None and entry is result.best(entry.contender, entry.what)
-        ratios = (
-            {f"over_{key}": result.over(key, entry.what, entry.contender) for key in (OURS, CUDNN, FA2, FLEX, DENSE)}
-            if best
-            else {}
-        )
+        ratios = {f"over_{key}": result.over(key, entry.what, entry.contender) for key in _COMPARED} if best else {}
         return {
             "shape": result.shape.long_name,
             "contender": entry.contender,
@@ -214,7 +213,7 @@ class BackwardReport:
             **timing_facts(entry.timing),
             "tflops": None if us is None else result.flops(entry.contender, entry.what) / us * 1e-6,
             "best_layout": best,
-            **dict.fromkeys(f"over_{key}" for key in (OURS, CUDNN, FA2, FLEX, DENSE)),
+            **dict.fromkeys(f"over_{key}" for key in _COMPARED),
             **ratios,
             "relative_l1": entry.relative_l1,
             "rows_l1": entry.rows_l1,

@@ -11,7 +11,7 @@ from typing import Any
 from omniattn.bench import backward, beside_copy, decode, forward, host, options
 from omniattn.bench.anchors import CONTENDERS
 from omniattn.bench.backward_cases import filter_backward
-from omniattn.bench.backward_contenders import CUDNN, FA2
+from omniattn.bench.backward_contenders import FLEX, OTHERS
 from omniattn.bench.backward_report import BackwardReport
 from omniattn.bench.candidates import run_candidates
 from omniattn.bench.decode_report import DecodeReport, filter_decode_shapes, label
@@ -39,10 +39,11 @@ causal; every attention package that is installed runs in the same rounds. Media
 --precision int8 or int4: this package's 16-bit attention, its low-precision attention end to end (from bf16 tensors,
 quantization included) and the low-precision kernel alone (on operands quantized before) side by side, on these shapes
 and on d128 b4 h32 s8192 and b1 h16 s32768. FLOPs are counted alike for all: 4·b·h·s²·d, half of it when causal.
-backward: gradients alone, and forward and backward together by autograd, beside torch's cuDNN and FA2, on the shapes of
-forward and on grouped heads, packed sequences, a window, softcap; deterministic beside the default; on shapes named
-"generic" the kernels for every GPU. FLOPs are 2.5 times those of the forward, of visible pairs. Other libraries get two
-layouts, and the faster one counts. Gradients are checked before they are timed.
+backward: gradients alone, and forward and backward together by autograd, beside torch's cuDNN and FA2, and
+FlashAttention-3 and 4 where they are installed, on the shapes of forward and on grouped heads, packed sequences, a
+window, softcap; deterministic beside the default; on shapes named "generic" the kernels for every GPU. FLOPs are 2.5
+times those of the forward, of visible pairs. SDPA gets two layouts, and the faster one counts. Gradients are checked
+before they are timed.
 options: each option of attention beside the plain call of its shape, in speed per pair of query and key that counts,
 and beside the fastest of torch SDPA's backends and FlexAttention. Rows below 0.8 of the one or 0.95 of the other are
 marked. Results are checked before they are timed.
@@ -337,8 +338,9 @@ def _run_backward(arguments: argparse.Namespace) -> int:
     if arguments.precision != "exact":
         raise ArgumentError("--precision", "'exact': low precisions have no gradient", repr(arguments.precision))
     only = tuple(arguments.only or ())
-    if not {*only} <= {CUDNN, FA2}:
-        raise ArgumentError("--only", f"{CUDNN} or {FA2} with 'bench backward'", ", ".join(only))
+    known = [key for key in OTHERS if key != FLEX]
+    if not {*only} <= {*known}:
+        raise ArgumentError("--only", f"{', '.join(known)} with 'bench backward'", ", ".join(only))
     shapes = filter_backward(arguments.shapes)
     with console.progress(len(shapes) + 1, enabled=not arguments.json) as bar:
         report = backward.run_backward(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ..problems import UNLIMITED, Target
 from ..problems.backward import BackwardProblem
 from ..problems.tile_order import TileList, num_m_blocks, num_n_blocks
@@ -47,6 +49,8 @@ def _launch(
     f, s = problem.forward, problem.strides
     assert s is not None
     assert f.strides is not None
+    if f.num_q_heads == 0:  # dk and dv of keys that no head asks for are zero, as without queries
+        f, values = replace(f, seqlen_q=0), {**values, "fwd.seqlen_q": 0}
     q_shape = (f.batch, f.seqlen_q, f.num_q_heads, f.head_dim)
     kv_shape = (f.batch, f.seqlen_k, f.num_kv_heads, f.head_dim)
     maps = {}

@@ -292,9 +292,8 @@ def result_of(shape: BackwardShape, *times: tuple[str, str, str, float | None]) 
 
 def page_report(results: tuple[BackwardResult, ...]) -> BackwardReport:
     facts = {"device": "TEST", "date": "2000-01-01", "driver": "1"}
-    return BackwardReport(
-        facts, 800.0, 4.0, results, {"cudnn": "cuDNN"}, {"flex": "left out"}, "omniattn bench backward"
-    )
+    missing = {"fa4": "not there", "flex": "left out"}
+    return BackwardReport(facts, 800.0, 4.0, results, {"cudnn": "cuDNN"}, missing, "omniattn bench backward")
 
 
 def test_tables() -> None:
@@ -304,6 +303,7 @@ def test_tables() -> None:
         (OURS, "NHD", BACKWARD, 2000.0), (OURS, "NHD", BOTH, 3000.0), (DETERMINISTIC, "NHD", BACKWARD, 2500.0),
         ("cudnn", "NHD", BACKWARD, 3000.0), ("cudnn", "HND", BACKWARD, 2600.0), ("cudnn", "HND", BOTH, 3600.0),
         ("fa2", "NHD", BACKWARD, 5000.0), ("fa2", "HND", BACKWARD, None),
+        ("fa3", "NHD", BACKWARD, 2200.0),
     )  # fmt: skip
     packed = result_of(
         by_name["d128 b16 h16 packed causal"],
@@ -321,14 +321,14 @@ def test_tables() -> None:
     report = page_report((plain, packed, generic))
     assert report.mean_over("cudnn") == pytest.approx(1.3)
     _, lines = report.table()
-    assert lines[0] == ["d128 b4 h16 s4096 full", "687 ±0.0%", "1.30×", "2.50×", "550 ±0.0%", "0.80×", "–",
-                        "641 ±0.0%", "1.20×", "–"]  # fmt: skip
+    assert lines[0] == ["d128 b4 h16 s4096 full", "687 ±0.0%", "1.30×", "2.50×", "1.10×", "550 ±0.0%", "0.80×",
+                        "–", "641 ±0.0%", "1.20×", "–", "–"]  # fmt: skip
     data = json.loads(report.to_json())
     page = backward_tables.headline(data)
-    assert "| d128 b4 h16 s4096 full | 687 | 1.30× (1.20) | 2.50× | 550 | 0.80× (0.85) |" in page
+    assert "| d128 b4 h16 s4096 full | 687 | 1.30× (1.20) | 2.50× | 1.10× | 550 | 0.80× (0.85) |" in page
     assert "packed" not in page
     assert "Geometric mean of the ratios to cuDNN: 1.30×." in page
-    assert "| d128 b4 h16 s4096 full | 641 | 1.20× | – |" in backward_tables.together(data)
+    assert "| d128 b4 h16 s4096 full | 641 | 1.20× | – | – |" in backward_tables.together(data)
     assert "| d128 b16 h16 packed causal | 1000 | 349 | – | 1.50× | – | 0.91× (0.85) | – |" in backward_tables.options(
         data
     )
@@ -340,7 +340,7 @@ def test_tables() -> None:
     [
         ("backward --shapes d129", "'--shapes': expected words out of"),
         ("backward --anchor fa2", "--anchor"),
-        ("backward --only efficient", "'--only': expected cudnn or fa2"),
+        ("backward --only efficient", "'--only': expected cudnn, fa2, fa3, fa4 with"),
         ("backward --plot x.png", "--plot"),
         ("backward --sustained 1", "--sustained"),
         ("backward --precision int8", "low precisions have no gradient"),
@@ -356,9 +356,10 @@ def test_options_that_do_not_fit(command: str, words: str, capsys: pytest.Captur
 
 
 def test_layouts_that_are_timed() -> None:
-    cudnn, fa2, flex = LIBRARIES
+    cudnn, fa2, fa3, fa4, flex = LIBRARIES
     for shape in BACKWARD_SHAPES:
         assert flex.layouts(shape) == (("HND",) if shape.softcap or shape.window else ())
         assert bool(cudnn.layouts(shape)) == (not (shape.softcap or shape.window or shape.generic))
         assert bool(fa2.layouts(shape)) == (not shape.softcap)
+        assert fa3.layouts(shape) == fa4.layouts(shape) == (() if shape.generic else ("NHD",))
     assert fa2.layouts(dataclasses.replace(BACKWARD_SHAPES[0], window=5)) == ("NHD",)
