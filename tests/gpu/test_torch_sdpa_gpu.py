@@ -196,7 +196,7 @@ def test_what_goes_to_torch() -> None:
         assert oat.fallback_reason(q, q, q) is None
         assert torch.equal(oat.sdpa(q, q, q), oat.sdpa(*[q.bfloat16()] * 3))
     with pytest.raises(UnsupportedError, match="dropout"):
-        oat.sdpa(q, q, q, dropout_p=0.1, precision="int8")
+        oat.sdpa(*[q.bfloat16()] * 3, dropout_p=0.1, precision="int8")
 
 
 def test_dropout_draws_from_torch_s_generator() -> None:

@@ -26,11 +26,12 @@ class Gradients:
     bounds: dict[str, Any]
 
 
-def _rounded(dtype: str, cpu: bool) -> tuple[float, float]:
-    """Rounding of P and dS, relative and absolute."""
+def _rounded(dtype: str, cpu: bool) -> tuple[float, float, float]:
+    """Rounding of P and dS, relative and absolute; what is lost of P, absolute, where dS is made of it."""
     if cpu:
-        return 64 * ROUNDING["float64" if dtype == "float64" else "float32"], 0.0
-    return 2 * ROUNDING[dtype], 2 * LEAST[dtype] if dtype == "float16" else 0.0
+        return 64 * ROUNDING["float64" if dtype == "float64" else "float32"], 0.0, 0.0
+    least = 2 * LEAST[dtype] if dtype == "float16" else 0.0
+    return 2 * ROUNDING[dtype], least, max(least, 2.0**-126)  # the least number of fp32 in kernels
 
 
 def gradients(
@@ -49,7 +50,7 @@ def gradients(
     """
     heads, queries, dim = x.q.shape
     kv_heads, keys, dim_v = x.v.shape
-    unit, least = _rounded(dtype, m.on_cpu)
+    unit, least, lost = _rounded(dtype, m.on_cpu)
     names = ("dq", "dk", "dv", "dsinks")
     shapes = {
         "dq": (heads, queries, dim),
@@ -82,7 +83,7 @@ def gradients(
         ds_bound = (
             wg * (abs(dov) + abs(big_d)) + w * (d_bound + limits.qk * (dov_size + abs(big_d))) + 2 * unit * abs(ds)
         )
-        ds_bound = 2 * ds_bound
+        ds_bound = 2 * ds_bound + lost * abs(dov - big_d)
         masks.append((ds, ds_bound))
         slope = abs(of.slope)
         pre, pre_bound = ds * of.slope, ds_bound * (slope + limits.function) + abs(ds) * limits.function + least
