@@ -11,6 +11,9 @@ SOURCES: dict[str, Source] = {
     "backward": Source("omniattn bench backward --no-flex --json", "backward", False),
     "backward_flex": Source("omniattn bench backward --shapes window1024 --shapes softcap50 --json", "backward", False),
     "train_lm": Source("python examples/train_lm/train.py --plot docs/train_lm.svg", "train_lm", False),
+    "train_lm_speed": Source(
+        "python examples/train_lm/speed.py --attention omniattn sdpa fa4 --compile", "train_lm_speed", False
+    ),
     "train_lm_precisions": Source(
         "python examples/train_lm/precisions.py --small --plot docs/train_lm_precisions.svg", "train_lm", False
     ),
@@ -29,6 +32,9 @@ GOALS: dict[tuple[int, int], tuple[float, float]] = {
 #: Deterministic over not; packed over dense; the kernels for every GPU over FlashAttention-2, by head_dim.
 DETERMINISTIC, PACKED = 0.85, 0.85
 GENERIC = {64: 1.05, 128: 1.05, 256: 1.15}
+
+#: Ratios this near to 1 say nothing.
+NOISE = 0.005
 
 #: Steps of a mean of differences of losses, and what such a mean is called apart from.
 MEAN_STEPS, ABOVE = 50, 0.02
@@ -50,7 +56,7 @@ def _shapes(report: Report) -> Iterator[tuple[str, Cells]]:
 def _peers(report: Report) -> list[tuple[str, str]]:
     """Other libraries that were timed, and what a reader calls them."""
     names = {"cudnn": "cuDNN", "fa2": "FA2", "fa3": "FA3", "fa4": "FA4", "flex": "FlexAttention"}
-    keys = {row["contender"] for row in report["rows"]}
+    keys = {row["contender"] for row in report["rows"] if row["median_us"] is not None}
     return [(key, name) for key, name in names.items() if key in keys]
 
 
@@ -93,6 +99,21 @@ def together(report: Report) -> str:
     return below(table(["TFLOP/s", _BOTH, *(f"over {name}" for _, name in _peers(report))], lines), report)
 
 
+def slower(report: Report) -> str:
+    """Calls that another library runs faster: a row each."""
+    lines = []
+    for shape, cells in _shapes(report):
+        cols = []
+        for what in (_ALONE, _BOTH):
+            own = cells.get(("omniattn", what), {})
+            found = [(own.get(f"over_{key}"), name) for key, name in _peers(report)]
+            less = sorted((value, name) for value, name in found if value is not None and value < 1 - NOISE)
+            cols.append(", ".join(f"{name} {ratio(value)}" for value, name in less) or "–")
+        if not cells["omniattn", _ALONE]["generic"] and cols != ["–", "–"]:
+            lines.append([shape, *cols])
+    return below(table(["shape", _ALONE, _BOTH], lines), report)
+
+
 def options(report: Report) -> str:
     """Gradients alone with grouped heads, packed sequences, a window, softcap."""
     lines = []
@@ -114,6 +135,15 @@ def options(report: Report) -> str:
     peers = [f"over {name}" for _, name in _peers(report)]
     header = ["shape", "µs", "TFLOP/s", *peers, "over dense (goal)", "deterministic over it (goal)"]
     return below(table(header, lines), report)
+
+
+def flex(report: Report) -> str:
+    """Gradients alone beside FlexAttention's."""
+    lines = []
+    for shape, cells in _shapes(report):
+        own = cells["omniattn", _ALONE]
+        lines.append([shape, number(own["median_us"], 0), number(own["tflops"], 0), ratio(own["over_flex"])])
+    return below(table(["shape", "µs", "TFLOP/s", "over FlexAttention"], lines), report)
 
 
 def generic(report: Report) -> str:
@@ -147,6 +177,28 @@ def training(report: Report) -> str:
         f"by {max(apart):.4f} at most."
     )
     return below(table(["attention", "first loss", "last loss", "tokens/s", "over SDPA"], lines), report, note)
+
+
+def training_speed(report: Report) -> str:
+    """Tokens per second and memory of trainings by length, with each attention."""
+    rows: dict[int, dict[str, Row]] = {}
+    for row in report["rows"]:
+        rows.setdefault(row["context"], {})[row["attention"]] = row
+    lines = []
+    for context, by_name in rows.items():
+        own = by_name["omniattn"]["tokens_per_second"]
+        speeds = [f"{by_name[name]['tokens_per_second']:,.0f}" for name in ("omniattn", "sdpa", "fa4")]
+        over = [ratio(own / by_name[name]["tokens_per_second"]) for name in ("sdpa", "fa4")]
+        memory = [number(by_name[name]["peak_gib"], 1) for name in ("omniattn", "sdpa", "fa4")]
+        lines.append([f"{context}", *speeds, *over, " ".join(memory)])
+    config = report["config"]
+    note = (
+        f"{config['layers']} layers, {config['heads']} heads of {config['head_dim']}, {report['tokens']} tokens a step"
+        f"{', the model by torch.compile' if report['compiled'] else ''}."
+    )
+    header = ["length", "omniattn, tokens/s", "torch SDPA", "FlashAttention-4", "over SDPA", "over FlashAttention-4",
+              "GiB of the three"]  # fmt: skip
+    return below(table(header, lines), report, note)
 
 
 def training_figure(_: Report) -> str:
@@ -197,11 +249,13 @@ def precisions_figure(_: Report) -> str:
 PARTS: dict[str, Part] = {
     "backward": Part(("backward",), headline),
     "backward_together": Part(("backward",), together),
+    "backward_slower": Part(("backward",), slower),
     "backward_options": Part(("backward",), options),
-    "backward_flex": Part(("backward_flex",), options),
+    "backward_flex": Part(("backward_flex",), flex),
     "backward_generic": Part(("backward",), generic),
     "train_lm": Part(("train_lm",), training),
     "train_lm_figure": Part(("train_lm",), training_figure),
+    "train_lm_speed": Part(("train_lm_speed",), training_speed),
     "train_lm_precisions": Part(("train_lm_precisions",), precisions),
     "train_lm_precisions_figure": Part(("train_lm_precisions",), precisions_figure),
 }

@@ -7,6 +7,7 @@ from build_tools.page_parts import Part, Report, Row, Source, below, number, rat
 SOURCES: dict[str, Source] = {
     "context_parallel": Source("python examples/context_parallel/bench.py", "context_parallel", False),
     "train_lm_parallel": Source("python examples/train_lm/parallel.py", "train_lm", False),
+    "long_context": Source("python examples/long_context/long_context.py", "train_lm", False),
 }
 
 #: Asked for on two GPUs: speed over context_parallel with cuDNN, and over one GPU with omniattn; by length.
@@ -49,7 +50,7 @@ def attention(report: Report) -> str:
 
 
 def training(report: Report) -> str:
-    """The losses of examples/train_lm/parallel.py, and its speed."""
+    """The losses of examples/train_lm/parallel.py, or of examples/long_context, and their speed."""
     one = report["rows"][0]["tokens_per_second"]
     lines = [
         [
@@ -73,4 +74,5 @@ def training(report: Report) -> str:
 PARTS: dict[str, Part] = {
     "context_parallel": Part(("context_parallel",), attention),
     "train_lm_parallel": Part(("train_lm_parallel",), training),
+    "long_context": Part(("long_context",), training),
 }

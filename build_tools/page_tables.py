@@ -113,9 +113,21 @@ def _cells(report: Report) -> dict[tuple[int, int, bool, str], Row]:
     }
 
 
+#: Other libraries whose ratios stand beside the anchor's, where a report has them.
+_ALSO = {"fa3": "over FA3", "fa4": "over FA4"}
+
+
+def _over(cells: dict[tuple[int, int, bool, str], Row], of: tuple[int, int, bool], other: str) -> float | None:
+    """Speed of exact attention over another library's."""
+    own, theirs = (value_of(cells.get((*of, name)), "median_us") for name in ("omniattn", other))
+    return None if own is None or theirs is None else theirs / own
+
+
 def forward(*reports: Report) -> str:
-    """TFLOP/s and the ratio to the anchor of exact attention, full and causal."""
-    over = f"over {anchor(reports[0])}"
+    """TFLOP/s and the ratio to the anchor, and to newer libraries, of exact attention, full and causal."""
+    timed = {row["contender"] for report in reports for row in report["rows"] if row["median_us"] is not None}
+    also = [key for key in _ALSO if key in timed]
+    over = [f"over {anchor(reports[0])}", *(_ALSO[key] for key in also)]
     rows = []
     for report in reports:
         cells = _cells(report)
@@ -124,10 +136,11 @@ def forward(*reports: Report) -> str:
             for causal in (False, True):
                 cell = cells.get((head_dim, seqlen, causal, "omniattn"))
                 row += [number(value_of(cell, "tflops"), 0), ratio(value_of(cell, "ratio_to_anchor"))]
+                row += [ratio(_over(cells, (head_dim, seqlen, causal), key)) for key in also]
             rows.append(row)
-    made = table(["TFLOP/s", "full", over, "causal", over], rows)
+    made = table(["TFLOP/s", "full", *over, "causal", *over], rows)
     means = [report["geometric_mean_ratio"].get("omniattn") for report in reports]
-    notes = () if len(means) > 1 else (f"Geometric mean of the ratios: {ratio(means[0])}.",)
+    notes = () if len(means) > 1 else (f"Geometric mean of the ratios to {anchor(reports[0])}: {ratio(means[0])}.",)
     return below(made, reports[0], *notes)
 
 

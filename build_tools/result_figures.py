@@ -34,6 +34,13 @@ PRECISIONS: Series = (
     ("omniattn_fp8", '"fp8"', Look(svg.GREEN)),
     ("omniattn_fp8_arrays", "e4m3 arrays", Look(svg.MAGENTA)),
 )
+_INT8_PEERS: Series = (
+    ("omniattn_int8", 'omniattn "int8"', Look(svg.ORANGE)),
+    ("omniattn", 'omniattn "exact"', Look(svg.BLUE)),
+    ("cudnn", "cuDNN bf16", Look(svg.GREY)),
+    ("fa3", "FlashAttention-3 bf16", Look(svg.YELLOW)),
+    ("sageattention", "SageAttention 1 int8", Look(svg.MAGENTA)),
+)
 _CACHES: Series = (
     ("bf16", "bf16", Look(svg.BLUE)),
     ("fp8", "fp8", Look(svg.GREEN)),
@@ -116,7 +123,7 @@ def measured(series: Series, rows: Sequence[Row]) -> Series:
 
 
 def forward(report: Report) -> str:
-    """Exact attention beside what torch has."""
+    """Exact attention beside other packages."""
     return by_length("Attention, bf16: TFLOP/s", report, report["rows"], _FORWARD)
 
 
@@ -129,6 +136,11 @@ def backward(report: Report) -> str:
 def low_precision(report: Report) -> str:
     """Precisions with the quantization inside the call, and arrays that are in e4m3 already."""
     return by_length("Precisions, quantization included: TFLOP/s", report, report["rows"], PRECISIONS)
+
+
+def int8_peers(report: Report) -> str:
+    """int8, quantization included, beside 16 bits and beside SageAttention."""
+    return by_length("int8 beside other packages: TFLOP/s", report, report["rows"], _INT8_PEERS)
 
 
 def causal_precisions(report: Report) -> str:
@@ -372,16 +384,17 @@ def _speeds(
 #: Name, result files, how it is made, and what a page says in its place.
 _FIGURES: tuple[tuple[str, tuple[str, ...], Callable[..., str], str], ...] = (
     ("forward", ("forward",), forward,
-     "Attention, TFLOP/s over the length, beside what torch has"),
+     "Attention, TFLOP/s over the length, beside other packages"),
     ("shapes", ("few", "short", "windows"), shapes,
      "Few queries, short sequences and windows, beside other packages"),
     ("backward", ("backward",), backward,
-     "Gradients, TFLOP/s over the length, beside cuDNN and FlashAttention-2"),
+     "Gradients, TFLOP/s over the length, beside cuDNN, FlashAttention-2 and 4"),
     ("decode", ("decode",), decode,
      "Decoding, time of a step over the number of sequences, beside cuDNN"),
     ("serving", ("serve", "serve_shared"), serving,
      "Steps of an engine on pages, beside FlashAttention-3"),
     ("low_precision", ("fp8",), low_precision, "Precisions, TFLOP/s over the length, beside cuDNN"),
+    ("int8_peers", ("int8",), int8_peers, "int8, TFLOP/s over the length, beside other packages"),
     ("pareto", ("fp8", "low_precision_accuracy", "decode", "kv_accuracy"), pareto,
      "Relative L1 over speed of precisions and formats of caches"),
 )  # fmt: skip

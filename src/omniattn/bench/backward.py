@@ -77,7 +77,7 @@ def run_backward(
             results.append(_run_shape(torch, timer, shape, libraries))
             torch.cuda.empty_cache()
     return BackwardReport(
-        environment=environment(torch),
+        environment=environment(torch, [library.package for library in libraries if library.package]),
         matmul_tflops=ceilings.matmul_tflops,
         copy_tb_per_s=ceilings.copy_tb_per_s,
         results=tuple(results),

@@ -61,8 +61,8 @@ class Library:
         ``build(problem, layout) -> Calls``. The forward of each input set runs here.
     layouts : callable
         Of `LAYOUTS` those that it is timed in on a shape; none where it cannot express the shape.
-    module : str
-        What has to be importable.
+    module, package : str
+        What has to be importable; the distribution, where it is not torch.
     """
 
     key: str
@@ -70,6 +70,7 @@ class Library:
     build: Callable[[BackwardProblem, str], Calls]
     layouts: Callable[[BackwardShape], tuple[str, ...]]
     module: str = "torch"
+    package: str = ""
 
 
 def generic_kernels(shape: BackwardShape) -> str:
@@ -309,8 +310,15 @@ def _flex_layouts(shape: BackwardShape) -> tuple[str, ...]:
 LIBRARIES: tuple[Library, ...] = (
     Library(CUDNN, "torch cuDNN", sdpa("CUDNN_ATTENTION"), _cudnn_layouts),
     Library(FA2, "torch FA2", fa2, _fa2_layouts),
-    Library(FA3, "FlashAttention-3", flash_attn("flash_attn_interface"), _hopper_layouts, "flash_attn_interface"),
-    Library(FA4, "FlashAttention-4", flash_attn("flash_attn.cute"), _hopper_layouts, "flash_attn.cute"),
+    Library(
+        FA3,
+        "FlashAttention-3",
+        flash_attn("flash_attn_interface"),
+        _hopper_layouts,
+        "flash_attn_interface",
+        "flash-attn-3",
+    ),
+    Library(FA4, "FlashAttention-4", flash_attn("flash_attn.cute"), _hopper_layouts, "flash_attn.cute", "flash-attn-4"),
     Library(FLEX, "FlexAttention", flex, _flex_layouts),
 )
 #: Keys, in the order of tables.
