@@ -13,6 +13,8 @@ from omniattn.bench.shapes import FORWARD_SHAPES, TOTAL_TOKENS, filter_named
 BACKWARD_PRODUCTS = 2.5
 #: Packed sequences, and the standard deviation of the logarithm of their lengths.
 _PACKED, _SIGMA = 16, 1.0
+#: Short sequences: batch, heads, length, head_dim. The last is a vision transformer's.
+_SHORT = ((256, 16, 128, 64), (64, 16, 256, 128), (1, 12, 577, 64))
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,8 @@ class BackwardShape:
         ``attention_varlen``.
     generic : bool
         This package's kernels for every GPU (mma.sync), whatever it would choose here.
+    short : bool
+        Of short sequences: no headline shape.
     """
 
     heads: int
@@ -45,6 +49,7 @@ class BackwardShape:
     softcap: float = 0.0
     packed: bool = False
     generic: bool = False
+    short: bool = False
 
     @property
     def batch(self) -> int:
@@ -69,7 +74,7 @@ class BackwardShape:
     @property
     def plain(self) -> bool:
         """Whether it has no option but causal, and this package chooses its kernels: a headline shape."""
-        return self.group == 1 and not (self.window or self.softcap or self.packed or self.generic)
+        return self.group == 1 and not (self.window or self.softcap or self.packed or self.generic or self.short)
 
     @property
     def long_name(self) -> str:
@@ -133,11 +138,17 @@ def _shapes() -> tuple[BackwardShape, ...]:
         *(replace(d128, lengths=lognormal_lengths(_PACKED, TOTAL_TOKENS), packed=True, causal=c) for c in both),
         replace(d128, lengths=(TOTAL_TOKENS,), window=1024),
         *(replace(d128, softcap=50.0, causal=causal) for causal in both),
+        *(
+            BackwardShape(heads, head_dim, (seqlen,) * batch, causal, short=True)
+            for batch, heads, seqlen, head_dim in _SHORT
+            for causal in both
+        ),
         *(replace(shape, generic=True) for shape in plain if shape.seqlen == 4096),
     )
 
 
-#: 16k tokens, hidden size 2048, then grouped heads, packed sequences, a window, softcap, and the kernels for every GPU.
+#: 16k tokens, hidden size 2048, then grouped heads, packed and short sequences, a window, softcap, and the kernels for
+#: every GPU.
 BACKWARD_SHAPES: tuple[BackwardShape, ...] = _shapes()
 
 

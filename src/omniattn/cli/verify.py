@@ -89,6 +89,9 @@ def add_parser(commands: Any) -> None:
         "--soak", type=float, metavar="MINUTES", help="random problems of every operation beside float64, for so long"
     )
     parser.add_argument("--seed", type=int, metavar="N", help="of random problems (default: another one every time)")
+    parser.add_argument(
+        "--op", action="append", default=[], metavar="NAME", help="only these of the operations; may be repeated"
+    )
     parser.add_argument("--only", type=int, metavar="NUMBER", help="the one random problem of this number and --seed")
     parser.add_argument(
         "--framework", default="", metavar="NAME",
@@ -102,8 +105,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the command; returns the exit code."""
     if arguments.soak is not None or arguments.only is not None:
         return _soak(arguments)
-    for option in ("seed", "framework"):
-        if getattr(arguments, option) not in (None, ""):
+    for option in ("seed", "framework", "op"):
+        if getattr(arguments, option) not in (None, "", []):
             raise ArgumentError(f"--{option}", "to be used with --soak or --only", "neither")
     for option in ("kernel", "all", "jobs"):
         if arguments.cpu and getattr(arguments, option):
@@ -153,6 +156,12 @@ def _check_soak(arguments: argparse.Namespace) -> None:
         value = getattr(arguments, option)
         if value is not None and value < 0:
             raise ArgumentError(f"--{option}", "an integer >= 0", value)
+    from omniattn.testing.soak.operations import OPERATIONS
+
+    if unknown := [name for name in arguments.op if name not in OPERATIONS]:
+        raise ArgumentError("--op", f"of {', '.join(OPERATIONS)}", ", ".join(unknown))
+    if arguments.op and arguments.only is not None:
+        raise ArgumentError("--op", "to be used without --only, which names a problem", "both")
     if arguments.only is not None and arguments.seed is None:
         raise ArgumentError("--only", "a number beside --seed N, both as a soak has printed them", "--only alone")
 
@@ -170,7 +179,12 @@ def _soak(arguments: argparse.Namespace) -> int:
     try:
         result = watch.run(
             watch.Soak(
-                60 * (arguments.soak or 0.0), seed, only=arguments.only, library=arguments.framework, cpu=arguments.cpu
+                60 * (arguments.soak or 0.0),
+                seed,
+                only=arguments.only,
+                library=arguments.framework,
+                cpu=arguments.cpu,
+                ops=tuple(arguments.op),
             ),
             lambda tally: shown.step(tally.line(time.perf_counter() - start)),
         )

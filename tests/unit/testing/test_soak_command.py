@@ -74,6 +74,16 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert any(row["operation"] == first.operation for row in data["counts"])
 
 
+def test_some_operations(capsys: pytest.CaptureFixture[str]) -> None:
+    """Problems of others are passed over; those that remain keep their numbers."""
+    names = ["attention_backward", "merge_states"]
+    command = ["verify", "--cpu", "--soak", "0.03", "--seed", "2", "--json"]
+    assert main([*command, "--op", names[0], "--op", names[1]]) == 0
+    counts = json.loads(capsys.readouterr().out)["counts"]
+    assert counts
+    assert {row["operation"] for row in counts} <= {*names}
+
+
 @pytest.mark.parametrize("number", [0, 12])
 def test_only_one(number: int, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", "--cpu", "--seed", str(SEED), "--only", str(number), "--json"]) == 0
@@ -200,6 +210,9 @@ def test_no_gpu_is_exit_code_2(capsys: pytest.CaptureFixture[str], monkeypatch: 
         (["--framework", "torch"], "--framework"),
         (["--cpu", "--soak", "1", "--framework", "cupy"], "--framework"),
         (["--soak", "1", "--framework", "numpy"], "--framework"),
+        (["--soak", "1", "--cpu", "--op", "attentions"], "--op"),
+        (["--only", "1", "--seed", "1", "--cpu", "--op", "attention"], "--op"),
+        (["--cpu", "--op", "attention"], "--op"),
     ],
     ids=" ".join,
 )

@@ -165,7 +165,7 @@ def draw(d: Draw, *, packed: bool) -> dict[str, Any]:
 def draw_dropout(d: Draw, facts: dict[str, Any]) -> None:
     """Dropout, where the other options leave kernels with it."""
     without = {"score_mod", "pages"} & set(facts) or "block_mask" in facts["arrays"]
-    if d.chance(0.1) and not without and (d.cpu or max(facts["head_dims"]) <= 256):
+    if d.chance(0.25) and not without and (d.cpu or max(facts["head_dims"]) <= 256):
         facts["options"]["dropout_p"] = d.pick((0.1, 0.5, 0.003, 0.9))
         facts["options"]["dropout_rng"] = (d.integer(0, 2**64 - 1), d.integer(0, 2**64 - 1))
 

@@ -50,6 +50,8 @@ class Soak:
     seed : int
     only : int or None
         Number of the one problem to run.
+    ops : tuple of str
+        Operations; numbers of other problems are passed over. None: all of them.
     count : int or None
         Problems to end after, whatever the time is.
     library : str
@@ -69,6 +71,7 @@ class Soak:
     cpu: bool = False
     hang: float = HANG
     folder: Path | None = None
+    ops: tuple[str, ...] = ()
 
 
 @dataclass
@@ -95,6 +98,7 @@ class _Worker:
     def __init__(self, soak: Soak, first: int) -> None:
         options = {
             "library": soak.library, "cpu": soak.cpu, "seed": soak.seed, "first": first, "only": soak.only is not None,
+            "ops": soak.ops,
         }  # fmt: skip
         command = [sys.executable, "-m", "omniattn.testing.soak.worker", json.dumps(options)]
         # Control-C is for the process that has the counts; it ends this one.

@@ -10,7 +10,7 @@ import itertools
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from omniattn.errors import ArgumentError, OmniattnError
@@ -31,17 +31,21 @@ def facts_of(m: Machine) -> dict[str, Any]:
     return {"library": m.library, "where": where}
 
 
-def work(m: Machine, seed: int, first: int, send: Callable[[dict[str, Any]], None], *, only: bool) -> None:
-    """Run problems from ``first`` on, without end unless ``only``."""
+def work(
+    m: Machine, seed: int, first: int, send: Callable[[dict[str, Any]], None], *, only: bool, ops: Sequence[str] = ()
+) -> None:
+    """Run problems from ``first`` on, without end unless ``only``; of these operations, or of all."""
     send({"machine": facts_of(m)})
     for number in [first] if only else itertools.count(first):
-        send({"begin": number})
         problem = operations.problem(seed, number, cpu=m.on_cpu)
+        if ops and problem.operation not in ops:
+            continue
+        send({"begin": number})
         send({"outcome": outcome.as_json(outcome.run(m, problem))})
 
 
 def main() -> int:
-    """Arguments: a JSON object of library, cpu, seed, first, only."""
+    """Arguments: a JSON object of library, cpu, seed, first, only, ops."""
     options = json.loads(sys.argv[1])
     # What anything prints goes to standard error; the lines have standard output for themselves.
     out = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
@@ -63,7 +67,7 @@ def main() -> int:
         send({"error": str(error), "code": 1})
         return 1
     try:
-        work(m, options["seed"], options["first"], send, only=options["only"])
+        work(m, options["seed"], options["first"], send, only=options["only"], ops=options["ops"])
     except BrokenPipeError:
         return 0
     return 0
