@@ -17,8 +17,11 @@ another BLAS adds in another order, which moves single values to the neighbourin
 from __future__ import annotations
 
 import argparse
+import io
 import sys
+import zipfile
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 from array_backend import Array, NumpyBackend
@@ -57,6 +60,17 @@ def collect(model: Model, tokens: np.ndarray) -> dict[str, np.ndarray]:
     return arrays
 
 
+def write(stream: IO[bytes], arrays: dict[str, np.ndarray]) -> None:
+    """An npz file by bzip2, which NumPy reads as well: 11 % less than by deflate."""
+    with zipfile.ZipFile(stream, "w", zipfile.ZIP_BZIP2, compresslevel=9) as archive:
+        for name, array in arrays.items():
+            content = io.BytesIO()
+            np.lib.format.write_array(content, array, allow_pickle=False)
+            entry = zipfile.ZipInfo(f"{name}.npy")  # of 1980: the same bytes at any time
+            entry.compress_type = zipfile.ZIP_BZIP2
+            archive.writestr(entry, content.getvalue(), compresslevel=9)
+
+
 def main() -> int:
     """Command line."""
     parser = argparse.ArgumentParser(description="Make the activation sample of omniattn.data.")
@@ -75,7 +89,7 @@ def main() -> int:
     text = load_text()
     tokens = np.array(load_tokenizer(reader).encode(text).ids[: options.tokens])
     with open(options.out, "wb") as stream:
-        np.savez_compressed(stream, allow_pickle=False, **collect(model, tokens))
+        write(stream, collect(model, tokens))
     print(f"{options.out}: {Path(options.out).stat().st_size} bytes, {len(tokens)} tokens of {describe_text(text)}")
     return 0
 

@@ -14,7 +14,7 @@ import pytest
 from omniattn.data import Activations, load_activations, load_tokens
 
 LAYERS = [0, 11, 19, 29]
-SHA256 = "28f0877f1a945ca0cf4f08c78e3e2a8e0d7c83cc9f3e3573d0db9bd8f7666711"
+SHA256 = "3fc9ef6e25545dfec2be746ee622f8b349bb05d0728c83308254805fe8e2adcf"
 
 
 def content() -> bytes:
