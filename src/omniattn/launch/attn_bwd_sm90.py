@@ -55,8 +55,9 @@ def _launch(
     kv_shape = (f.batch, f.seqlen_k, f.num_kv_heads, f.head_dim)
     maps = {}
     for name, shape, strides, rows in (
-        ("q", q_shape, f.strides.q, spec.block_m), ("do", q_shape, s.d_o, spec.block_m),
-        ("k", kv_shape, f.strides.k, spec.block_n), ("v", kv_shape, f.strides.v, spec.block_n),
+        # What is asserted above holds of the replaced problem too, which mypy does not see.
+        ("q", q_shape, f.strides.q, spec.block_m), ("do", q_shape, s.d_o, spec.block_m),  # type: ignore[union-attr]
+        ("k", kv_shape, f.strides.k, spec.block_n), ("v", kv_shape, f.strides.v, spec.block_n),  # type: ignore[union-attr]
     ):  # fmt: skip
         if shape[1] and f.varlen:
             maps[name] = _packed_map(name, f.dtype, shape[1:], strides[1:], rows)

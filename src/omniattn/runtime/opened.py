@@ -1,9 +1,9 @@
 """Packs of cubins: opened once on a machine, and kept open in the disk cache.
 
-Opening a pack takes tens of milliseconds. Its content is then kept under its sha256 in the folder ``opened`` of the
-disk cache, and the next process reads the few kilobytes of the cubin that it wants. Without a folder that can be
-written the pack is opened again by every process and kernel. What is read is checked against the manifest by the
-caller.
+Opening a pack takes milliseconds, the largest a third of a second. Its content is then kept under its sha256 in the
+folder ``opened`` of the disk cache, and the next process reads the few kilobytes of the cubin that it wants. Without a
+folder that can be written the pack is opened again by every process and kernel. What is read is checked against the
+manifest by the caller.
 """
 
 from __future__ import annotations
