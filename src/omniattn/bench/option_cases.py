@@ -14,6 +14,8 @@ ScoreMod = Callable[[Any, Any, Any, Any, Any], Any]
 
 #: Name of the call without options: what every other case of the shape is compared with.
 PLAIN = "plain"
+#: Seed and offset of dropout.
+DROPOUT_RNG = (1234, 0)
 #: Every query sees every key, or the mask hides pairs of every tile: no pair can be left out.
 ALL = "all"
 #: Lengths of the sequences of a batch that a padding mask leaves, of the longest one.
@@ -98,6 +100,8 @@ class Case:
         Of each sequence, equally long, each visible to itself only: what ``mask_expression`` says; 0: none.
     blocks : bool
         ``block_mask`` with half of 16 blocks hidden from each block of queries.
+    dropout : float
+        ``dropout_p``, with `DROPOUT_RNG`.
     """
 
     name: str
@@ -117,6 +121,7 @@ class Case:
     mask_expression: str = ""
     documents: int = 0
     blocks: bool = False
+    dropout: float = 0.0
 
     @property
     def bounds(self) -> tuple[int, int]:
@@ -176,12 +181,16 @@ CASES: tuple[Case, ...] = (
     Case("score_mod, 8 documents", expression="score", mask_expression="doc[q] == doc[k]", documents=8,
          counted="visible"),
     Case("block_mask, half of the blocks empty", blocks=True, counted="of blocks that are not empty"),
+    Case("dropout 0.1", dropout=0.1),
+    Case("dropout 0.1, causal", _CAUSAL, dropout=0.1, counted="visible"),
+    Case("packed, dropout 0.1", packed=True, dropout=0.1),
 )  # fmt: skip
 
 #: At other head dimensions: what has tiles of its own there.
 _FEWER = (
     PLAIN, "causal", "padding mask, bool (b,1,1,s)", "mask, bool (1,1,s,s), every tile mixed", "bias, bf16 (1,h,s,s)",
     "softcap 50", "softcap 50, causal", "window 1024, causal", "4 query heads on a kv head", "score_mod, ALiBi",
+    "dropout 0.1",
 )  # fmt: skip
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from omniattn.bench.anchors import InputSet
+from omniattn.bench.option_cases import DROPOUT_RNG
 from omniattn.bench.option_problem import Forward, Problem, Result
 
 #: Key of this package's call; of the plain call of the same shape, which runs in the same rounds.
@@ -55,6 +56,8 @@ def ours(problem: Problem, precision: str) -> Forward:
         )
     if problem.blocks is not None:
         options |= {"block_mask": problem.blocks, "block_size": problem.block_size}
+    if case.dropout:
+        options |= {"dropout_p": case.dropout, "dropout_rng": DROPOUT_RNG}
     if case.packed:
         return _packed(problem, options)
 
@@ -109,6 +112,8 @@ def _sdpa_options(problem: Problem) -> dict[str, Any]:
         raise UnfitError("torch SDPA cannot change scores by a function of them")
     if case.sinks:
         raise UnfitError("torch SDPA has no sinks")
+    if case.dropout:
+        raise UnfitError("torch SDPA drops other probabilities, which cannot be checked")
     options: dict[str, Any] = {"scale": problem.scale}
     if case.group > 1:
         options["enable_gqa"] = True
@@ -132,6 +137,8 @@ def _sdpa_options(problem: Problem) -> dict[str, Any]:
 def flex(problem: Problem) -> Forward:
     """FlexAttention, compiled for the case: block mask and compilation are not timed."""
     torch, case, e = problem.torch, problem.case, problem.extents
+    if case.dropout:
+        raise UnfitError("FlexAttention has no dropout")
     try:
         module = importlib.import_module("torch.nn.attention.flex_attention")
     except ImportError as error:

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from omniattn.bench.anchors import InputSet
-from omniattn.bench.option_cases import MASKS, Case, Extents, OptionShape, document_tokens, lengths, slope
+from omniattn.bench.option_cases import DROPOUT_RNG, MASKS, Case, Extents, OptionShape, document_tokens, lengths, slope
+from omniattn.reference.dropout import Dropout
 
 #: Sets of q, k and v that timed calls rotate through.
 INPUT_SETS = 2
@@ -155,7 +156,16 @@ class Problem:
             lse = torch.logsumexp(torch.cat([scores, sink], dim=-1), dim=-1)
         else:
             lse = torch.logsumexp(scores, dim=-1)
-        return torch.exp(scores - lse[:, None]) @ v[batch, :, of].double(), lse
+        weights = torch.exp(scores - lse[:, None])
+        if self.case.dropout:
+            weights = weights * self._kept(batch, head, rows, keys)
+        return weights @ v[batch, :, of].double(), lse
+
+    def _kept(self, batch: int, head: int, rows: Any, keys: Any) -> Any:
+        """What dropout multiplies probabilities by."""
+        dropout = Dropout(round(256 * self.case.dropout), *DROPOUT_RNG)
+        kept = dropout.kept(batch, head, rows.cpu().numpy(), keys.cpu().numpy())
+        return self.torch.from_numpy(kept).to(rows.device).double() * dropout.scale
 
     def _random(self, *size: int) -> Any:
         return self.torch.randn(size, dtype=self.torch.float32, device="cuda", generator=self._generator)

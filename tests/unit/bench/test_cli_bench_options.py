@@ -155,6 +155,8 @@ def test_arguments_are_what_the_table_says(case: Case, monkeypatch: pytest.Monke
     if case.blocks:
         assert given.pop("block_mask").shape == (2, 2)
         expected["block_size"] = (64, 64)
+    if case.dropout:
+        expected |= {"dropout_p": 0.1, "dropout_rng": option_cases.DROPOUT_RNG}
     assert given == expected
     lead = (4 * e.seqlen_q,) if case.packed else (4, e.seqlen_q)
     assert q.shape == (*lead, 4, 32)
@@ -189,7 +191,7 @@ def test_others_compute_the_same(case: Case, plain_flex: None) -> None:
     assert lse is None or lse < 1e-3
     assert problem.errors(Result(own.o.roll(1, 1)))[0] > 0.1
     for build in (sdpa("MATH"), flex):
-        if build is not flex and (case.score is not None or case.sinks):
+        if case.dropout or (build is not flex and (case.score is not None or case.sinks)):
             with pytest.raises(UnfitError):
                 build(problem)
             continue
@@ -201,7 +203,7 @@ def test_others_compute_the_same(case: Case, plain_flex: None) -> None:
 
 @pytest.mark.frameworks
 @pytest.mark.parametrize("case", [case for case in SMALL if case.score or case.sinks or case.mask or case.bounds[1] == 0
-                                  or case.scale != 1.0], ids=lambda case: case.name)  # fmt: skip
+                                  or case.scale != 1.0 or case.dropout], ids=lambda case: case.name)  # fmt: skip
 def test_an_option_that_is_left_out_is_found(case: Case) -> None:
     pytest.importorskip("torch")
     problem = Problem(OptionsTorch(), case, SHAPE)
@@ -223,8 +225,9 @@ def test_every_case_is_run_and_compared(on_the_cpu: None) -> None:
         assert found["cudnn"].timing is None
         assert found["cudnn"].reason
         ran = [key for key, entry in found.items() if key not in (OURS, PLAIN_CALL) and entry.timing is not None]
-        # The math backend is a fallback; nothing but FlexAttention has softcap and sinks.
-        assert (len(ran) > 0) == (result.case.score is None and not result.case.sinks)
+        # The math backend is a fallback; nothing but FlexAttention has softcap and sinks. Each drops what it draws.
+        alone = result.case.score is not None or result.case.sinks or result.case.dropout > 0
+        assert bool(ran) != alone
         assert MATH not in ran or ran == [MATH]
         assert all(found[key].difference is not None for key in ran)
         assert result.best == (min(ran, key=lambda key: result.us(key) or 0.0) if ran else None)
