@@ -120,19 +120,17 @@ def dense(head_dim: int, rng: np.random.Generator, few_masks: bool) -> None:
 
 
 def few_queries(rng: np.random.Generator, few_masks: bool) -> None:
-    """Keys split over CTAs."""
+    """Keys split over CTAs. Of a product that is NaN kernels read what hides the key, of rows that there are."""
     q = to_gpu(rng.standard_normal((1, 5, 8, 128)))
     k, v = (to_gpu(rng.standard_normal((1, 6000, 2, 128))) for _ in range(2))
     scores = {"softcap": "softcap", "mask": "masks", "io": "bias16"}
     hopper = runtime.device_info(0).cc == (9, 0)
     for name in ("full", "sinks", "softcap", *(() if few_masks else ("mask", "io"))):
-        keys = k
-        options = {key: value for key, value in CALLS[name].items() if key not in ("mask", "sinks")}
+        keys, options = k, {key: value for key, value in CALLS[name].items() if key not in ("mask", "sinks")}
         if name == "mask":
             options["mask"] = cupy.asarray(rng.random((1, 1, 5, 6000)) < 0.5)
         if name == "io":
             options["mask"] = to_gpu(rng.standard_normal((1, 8, 5, 6000)))
-            # A product that is NaN has the kernel read what hides the key, of no row behind the last one.
             options["mask"][..., 5::97], keys = -np.inf, k.copy()
             keys[:, 5::97] = np.nan
         if name == "sinks":

@@ -29,7 +29,7 @@ def test_builds_what_the_registry_says(checkout: Checkout) -> None:
     manifest = json.loads((checkout.out / "manifest.json").read_text(encoding="utf-8"))
     assert manifest["format"] == 2
     assert manifest["compiler"].startswith("NVRTC 12.9.")
-    assert [pack["file"] for pack in manifest["packs"]] == ["packs/80/tiny_d64.xz", "packs/90a/tiny_d64.xz"]
+    assert [pack["file"] for pack in manifest["packs"]] == ["packs/80/tiny.xz", "packs/90a/tiny.xz"]
     cubins = packs.read(checkout.out)
     assert cubins.keys() == {(name, arch) for name in ("tiny2", "tiny3") for arch in ("80", "90a")}
     for entry, cubin in cubins.values():
@@ -209,7 +209,7 @@ def test_orphans_and_missing_sources_fail_before_compiling(checkout: Checkout) -
 def test_a_damaged_result_is_put_right(checkout: Checkout) -> None:
     assert checkout.build().returncode == 0
     before = snapshot(checkout.out)
-    (checkout.out / "packs/80/tiny_d64.xz").write_bytes(b"damaged")
+    (checkout.out / "packs/80/tiny.xz").write_bytes(b"damaged")
     (checkout.out / "packs/80/stray.xz").write_bytes(b"stray")
     next(checkout.out.glob("objects/*.cubin")).write_bytes(b"damaged")
     assert "1 compiled, 3 up to date" in checkout.build().stdout

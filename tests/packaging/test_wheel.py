@@ -170,8 +170,8 @@ def test_the_content_check_accepts_a_good_wheel(checkout: Checkout, small_wheel:
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
-        ({"80__tiny_d64_dot_xz": None}, "in the manifest, not in the wheel"),
-        ({"80__tiny_d64_dot_xz": b"\xfd7zXZ damaged"}, "does not match its checksum"),
+        ({"80__tiny_dot_xz": None}, "in the manifest, not in the wheel"),
+        ({"80__tiny_dot_xz": b"\xfd7zXZ damaged"}, "does not match its checksum"),
         ({"omniattn/_kernels/packs/80/stray.xz": b"\xfd7zXZ"}, "in the wheel, not in the manifest"),
         ({"src__ptx__math_dot_cuh": None}, "kernel source ptx/math.cuh is missing"),
         ({"src__ptx__math_dot_cuh": b"// old"}, "differs from the checkout's"),

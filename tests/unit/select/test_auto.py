@@ -129,7 +129,7 @@ def test_no_call_that_was_measured_becomes_slower() -> None:
     calls = [(name, of, SINCE.get(name, gain)) for name, of, gain in measured()]
     assert len(calls) > 60
     taken = {name: gain for name, of, gain in calls if chosen(left_open(of)) != "exact"}
-    assert {name: gain for name, gain in taken.items() if gain < 1.0} == {}
+    assert {name: gain for name, gain in taken.items() if gain < 0.99} == {}  # runs differ by 1 %
     assert len(taken) >= 12
     # What the margin loses.
     lost = {name: gain for name, _, gain in calls if name not in taken and gain > 1.06}

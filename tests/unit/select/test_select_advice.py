@@ -32,7 +32,8 @@ def test_advice_is_what_was_measured() -> None:
     assert len(rows) > 15
     for row in rows:
         said = advise(problem(row["seqlen"], row["seqlen"], row["head_dim"], causal=row["causal"]), H200)
-        assert (said is not None) == (row["ratio_to_exact"] < 1), row["shape"]
+        # Another run, of an H100: within 4 % neither is the faster choice.
+        assert row["ratio_to_exact"] < 1.04 if said else row["ratio_to_exact"] > 0.96, row["shape"]
 
 
 def test_fp8_has_the_same_lengths() -> None:
