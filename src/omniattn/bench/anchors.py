@@ -21,6 +21,14 @@ QUANTIZED_ERROR = 0.2
 INT4_ERROR = 0.4
 
 
+def is_importable(module: str) -> bool:
+    """Whether there is such a module. Imports no module but the package around it."""
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ImportError:  # the package around the module is not there
+        return False
+
+
 @dataclass(frozen=True)
 class Contender:
     """Something that computes attention on torch CUDA tensors.
@@ -57,11 +65,7 @@ class Contender:
 
     def missing(self) -> str | None:
         """Reason why it cannot run in this environment, or None. Imports no module but the package around it."""
-        try:
-            found = importlib.util.find_spec(self.module) is not None
-        except ImportError:  # the package around the module is not there
-            found = False
-        return None if found else f"{self.package} is not installed"
+        return None if is_importable(self.module) else f"{self.package} is not installed"
 
 
 def _omniattn(torch: Any, shape: ForwardShape) -> Forward:

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import importlib.util
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from omniattn.bench.anchors import is_importable
 from omniattn.bench.backward_cases import BackwardShape
 from omniattn.bench.backward_problem import BackwardProblem
 from omniattn.registry import REGISTRY, KernelSpec
@@ -327,15 +327,8 @@ OTHERS: tuple[str, ...] = (CUDNN, FA2, FA3, FA4, FLEX)
 
 def asked(only: Sequence[str], use_flex: bool) -> tuple[tuple[Library, ...], dict[str, str]]:
     """Libraries to run, and for the others why not: the option that leaves them out, or nothing to import."""
-    missing = {x.key: f"{x.module} cannot be imported" for x in LIBRARIES if not _is_there(x.module)}
+    missing = {x.key: f"{x.module} cannot be imported" for x in LIBRARIES if not is_importable(x.module)}
     missing |= {x.key: "left out by --only" for x in LIBRARIES if only and x.key not in only}
     if not use_flex:
         missing[FLEX] = "left out by --no-flex"
     return tuple(x for x in LIBRARIES if x.key not in missing), missing
-
-
-def _is_there(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ImportError:  # the package around it is not there
-        return False
