@@ -24,7 +24,7 @@ OA_DEVICE void release_listed_v([[maybe_unused]] int lane) {
         if (lane == 0) mbarrier_arrive(BwdFeedStorage<Config::kWalker>::v_free());
 }
 
-// In place of BwdWriter and BwdAlternateWriter.
+// In place of BwdWriter.
 template <typename Config>
 class BwdListedWriter {
     using Layout = BwdLayout<Config>;
@@ -38,7 +38,7 @@ class BwdListedWriter {
     // One thread.
     OA_DEVICE void run() {
         const AttnBwdParams& bwd = params_.bwd;
-        const int32 heads = bwd.fwd.num_q_heads / bwd.fwd.num_kv_heads;
+        const int32 heads = heads_of(bwd.fwd);
         BwdTiles<Config> tiles(bwd.fwd, params_.tiles);
         uint32 phase = 0;
         for (BwdTile t; tiles.next(t);) {

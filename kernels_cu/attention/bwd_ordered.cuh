@@ -1,10 +1,11 @@
 // dQ in a fixed order (entry/attn_bwd_sm90.cu with ORDERED): the same bits in every run.
 //
-// A tile of queries gets its sums from tiles of keys in the order of the keys. The first one stores; each of the others
-// waits until the tile of keys before it has added. Tiles of keys go through the queries backwards, from the last tile
-// that they see to the first, and query heads of a kv head in their order. What a tile of keys sees moves on with the
-// keys: where it is not the first to see a tile of queries, the one before it sees that tile too, and has taken it in
-// the same order. So one number a tile of keys and warpgroup, its steps that are complete, tells the next one all.
+// A tile of queries gets its sums from tiles of keys in the order of the keys. The first one stores; each of the
+// others waits until the tile of keys before it has added. Tiles of keys go through the queries backwards, from the
+// last tile that they see to the first, and at each through all query heads (BwdStepSums). What a tile of keys sees
+// moves on with the keys: where it is not the first to see a tile of queries, the one before it sees that tile too,
+// and has taken it in the same order. So one number a tile of keys and warpgroup, its steps that are complete, tells
+// the next one all.
 //
 //   writer g, tile n                          keeper (warp 3)               writer g of tile n + 1, and its keeper
 //   wait before > steps needed                ld.acquire steps(n - 1)       ..
@@ -46,60 +47,50 @@ class BwdOrderedWriter {
     // One thread.
     OA_DEVICE void run() {
         const AttnBwdParams& bwd = params_.bwd;
-        const int32 heads = bwd.fwd.num_q_heads / bwd.fwd.num_kv_heads;
         BwdTiles<Config> tiles(bwd.fwd, params_.tiles);
         uint32 phase = 0;
         [[maybe_unused]] uint32 ended = 0;
         for (BwdTile t; tiles.next(t);) {
-            Rows rows(bwd.fwd, t);
+            const Rows rows(bwd.fwd, t);
             if (rows.is_empty()) continue;
-            const int32 count = rows.end - rows.first;
-            int32 firsts, before;
-            tiles_before(t, rows, firsts, before);
+            const uint32 all = uint32((rows.end - rows.first) * heads_of(bwd.fwd)), firsts = first_steps(t, rows);
             const uint32 place = place_of(t);
             uint32* steps = step_counters(bwd) + place;
             tell(place, 0);
-            int64 row = t.kv_head_idx * heads * bwd.rows_stride_h + first_padded_row<Config>(bwd, t) +
-                        (rows.end - 1) * Config::kBlockM;
-            float* to = bwd.dq_accum + row * Config::kHeadDim + group_ * (64 * Config::kDqWidth);
-            uint32 done = 0, known = 0, needed = 0;  // steps: this tile's, the one's before, needed of it
+            BwdStepSums<Config> sums(bwd, t, rows);
+            uint32 known = 0;  // steps of the tile of keys before
 #pragma unroll 1
-            for (int32 head = 0; head < heads; ++head, needed += before - (count - firsts)) {
-#pragma unroll 1
-                for (int32 i = 0; i < count; ++i) {
-                    mbarrier_wait(full_, phase);
-                    phase ^= 1;
-                    const uint32 from = smem_addr_at(&SharedStorage::dq) + group_ * Layout::kDqBytes;
-                    if (i < firsts) {
-                        bulk_store(to, from, Layout::kDqBytes);
-                    } else {
-                        ++needed;
-                        while (known < needed) {
-                            const uint2 told = load_acquire_shared2(StepsStorage::before(group_));
-                            if (told.x == place) known = told.y;
-                            if (known < needed) nanosleep(kPollNs);
-                        }
-                        fence_proxy_async_global();
-                        bulk_reduce_add(to, from, Layout::kDqBytes);
+            for (uint32 done = 1; done <= all; ++done, sums.advance()) {
+                mbarrier_wait(full_, phase);
+                phase ^= 1;
+                const uint32 from = smem_addr_at(&SharedStorage::dq) + group_ * Layout::kDqBytes;
+                float* to = sums.at() + group_ * (64 * Config::kDqWidth);
+                if (done <= firsts) {
+                    bulk_store(to, from, Layout::kDqBytes);
+                } else {
+                    while (known < done - firsts) {
+                        const uint2 told = load_acquire_shared2(StepsStorage::before(group_));
+                        if (told.x == place) known = told.y;
+                        if (known < done - firsts) nanosleep(kPollNs);
                     }
-                    bulk_commit();
-                    bulk_wait_read<0>();
-                    mbarrier_arrive(empty_);
-                    to -= Config::kBlockM * Config::kHeadDim;
-                    bulk_wait<kLag>();
-                    if (++done > kLag) {
-                        if constexpr (kTells)
-                            tell(place, done - kLag);
-                        else
-                            publish(steps, done);
-                    }
+                    fence_proxy_async_global();
+                    bulk_reduce_add(to, from, Layout::kDqBytes);
                 }
-                to += (bwd.rows_stride_h + int64(count) * Config::kBlockM) * Config::kHeadDim;
+                bulk_commit();
+                bulk_wait_read<0>();
+                mbarrier_arrive(empty_);
+                bulk_wait<kLag>();
+                if (done > kLag) {
+                    if constexpr (kTells)
+                        tell(place, done - kLag);
+                    else
+                        publish(steps, done);
+                }
             }
             if constexpr (kTells) {
                 // Not by the keeper, which may look when the next tile has begun.
                 bulk_wait<0>();
-                publish(steps, done);
+                publish(steps, all);
             }
             if constexpr (Config::kFinishes) store_release_shared2(StepsStorage::ended(group_), ++ended, 0);
         }
@@ -107,17 +98,15 @@ class BwdOrderedWriter {
     }
 
   private:
-    // firsts: tiles of queries, of a head, that no tile of keys before this one sees, those with the highest numbers.
-    // before: how many the tile of keys before sees.
-    OA_DEVICE void tiles_before(const BwdTile& t, const Rows& rows, int32& firsts, int32& before) const {
-        firsts = rows.end - rows.first;
-        before = 0;
-        if (t.n0 == 0) return;
+    // Steps at tiles of queries that no tile of keys before this one sees, those with the highest numbers.
+    OA_DEVICE uint32 first_steps(const BwdTile& t, const Rows& rows) const {
         const AttnFwdParams& fwd = params_.bwd.fwd;
-        const Rows last(t.n0 - Config::kBlockN, t.seqlen_q, t.seqlen_k, fwd.window_left, fwd.window_right);
-        if (last.is_empty()) return;
-        before = last.end - last.first;
-        firsts = min_of(rows.end - last.end, firsts);
+        int32 tiles = rows.end - rows.first;
+        if (t.n0 > 0) {
+            const Rows last(t.n0 - Config::kBlockN, t.seqlen_q, t.seqlen_k, fwd.window_left, fwd.window_right);
+            if (!last.is_empty()) tiles = min_of(tiles, rows.end - last.end);
+        }
+        return uint32(tiles * heads_of(fwd));
     }
     // Of a tile of keys and this warpgroup, among step_counters; that of the tile before is 2 less.
     OA_DEVICE uint32 place_of(const BwdTile& t) const {

@@ -2,7 +2,7 @@
 // consumers, and dQ on its way from them.
 //
 // Config: kHeadDim, kPanels (of 64 columns), kConsumers, kBlockM queries and kBlockN keys of a tile, kQStages,
-// kDoStages, kDsStages, kDqWidth (columns of dQ that a warpgroup computes), kAlternate (attention/bwd_alternate.cuh),
+// kDoStages, kDsStages, kDqWidth (columns of dQ that a warpgroup computes), kAlternate (dQ of every second step),
 // kVarlen (packed sequences), kKeyMask, kOrdered (attention/bwd_ordered.cuh), kLists (attention/bwd_listed.cuh),
 // kWalker (one of the three), Params.
 #pragma once
@@ -78,17 +78,35 @@ OA_DEVICE void release_used(const Ring<kStages>& ring, const RingState<kStages>&
     if (lane == 0) mbarrier_arrive(ring.empty + 8 * at.stage + (used & zero));
 }
 
-// The tile of a head's queries that comes first; kBackwards: the last one.
-template <bool kBackwards, typename Rows>
-OA_DEVICE int32 first_queries(const Rows& rows) {
-    return kBackwards ? rows.end - 1 : rows.first;
-}
-// The tile of queries behind tile m, around; kBackwards: before it.
-template <bool kBackwards, typename Rows>
-OA_DEVICE int32 next_queries(const Rows& rows, int32 m) {
-    if constexpr (kBackwards) return m == rows.first ? rows.end - 1 : m - 1;
-    return ++m == rows.end ? rows.first : m;
-}
+// Query heads of a kv head.
+OA_DEVICE int32 heads_of(const AttnFwdParams& p) { return p.num_q_heads / p.num_kv_heads; }
+
+// Where a tile of keys adds dQ of its steps, without lists. It goes through the tiles of queries from the last to the
+// first, at each through the query heads of its kv head. So CTAs at tiles of keys that see different queries, as with
+// causality, are at the same ones, with all heads: what they read and add to stays in L2.
+template <typename Config>
+class BwdStepSums {
+  public:
+    template <typename Rows>
+    OA_DEVICE BwdStepSums(const AttnBwdParams& p, const BwdTile& t, const Rows& rows)
+        : heads_(heads_of(p.fwd)), left_(heads_), of_head_(p.rows_stride_h * Config::kHeadDim) {
+        const int64 row = first_padded_row<Config>(p, t) + (rows.end - 1) * Config::kBlockM;
+        at_ = p.dq_accum + row * Config::kHeadDim + t.kv_head_idx * heads_ * of_head_;
+    }
+    OA_DEVICE float* at() const { return at_; }
+    OA_DEVICE void advance() {
+        at_ += of_head_;
+        if (--left_ > 0) return;
+        left_ = heads_;
+        at_ -= heads_ * of_head_ + Config::kBlockM * Config::kHeadDim;
+    }
+
+  private:
+    const int32 heads_;
+    int32 left_;
+    const int64 of_head_;
+    float* at_;
+};
 
 // Bytes: VARLEN, ORDERED, LISTS: tiles | K, V [128 * PANELS * 128] | Q [3][64 * PANELS * 128] | dO
 // [NUM_DO_STAGES][same] | dS [3][64 * 256] | dQ [2][256 * DQ_WIDTH] | lse2 [3][64 * 4] | delta [NUM_DO_STAGES][64 * 4]
@@ -191,18 +209,17 @@ class BwdProducer {
                 phase ^= 1;
                 load_k(t);
             }
-            const int32 group = fwd.num_q_heads / fwd.num_kv_heads;
+            const int32 heads = heads_of(fwd), first_head = t.kv_head_idx * heads;
             bool is_first = true;
+            if constexpr (Config::kLists) {
 #pragma unroll 1
-            for (int32 head = t.kv_head_idx * group; head < (t.kv_head_idx + 1) * group; ++head) {
-                const int64 row = head * params_.bwd.rows_stride_h + first_padded_row<Config>(params_.bwd, t);
-                if constexpr (Config::kLists) {
+                for (int32 head = first_head; head < first_head + heads; ++head) {
                     if (is_first) prefetch(&params_.map_k, t), prefetch(&params_.map_v, t);
                     const int32* list = bwd_list(params_.bwd, t.batch_idx, head, t.n0 / Config::kBlockN);
 #pragma unroll 1
                     for (int32 left = *list; left > 0; --left) {
                         const int32 entry = *++list;
-                        load_step<kMayStray>(t, head, row, listed_tile(entry) * Config::kBlockM, is_first, entry);
+                        load_step<kMayStray>(t, head, listed_tile(entry) * Config::kBlockM, is_first, entry);
                         // Q, dO and V of the first step come while the consumers end the tile before.
                         if (is_first) {
                             mbarrier_wait(BwdFeedStorage<Config::kWalker>::v_free(), phase);
@@ -213,18 +230,19 @@ class BwdProducer {
                             is_first = false;
                         }
                     }
-                    continue;
                 }
-#pragma unroll 1
-                for (int32 m = rows.first; m < rows.end; ++m) {
-                    if constexpr (Config::kOrdered)
-                        if (m == max_of(rows.end - 3, rows.first) && head + 1 == (t.kv_head_idx + 1) * group)
-                            store_release_shared2(BwdFeedStorage<true>::due(), ++due, 0);
-                    // Ordered: the last queries first.
-                    const int32 first_row = (Config::kOrdered ? rows.end - 1 - (m - rows.first) : m) * Config::kBlockM;
-                    load_step<kMayStray>(t, head, row, first_row, is_first);
-                }
+                continue;
             }
+            int32 left = (rows.end - rows.first) * heads;
+            [[maybe_unused]] const int32 due_at = min_of(left, 3);
+#pragma unroll 1
+            for (int32 m = rows.end - 1; m >= rows.first; --m)
+#pragma unroll 1
+                for (int32 head = first_head; head < first_head + heads; ++head, --left) {
+                    if constexpr (Config::kOrdered)
+                        if (left == due_at) store_release_shared2(BwdFeedStorage<true>::due(), ++due, 0);
+                    load_step<kMayStray>(t, head, m * Config::kBlockM, is_first);
+                }
         }
     }
 
@@ -244,11 +262,13 @@ class BwdProducer {
                               t.batch_idx, t.k_begin, t.seqlen_k);
     }
 
-    // A step's Q, dO and numbers of their rows; without lists V ahead of the first dO. row: the head's first one of the
-    // sequence in the workspaces; entry: of a list, for the consumers.
+    // A step's Q, dO and numbers of their rows; without lists V ahead of the first dO. entry: of a list, for the
+    // consumers.
     template <bool kMayStray>
-    OA_DEVICE void load_step(const BwdTile& t, int32 head, int64 row, int32 first_row, bool& is_first,
+    OA_DEVICE void load_step(const BwdTile& t, int32 head, int32 first_row, bool& is_first,
                              [[maybe_unused]] int32 entry = 0) {
+        // In the workspaces.
+        const int64 row = head * params_.bwd.rows_stride_h + first_padded_row<Config>(params_.bwd, t) + first_row;
         bars_.q.wait_empty(q_at_);
         if constexpr (Config::kLists)
             store_shared(BwdFeedStorage<Config::kWalker>::entry_at(q_at_.stage), uint32(entry));
@@ -256,13 +276,13 @@ class BwdProducer {
         copy<Config::kBlockM>(smem_addr_at(&SharedStorage::q) + q_at_.stage * Layout::kQBytes, &params_.map_q, bar,
                               first_row, head, t.batch_idx, t.q_begin, t.seqlen_q);
         bulk_load(smem_addr_at(&SharedStorage::lse2) + q_at_.stage * Layout::kRowBytes,
-                  params_.bwd.lse2 + row + first_row, Layout::kRowBytes, bar);
+                  params_.bwd.lse2 + row, Layout::kRowBytes, bar);
         q_at_.advance();
         if (!Config::kLists && is_first) {
             load_v(t);
             is_first = false;
         }
-        const uint32 is_stray = kMayStray ? stray_do<Config::kBlockM>(params_.bwd, row + first_row) : 0;
+        const uint32 is_stray = kMayStray ? stray_do<Config::kBlockM>(params_.bwd, row) : 0;
         bars_.d_o.wait_empty(do_at_);
         const uint32 to = smem_addr_at(&SharedStorage::d_o) + do_at_.stage * Layout::kQBytes;
         if (is_stray) {
@@ -270,14 +290,14 @@ class BwdProducer {
                 copy<Config::kBlockM>(to, &params_.map_do, bars_.do_landed, first_row, head, t.batch_idx, t.q_begin,
                                       t.seqlen_q);
             });
-            clear_stray_rows<Config::kBlockM, Config::kPanels>(to, params_.bwd.lse2 + row + first_row);
+            clear_stray_rows<Config::kBlockM, Config::kPanels>(to, params_.bwd.lse2 + row);
             bar = bars_.d_o.announce(do_at_, Layout::kRowBytes);
         } else {
             bar = bars_.d_o.announce(do_at_, Layout::kQBytes + Layout::kRowBytes);
             copy<Config::kBlockM>(to, &params_.map_do, bar, first_row, head, t.batch_idx, t.q_begin, t.seqlen_q);
         }
         bulk_load(smem_addr_at(&SharedStorage::delta) + do_at_.stage * Layout::kRowBytes,
-                  params_.bwd.delta + row + first_row, Layout::kRowBytes, bar);
+                  params_.bwd.delta + row, Layout::kRowBytes, bar);
         do_at_.advance();
     }
 
@@ -301,8 +321,8 @@ class BwdProducer {
     RingState<Config::kDoStages> do_at_;
 };
 
-// Adds a warpgroup's dQ, tile by tile, to global memory. By way of the asynchronous proxy: additions of the consumers'
-// own would delay each of their fences.
+// Adds a warpgroup's dQ, step by step, to global memory: half of the columns, or all of every second step (kAlternate).
+// By way of the asynchronous proxy: additions of the consumers' own would delay each of their fences.
 template <typename Config>
 class BwdWriter {
     using Layout = BwdLayout<Config>;
@@ -317,32 +337,25 @@ class BwdWriter {
     // One thread.
     OA_DEVICE void run() {
         const AttnBwdParams& bwd = params_.bwd;
-        const int32 heads = bwd.fwd.num_q_heads / bwd.fwd.num_kv_heads;
         const bool wanted = bwd.dq_accum != nullptr;
         BwdTiles<Config> tiles(bwd.fwd, params_.tiles);
         uint32 phase = 0;
         for (BwdTile t; tiles.next(t);) {
-            Rows rows(bwd.fwd, t);
-            const int32 count = max_of(rows.end - rows.first, 0);
-            int64 row = t.kv_head_idx * heads * bwd.rows_stride_h + first_padded_row<Config>(bwd, t) +
-                        rows.first * Config::kBlockM;
-            float* to = bwd.dq_accum + row * Config::kHeadDim + group_ * (64 * Config::kDqWidth);
-            int32 left = count;
+            const Rows rows(bwd.fwd, t);
+            const int32 steps = (rows.end - rows.first) * heads_of(bwd.fwd);
+            BwdStepSums<Config> to(bwd, t, rows);
 #pragma unroll 1
-            for (int32 i = count * heads; i > 0; --i) {
+            for (int32 i = 0; i < steps; ++i, to.advance()) {
+                if (Config::kAlternate && (i & 1) != group_) continue;
                 mbarrier_wait(full_, phase);
                 phase ^= 1;
                 if (wanted) {
-                    bulk_reduce_add(to, smem_addr_at(&SharedStorage::dq) + group_ * Layout::kDqBytes, Layout::kDqBytes);
+                    bulk_reduce_add(to.at() + (Config::kAlternate ? 0 : group_ * (64 * Config::kDqWidth)),
+                                    smem_addr_at(&SharedStorage::dq) + group_ * Layout::kDqBytes, Layout::kDqBytes);
                     bulk_commit();
                     bulk_wait_read<0>();
                 }
                 mbarrier_arrive(empty_);
-                to += Config::kBlockM * Config::kHeadDim;
-                if (--left == 0) {
-                    left = count;
-                    to += (bwd.rows_stride_h - int64(count) * Config::kBlockM) * Config::kHeadDim;
-                }
             }
         }
         bulk_wait<0>();

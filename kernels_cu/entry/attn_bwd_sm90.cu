@@ -26,14 +26,13 @@
 // dQ lags by two tiles and warpgroups need not meet: either may be more than a tile ahead. VARLEN: packed [rows, heads,
 // head_dim]; warp 3 walks cu_seqlens (scheduler/bwd_feed.cuh), copies end with their sequence (params/attn_bwd.cuh).
 // SOFTCAP, KEY_MASK: score modifications (attention/bwd_mods.cuh); dropout: attention/dropout.cuh. ORDERED: dQ is added
-// to in a fixed order, the last queries first (attention/bwd_ordered.cuh). LISTS: a block mask
-// (attention/bwd_listed.cuh). Shared memory: BwdStorage (attention/bwd_roles.cuh).
+// to in a fixed order (attention/bwd_ordered.cuh). LISTS: a block mask (attention/bwd_listed.cuh). Shared memory:
+// BwdStorage (attention/bwd_roles.cuh).
 #include "attention/bwd_finish.cuh"
 #include "attention/bwd_listed.cuh"
 #include "attention/bwd_mods.cuh"
 #include "attention/bwd_ordered.cuh"
 #include "attention/bwd_products.cuh"
-#include "attention/bwd_alternate.cuh"
 #include "ptx/ldmatrix.cuh"
 #include "ptx/stmatrix.cuh"
 #include "ptx/warpgroup.cuh"
@@ -70,8 +69,7 @@ using Layout = BwdLayout<Config>;
 using SharedStorage = BwdStorage<Config>;
 using Barriers = BwdBarriers<Config>;
 using Rows = QueryTiles<Config::kBlockM, Config::kBlockN>;
-using PlainWriter = Select<Config::kAlternate, BwdAlternateWriter<Config>, BwdWriter<Config>>::Type;
-using UnorderedWriter = Select<Config::kLists, BwdListedWriter<Config>, PlainWriter>::Type;
+using UnorderedWriter = Select<Config::kLists, BwdListedWriter<Config>, BwdWriter<Config>>::Type;
 using Writer = Select<Config::kOrdered, BwdOrderedWriter<Config>, UnorderedWriter>::Type;
 static_assert(sizeof(SharedStorage) == SMEM_BYTES, "the registry's smem_bytes must be this struct's size");
 using Dropping = BackwardDropout<Config::kBlockM, Config::kHeadDim == 128>;
@@ -136,9 +134,10 @@ class Consumer : BwdProducts<Config>, Dropping {
         Operand p16, ds16;
         Gradient dk, dv;
         KeyOperand k, v;  // kKvInRegisters
-        int32 m;  // tile of queries
+        // Steps that come behind those at tile 0 of queries: the tile times heads(), and how many of its heads are left
+        // behind this one (BwdStepSums). kLists: the tile.
+        int32 at;
         bool hidden;  // kLists: from this warpgroup's keys
-        int32 head;  // kKeyMask: of queries
         float key_bias[2];  // kKeyMask: of this thread's keys, in base 2
     };
 
@@ -176,14 +175,15 @@ class Consumer : BwdProducts<Config>, Dropping {
         wgmma_commit();
     }
 
-    OA_DEVICE void attend(const BwdTile& t, const Rows& rows, Work& w) {
-        const int32 total = Config::kLists ? t.steps : (p_.num_q_heads / p_.num_kv_heads) * (rows.end - rows.first);
-        if constexpr (!Config::kLists) w.m = first_queries<Config::kOrdered>(rows);
-        if constexpr (kHasDropout) begin_keys(t, p_.num_q_heads / p_.num_kv_heads, lane_, group_ * 4 + warp_);
-        if constexpr (Config::kKeyMask) {
-            w.head = t.kv_head_idx * (p_.num_q_heads / p_.num_kv_heads);
-            load_key_bias(w, t);
-        }
+    // Steps of a tile of queries.
+    OA_DEVICE int32 heads() const { return Config::kLists ? 1 : heads_of(p_); }
+    OA_DEVICE void begin_heads(const BwdTile& t) { begin_keys(t, heads(), lane_, group_ * 4 + warp_); }
+    OA_DEVICE void attend(const BwdTile& t, Rows rows, Work& w) {
+        w.at = rows.end * heads() - 1;
+        const int32 total = Config::kLists ? t.steps : (rows.end - rows.first) * heads();
+        rows.full_first *= heads(), rows.full_end *= heads();  // as `at`
+        begin_heads(t);
+        if constexpr (Config::kKeyMask) load_key_bias(w, t);
         mbarrier_wait(bars_.k_full, kv_phase_);
         // V is waited for here too: its first product comes half a step later, at the same place in all steps.
         mbarrier_wait(bars_.v_full, kv_phase_);
@@ -271,7 +271,7 @@ class Consumer : BwdProducts<Config>, Dropping {
     // P from S, in place. P: a template, because the plain kernel's Params have no mods.
     template <typename P, typename Row>
     OA_DEVICE void exponentiate(const P& params, const BwdTile& t, const Rows& rows, Work& w, const Row& lse2) const {
-        const bool hides = w.m < rows.full_first || w.m >= rows.full_end || (Config::kLists && w.hidden);
+        const bool hides = w.at < rows.full_first || w.at >= rows.full_end || (Config::kLists && w.hidden);
         [[maybe_unused]] const float c = p_.softmax_scale * kLog2e;
         if constexpr (Config::kSoftcap) {
             capped_exponents(w.s, params.mods, lse2);
@@ -362,7 +362,7 @@ class Consumer : BwdProducts<Config>, Dropping {
         wgmma_pin(w.s);
         if constexpr (Config::kLists) {
             const int32 now = uniform(int32(entry));  // behind the products, under which it arrives
-            w.m = listed_tile(now), w.hidden = is_hidden(now, group_);
+            w.at = listed_tile(now), w.hidden = is_hidden(now, group_);
         }
         const typename Select<Config::kReadAhead, ReadRows, QueryRows>::Type lse2(lse2_of(q_now.stage));
         wgmma_wait<(kBefore > 0) + kDq>();
@@ -381,7 +381,7 @@ class Consumer : BwdProducts<Config>, Dropping {
             ds_read_.advance();  // the other warpgroup's
         }
         pack(w.p16, w.s);
-        if constexpr (kHasDropout) drop(w.p16, w.s, w.m);
+        if constexpr (kHasDropout) drop(w.p16, w.s, w.at / heads());
         bars_.d_o.wait(do_at_);
         wgmma_discard(w.dp);
         if constexpr (Config::kKeyMask && kBefore == 0) wgmma_pin(w.dv);  // else zeroed behind the fence
@@ -389,7 +389,7 @@ class Consumer : BwdProducts<Config>, Dropping {
         issue_dp(w, do_at_.stage);
         issue_gradient(w.dv, w.p16, do_trans_.next(do_at_.stage * Layout::kQBytes));
         wgmma_pin(w.dp);
-        if constexpr (!Config::kLists) w.m = next_queries<Config::kOrdered>(rows, w.m);
+        if constexpr (!Config::kLists) --w.at;
         wgmma_wait<1>();
         wgmma_pin(w.dp);
         differentiate(params_, w, delta_of(do_at_.stage));
@@ -400,15 +400,20 @@ class Consumer : BwdProducts<Config>, Dropping {
         release_do<true>(w);
         store_ds<kDq>(w);
         if constexpr (Config::kKeyMask)
-            if (w.m == first_queries<Config::kOrdered>(rows) && ++w.head < p_.num_q_heads && p_.mask_stride_h != 0)
-                load_key_bias(w, t);
-        if constexpr (kHasDropout) next_head(w.m == first_queries<Config::kOrdered>(rows));
+            if (w.at >= 0 && p_.mask_stride_h != 0 && p_.num_q_heads > p_.num_kv_heads) load_key_bias(w, t);
+        if constexpr (kHasDropout) {
+            if ((w.at + 1) % heads() == 0)
+                begin_heads(t);
+            else
+                next_head(true);
+        }
     }
 
     OA_DEVICE void load_key_bias(Work& w, const BwdTile& t) const {
         const int32 key = t.n0 + group_ * 64 + warp_ * 16 + (lane_ >> 2);
+        const int32 head = (t.kv_head_idx + 1) * heads() - 1 - w.at % heads();
 #pragma unroll
-        for (int r = 0; r < 2; ++r) w.key_bias[r] = key_bias_log2<Config::Io>(p_, t.sequence, w.head, key + r * 8);
+        for (int r = 0; r < 2; ++r) w.key_bias[r] = key_bias_log2<Config::Io>(p_, t.sequence, head, key + r * 8);
     }
 
     // Scores of hidden pairs, and of keys behind the end, become what exp2 makes 0.
@@ -420,7 +425,7 @@ class Consumer : BwdProducts<Config>, Dropping {
             QueryRange seen = visible_queries(key, t.seqlen_q, t.seqlen_k, p_.window_left, p_.window_right);
             uint32 len = key < t.seqlen_k ? uint32(max_of(seen.hi - seen.lo, 0)) : 0;
             if (Config::kLists && w.hidden) len = 0;
-            int32 first = w.m * Config::kBlockM + 2 * (lane_ & 3) - seen.lo;
+            int32 first = w.at / heads() * Config::kBlockM + 2 * (lane_ & 3) - seen.lo;
 #pragma unroll
             for (int j = 0; j < Config::kBlockM / 8; ++j)
 #pragma unroll

@@ -8,6 +8,7 @@ from typing import Generic, NamedTuple, TypeVar
 from ..problems import UNLIMITED, AttentionProblem, BackwardProblem, QuantizeProblem, Target
 from ..problems.attention import is_plain_scale
 from ..problems.memory import ITEMSIZE
+from ..problems.tile_order import num_m_blocks, num_n_blocks
 from ..registry import KernelSpec
 from ..registry.limits import MAX_COLUMNS, MAX_ITEMS
 from ..registry.masks import MASK_TILE, MAX_TILES
@@ -360,14 +361,16 @@ def _unfit_backward(row: KernelSpec, problem: BackwardProblem) -> str | None:
 def _order_pays(row: KernelSpec, f: AttentionProblem) -> bool:
     """Whether additions to dq in an order are faster than others: nothing is cleared before and rounded behind them.
 
-    Of causal batches alone, whose tiles of keys have few steps; where there are too few tiles they wait for each other.
+    Of causal batches alone, and not of long ones: the more heads a tile of keys goes through at each tile of queries,
+    the longer it may wait for the tile before. Where there are too few tiles they all wait for each other.
     """
     causal = f.window_right == 0 and f.window_left == UNLIMITED and f.seqlen_q == f.seqlen_k
     if row.head_dim != 128 or not causal or f.varlen or f.dropout is not None or f.softcap > 0.0 or f.mask != "none":
         return False
-    least, most, tiles = rules().order_pays
-    steps = -(-f.seqlen_q // row.block_m) * (f.num_q_heads // max(f.num_kv_heads, 1))
-    return least <= steps <= most and f.batch * f.num_kv_heads * -(-f.seqlen_k // row.block_n) >= tiles
+    least, of_head, most, tiles = rules().order_pays
+    length = num_m_blocks(f, row.block_m)
+    pays = least <= length <= min(of_head * (f.num_q_heads // max(f.num_kv_heads, 1)), most)
+    return pays and f.batch * f.num_kv_heads * num_n_blocks(f, row.block_n) >= tiles
 
 
 def _unfit_blocks(row: KernelSpec, f: AttentionProblem) -> str | None:

@@ -97,10 +97,10 @@ class Rules:
     order_steps : dict of int to (float, float)
         By head_dim of the kernels that add to dq in an order: steps by which a head's tiles of keys should follow each
         other, and steps that beginning and ending a tile takes (docs/performance/records/attn_bwd_sm90.toml, H100).
-    order_pays : (int, int, int)
-        Steps of the longest tile of keys of a causal head, at least and at most, and tiles of all heads, from which on
-        gradients of head_dim 128 are faster by additions to dq in an order than by others: measured is a length of 1024
-        alone (docs/performance/records/attn_bwd_sm90.toml, H100 and H200).
+    order_pays : (int, int, int, int)
+        Where causal gradients of head_dim 128 are faster by additions to dq in an order than by others: tiles of
+        queries, at least, at most for each query head of a kv head, and at most; tiles of keys of all heads, at least
+        (docs/performance/records/attn_bwd_sm90.toml, one H100).
     int8_from : dict of int to (int, int)
         By the narrowest head_dim that holds a call's: rows and keys from which on int8 with its quantization is faster
         than exact attention, (full, causal or windowed). Of one H200 (docs/performance/results/int8.json, which a test
@@ -127,7 +127,7 @@ class Rules:
     cached_bytes: int
     tail_bytes: float
     order_steps: dict[int, tuple[float, float]]
-    order_pays: tuple[int, int, int]
+    order_pays: tuple[int, int, int, int]
     int8_from: dict[int, tuple[int, int]]
     auto: dict[str, float]
 

@@ -57,26 +57,23 @@ def test_steps_that_are_waited_for() -> None:
         for n in range(-(-seqlen_k // BLOCK_N)):
             first, end = query_tiles(n, seqlen_q, seqlen_k, left, right)
             count = max(end - first, 0)
-            before, firsts = 0, count
+            firsts = count
             if n:
                 last_first, last_end = query_tiles(n - 1, seqlen_q, seqlen_k, left, right)
                 if last_end > last_first:
-                    before, firsts = last_end - last_first, min(end - last_end, count)
+                    firsts = min(end - last_end, count)
             assert firsts >= 0
             steps.append([])
-            needed = 0
-            for head in range(heads if count else 0):
-                for i in range(count):
-                    place = (head, end - 1 - i)
-                    if i < firsts:
+            for i in range(count):
+                for head in range(heads):
+                    place, done = (head, end - 1 - i), len(steps[n]) + 1
+                    if done <= firsts * heads:
                         assert place not in added
                     else:
-                        needed += 1
-                        assert steps[n - 1][needed - 1] == place
+                        assert steps[n - 1][done - firsts * heads - 1] == place
                         assert added[place][-1] == n - 1
                     added.setdefault(place, []).append(n)
                     steps[n].append(place)
-                needed += before - (count - firsts)
         # attn_bwd_prepare clears nothing then.
         if (left < 0 and right < 0) or seqlen_q <= seqlen_k:
             assert len(added) == heads * -(-seqlen_q // BLOCK_M)
