@@ -234,3 +234,14 @@ def test_the_generator_is_drawn_from_and_graphs_go_on() -> None:
     assert not torch.equal(seen[1][0], seen[2][0])
     for one, numbers in seen:
         assert torch.equal(one, omniattn.attention(q, k, v, dropout_p=0.3, dropout_rng=numbers))
+
+
+def test_a_call_that_is_refused_draws_nothing() -> None:
+    q, k, v = _arrays(1, 64, 64, (2, 2), 64)
+    before = torch.cuda.get_rng_state()
+    for refused in ({"k": k[..., :32]}, {"softcap": -1.0}, {"precision": "int8"}):
+        with pytest.raises(OmniattnError):
+            omniattn.attention(q, **{"k": k, "v": v, **refused}, dropout_p=0.3)
+        assert torch.equal(torch.cuda.get_rng_state(), before)
+    omniattn.attention(q, k, v, dropout_p=0.3)
+    assert not torch.equal(torch.cuda.get_rng_state(), before)

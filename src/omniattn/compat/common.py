@@ -15,7 +15,7 @@ from torch.nn import functional
 from .. import arguments
 from ..checks.dropout import check_p
 from ..errors import ArgumentError, DtypeError, ShapeError, UnsupportedError
-from ..frameworks.torch.dropout import rng_of
+from ..frameworks.torch.dropout import rng_of, undo_of_draw
 from ..ops import ScoreMod, attention, attention_backward, attention_varlen, attention_varlen_backward
 
 #: Why there is no dropout.
@@ -324,12 +324,19 @@ def forward(
         return_softmax=(return_softmax, False),
     )  # fmt: skip
     check_tensors(function, q=q)
+    undo = None
     if check_dropout(dropout_p, function):
+        undo = undo_of_draw(q)
         rng = rng_of(q, None, function)
         options["rng"] = {"dropout_rng": rng}
     else:
         rng = q.new_empty((2,), dtype=torch.int64)
-    out, lse, none = func(function, q, k, v, packed, dropout_p, True, **options)
+    try:
+        out, lse, none = func(function, q, k, v, packed, dropout_p, True, **options)
+    except BaseException:
+        if undo is not None:
+            undo()
+        raise
     return out, lse, none, rng
 
 

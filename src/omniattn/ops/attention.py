@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 from .. import arrays
@@ -124,11 +125,20 @@ def _with_descales(call: Call, factors: tuple[Any, ...], more: bool) -> Call:
     return Call(_WITH_DESCALES[function], (*call.objects, *factors), call.options, call.stream)
 
 
-def _with_more(call: Call, descales: tuple[Any, ...], more: Extras) -> Call:
-    """``call`` with what plain ones have not."""
-    if any(x is not None for x in descales):
-        call = _with_descales(call, descales, more.has_any())
-    return _with_extras(call, more) if more.has_any() else call
+def _run_with_more(
+    call: Call, descales: tuple[Any, ...], more: Extras, return_rng: bool, undo: Callable[[], None] | None
+) -> Any:
+    """The results of ``call`` with what plain ones have not. undo: of a draw from a generator, for a call that fails."""
+    try:
+        descales = factors.as_arrays(call.objects[0], descales, call.operation.name)
+        if any(x is not None for x in descales):
+            call = _with_descales(call, descales, more.has_any())
+        results = run(_with_extras(call, more) if more.has_any() else call)
+    except BaseException:
+        if undo is not None:
+            undo()
+        raise
+    return _one_or_more(results, (more.rng,) if return_rng else ())
 
 
 # A third of what the class of a NamedTuple takes.
@@ -268,13 +278,13 @@ def attention(
     said = (
         layout, causal, window, softmax_scale, softcap, precision, return_lse, deterministic, None, None, out_dtype,
     )  # fmt: skip
-    p, rng = 0.0, None
+    p, rng, undo = 0.0, None, None
     if dropout_p is not _NO_DROPOUT or dropout_rng is not None or return_rng is not False:
-        p, rng, return_rng = dropout.of_forward(q, dropout_p, dropout_rng, return_rng, "attention")
+        p, rng, return_rng, undo = dropout.of_forward(q, dropout_p, dropout_rng, return_rng, "attention")
     plain = descale_q is descale_k is descale_v is score_mod is block_mask is block_size is None and not p
     descales = (descale_q, descale_k, descale_v)
-    descales = descales if plain else factors.as_arrays(q, descales, "attention")
     if compiling():
+        descales = descales if plain else factors.as_arrays(q, descales, "attention")
         return _compiled(
             "attention", q, k, v, Extras(score_mod, block_mask, block_size, p, rng), return_rng,
             options=AttentionOptions(*said), mask=mask, sinks=sinks, out=out, stream=stream, descales=descales,
@@ -285,8 +295,9 @@ def attention(
         if results is not None:
             return results[0] if len(results) == 1 else tuple(results)
     call = Call(_ATTENTION, objects, _new(AttentionOptions, said), stream)
-    call = call if plain else _with_more(call, descales, Extras(score_mod, block_mask, block_size, p, rng))
-    return _one_or_more(run(call, is_asked=plain and not return_rng), (rng,) if return_rng else ())
+    if not plain:
+        return _run_with_more(call, descales, Extras(score_mod, block_mask, block_size, p, rng), return_rng, undo)
+    return _one_or_more(run(call, is_asked=not return_rng), (rng,) if return_rng else ())
 
 
 def attention_varlen(
@@ -377,18 +388,17 @@ def attention_varlen(
     ArgumentError, UnsupportedError, KernelNotFoundError, CompileError, DriverError
         As in `attention`.
     """
-    p, rng = 0.0, None
+    p, rng, undo = 0.0, None, None
     if dropout_p is not _NO_DROPOUT or dropout_rng is not None or return_rng is not False:
-        p, rng, return_rng = dropout.of_forward(q, dropout_p, dropout_rng, return_rng, "attention_varlen")
+        p, rng, return_rng, undo = dropout.of_forward(q, dropout_p, dropout_rng, return_rng, "attention_varlen")
     plain = descale_q is descale_k is descale_v is score_mod is None and not p
     descales = (descale_q, descale_k, descale_v)
-    if not plain:
-        descales = factors.as_arrays(q, descales, "attention_varlen")
     said = (
         layout, causal, window, softmax_scale, softcap, precision, return_lse, deterministic, max_seqlen_q,
         max_seqlen_k, out_dtype,
     )  # fmt: skip
     if compiling():
+        descales = descales if plain else factors.as_arrays(q, descales, "attention_varlen")
         return _compiled(
             "attention_varlen", q, k, v, Extras(score_mod, dropout=p, rng=rng), return_rng,
             options=AttentionOptions(*said), cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
@@ -402,8 +412,8 @@ def attention_varlen(
             return results[0] if len(results) == 1 else tuple(results)
     call = Call(_ATTENTION_VARLEN, objects, _new(AttentionOptions, said), stream)
     if not plain:
-        call = _with_more(call, descales, Extras(score_mod, dropout=p, rng=rng))
-    return _one_or_more(run(call, is_asked=plain and not return_rng), (rng,) if return_rng else ())
+        return _run_with_more(call, descales, Extras(score_mod, dropout=p, rng=rng), return_rng, undo)
+    return _one_or_more(run(call, is_asked=not return_rng), (rng,) if return_rng else ())
 
 
 def _compiled(function: str, q: Any, k: Any, v: Any, more: Extras, return_rng: bool, **others: Any) -> Any:

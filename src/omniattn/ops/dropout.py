@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numbers
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from .. import arguments, arrays
@@ -18,10 +19,20 @@ from ..problems.dropout import DropoutProblem, dropout_of
 _WORD = 0xFFFFFFFF
 
 
-def of_forward(q: Any, p: Any, rng: Any, return_rng: Any, function: str) -> tuple[float, Any, bool]:
-    """`of_call`, and ``return_rng``, which is checked before anything is drawn."""
+def of_forward(
+    q: Any, p: Any, rng: Any, return_rng: Any, function: str
+) -> tuple[float, Any, bool, Callable[[], None] | None]:
+    """`of_call`, and ``return_rng``, which is checked before anything is drawn; and what undoes a draw.
+
+    Who draws for a call that is then refused calls it: nothing has happened.
+    """
     return_rng = arguments.check_bool(return_rng, "return_rng", function)
-    return *of_call(q, p, rng, function), return_rng
+    torch, undo = sys.modules.get("torch"), None
+    if rng is None and check_p(p, function) and not compiling() and torch is not None and isinstance(q, torch.Tensor):
+        from ..frameworks.torch.dropout import undo_of_draw
+
+        undo = None if is_describing() else undo_of_draw(q)
+    return *of_call(q, p, rng, function), return_rng, undo
 
 
 def of_call(q: Any, p: Any, rng: Any, function: str) -> tuple[float, Any]:

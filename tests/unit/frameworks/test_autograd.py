@@ -309,3 +309,30 @@ def test_training_lowers_a_loss() -> None:
         optimizer.step()
         losses.append(float(loss.detach()))
     assert losses[-1] < 0.9 * losses[0]
+
+
+def _refused_draws() -> list[Callable[[Any], Any]]:
+    """Calls with dropout that are refused, the first two behind the checks of dropout itself."""
+    from omniattn.compat import flash_attn
+
+    cu = torch.tensor([0, 5, 3], dtype=torch.int32)  # goes back
+    return [
+        lambda q: oa.attention(q, q[..., :8], q, dropout_p=0.5),
+        lambda q: oa.attention(q, q, q, dropout_p=0.5, precision="int8"),
+        lambda q: oa.attention(q, q, q, dropout_p=0.5, descale_q=torch.ones(2, 3)),
+        lambda q: oa.attention(q, q, q, dropout_p=0.5, softcap=-1.0),
+        lambda q: oa.attention_varlen(q[0], q[0], q[0], cu_seqlens_q=cu, cu_seqlens_k=cu, dropout_p=0.5),
+        lambda q: flash_attn.flash_attn_func(q, q[..., :8], q, dropout_p=0.5),
+    ]
+
+
+@pytest.mark.parametrize("number", range(6))
+def test_a_call_that_is_refused_draws_nothing(number: int) -> None:
+    q = torch.randn(1, 16, 2, 16, dtype=torch.float16)
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    with pytest.raises((ArgumentError, UnsupportedError)):
+        _refused_draws()[number](q)
+    assert torch.equal(torch.get_rng_state(), before)
+    oa.attention(q, q, q, dropout_p=0.5)
+    assert not torch.equal(torch.get_rng_state(), before)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,6 +11,15 @@ from .library import fail
 
 _INTEGERS = (torch.int64, torch.uint64, torch.int32, torch.uint32, torch.int16, torch.uint16, torch.int8, torch.uint8)
 _EXPECTED = "(seed, offset), integers from 0 to 2**64 - 1 or tensors, or a tensor of both: (2,) of int64 or uint64"
+
+
+def undo_of_draw(q: Any) -> Callable[[], None]:
+    """Before a draw for q: what puts the default generator of q's device back to where it is now."""
+    if q.is_cuda and torch.cuda.is_current_stream_capturing():
+        return lambda: None  # the state is the graph's
+    generator = torch.cuda.default_generators[q.get_device()] if q.is_cuda else torch.default_generator
+    state = generator.get_state()
+    return lambda: generator.set_state(state) and None
 
 
 def rng_of(q: Any, rng: Any, function: str) -> Any:
