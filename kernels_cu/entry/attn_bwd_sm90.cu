@@ -175,14 +175,19 @@ class Consumer : BwdProducts<Config>, Dropping {
         wgmma_commit();
     }
 
-    // Steps of a tile of queries.
-    OA_DEVICE int32 heads() const { return Config::kLists ? 1 : heads_of(p_); }
+    // Steps of a tile of queries, without lists.
+    OA_DEVICE int32 heads() const { return heads_of(p_); }
+    // Of queries.
+    OA_DEVICE int32 tile(const Work& w) const { return Config::kLists ? w.at : w.at / heads(); }
     OA_DEVICE void begin_heads(const BwdTile& t) { begin_keys(t, heads(), lane_, group_ * 4 + warp_); }
-    OA_DEVICE void attend(const BwdTile& t, Rows rows, Work& w) {
-        w.at = rows.end * heads() - 1;
-        const int32 total = Config::kLists ? t.steps : (rows.end - rows.first) * heads();
-        rows.full_first *= heads(), rows.full_end *= heads();  // as `at`
-        begin_heads(t);
+    OA_DEVICE void attend(const BwdTile& t, const Rows& tiles, Work& w) {
+        const int32 total = Config::kLists ? t.steps : (tiles.end - tiles.first) * heads();
+        Rows rows = tiles;
+        if constexpr (!Config::kLists) {
+            w.at = rows.end * heads() - 1;
+            rows.full_first *= heads(), rows.full_end *= heads();  // as `at`
+        }
+        if constexpr (kHasDropout) begin_heads(t);
         if constexpr (Config::kKeyMask) load_key_bias(w, t);
         mbarrier_wait(bars_.k_full, kv_phase_);
         // V is waited for here too: its first product comes half a step later, at the same place in all steps.
@@ -381,7 +386,7 @@ class Consumer : BwdProducts<Config>, Dropping {
             ds_read_.advance();  // the other warpgroup's
         }
         pack(w.p16, w.s);
-        if constexpr (kHasDropout) drop(w.p16, w.s, w.at / heads());
+        if constexpr (kHasDropout) drop(w.p16, w.s, tile(w));
         bars_.d_o.wait(do_at_);
         wgmma_discard(w.dp);
         if constexpr (Config::kKeyMask && kBefore == 0) wgmma_pin(w.dv);  // else zeroed behind the fence
@@ -425,7 +430,7 @@ class Consumer : BwdProducts<Config>, Dropping {
             QueryRange seen = visible_queries(key, t.seqlen_q, t.seqlen_k, p_.window_left, p_.window_right);
             uint32 len = key < t.seqlen_k ? uint32(max_of(seen.hi - seen.lo, 0)) : 0;
             if (Config::kLists && w.hidden) len = 0;
-            int32 first = w.at / heads() * Config::kBlockM + 2 * (lane_ & 3) - seen.lo;
+            int32 first = tile(w) * Config::kBlockM + 2 * (lane_ & 3) - seen.lo;
 #pragma unroll
             for (int j = 0; j < Config::kBlockM / 8; ++j)
 #pragma unroll

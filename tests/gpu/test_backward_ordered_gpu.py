@@ -156,6 +156,7 @@ def test_few_ctas(head_dim: int, count: int, on_ctas: Callable[[int], None]) -> 
         (128, 1, 4096, 8, 8, False),
         (64, 1, 4096, 16, 4, True),
         (64, 2, 1024, 16, 16, False),
+        (128, 4, 4096, 32, 8, True),  # as plain calls take it
         (128, 1, 20000, 1, 1, False),  # a head has more tiles of keys than the GPU has SMs
     ],
 )

@@ -362,7 +362,8 @@ def _order_pays(row: KernelSpec, f: AttentionProblem) -> bool:
     """Whether additions to dq in an order are faster than others: nothing is cleared before and rounded behind them.
 
     Of causal batches alone, and not of long ones: the more heads a tile of keys goes through at each tile of queries,
-    the longer it may wait for the tile before. Where there are too few tiles they all wait for each other.
+    the longer it may wait for the tile before. Where there are too few tiles, twice as many of long ones, they all wait
+    for each other.
     """
     causal = f.window_right == 0 and f.window_left == UNLIMITED and f.seqlen_q == f.seqlen_k
     if row.head_dim != 128 or not causal or f.varlen or f.dropout is not None or f.softcap > 0.0 or f.mask != "none":
@@ -370,7 +371,7 @@ def _order_pays(row: KernelSpec, f: AttentionProblem) -> bool:
     least, of_head, most, tiles = rules().order_pays
     length = num_m_blocks(f, row.block_m)
     pays = least <= length <= min(of_head * (f.num_q_heads // max(f.num_kv_heads, 1)), most)
-    return pays and f.batch * f.num_kv_heads * num_n_blocks(f, row.block_n) >= tiles
+    return pays and f.batch * f.num_kv_heads * num_n_blocks(f, row.block_n) >= (2 if length > of_head else 1) * tiles
 
 
 def _unfit_blocks(row: KernelSpec, f: AttentionProblem) -> str | None:

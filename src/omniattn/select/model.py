@@ -99,8 +99,8 @@ class Rules:
         other, and steps that beginning and ending a tile takes (docs/performance/records/attn_bwd_sm90.toml, H100).
     order_pays : (int, int, int, int)
         Where causal gradients of head_dim 128 are faster by additions to dq in an order than by others: tiles of
-        queries, at least, at most for each query head of a kv head, and at most; tiles of keys of all heads, at least
-        (docs/performance/records/attn_bwd_sm90.toml, one H100).
+        queries, at least, at most for each query head of a kv head, and at most; tiles of keys of all heads, at least,
+        twice as many beyond what one head may have (docs/performance/records/attn_bwd_sm90.toml, one H100).
     int8_from : dict of int to (int, int)
         By the narrowest head_dim that holds a call's: rows and keys from which on int8 with its quantization is faster
         than exact attention, (full, causal or windowed). Of one H200 (docs/performance/results/int8.json, which a test

@@ -207,7 +207,7 @@ def test_short_causal_calls_add_in_an_order() -> None:
     for more, ordered in (
         ({}, True), ({"seqlen_q": 4096, "seqlen_k": 4096}, False), ({"batch": 1}, False), ({"head_dim": 64}, False),
         ({"window_right": UNLIMITED}, False), ({"seqlen_k": 2048}, False), ({"softcap": 3.0}, False),
-        ({"batch": 4, **grouped}, True), ({"batch": 1, **grouped}, False), ({**grouped, **longer}, False),
+        ({"batch": 4, **grouped}, True), ({"batch": 2, **grouped}, False), ({**grouped, **longer}, False),
     ):  # fmt: skip
         chosen = select_backward(problem(**fields | more), GPUS[9, 0])
         assert chosen.spec.ordered_dq == ordered
