@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 import omniattn
+from omniattn.errors import OmniattnError
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.gpu
