@@ -1,6 +1,18 @@
 // Shared memory, barriers and producers of the backward on wgmma (entry/attn_bwd_sm90.cu): what is copied to the
 // consumers, and dQ on its way from them.
 //
+//   producer                          consumer g, tile i of queries
+//   kv_empty -> K -> k_full           wait q_full(i), ds_full(i-2)
+//               V -> v_full             S(i) = K Q(i)^T;  dQ(i-2) = dS(i-2) K;  dK += dS(i-1)^T Q(i-1)
+//   for i:                              P(i) = exp2(..), behind them
+//     q_empty -> Q, lse2 -> q_full    arrive q_empty(i-1), ds_empty(i-2);  wait dq_empty, store dQ(i-2)
+//     do_empty -> dO, delta           wait do_full(i)
+//                  -> do_full           dP(i) = V dO(i)^T;  dV += P(i)^T dO(i)
+//   writer g                            dS(i) = P (dP - delta), under the last one
+//     wait dq_full                    arrive do_empty(i);  wait ds_empty(i), store dS(i);  one fence
+//     dQ added to global memory       arrive ds_full(i), dq_full
+//     arrive dq_empty
+//
 // Config: kHeadDim, kPanels (of 64 columns), kConsumers, kBlockM queries and kBlockN keys of a tile, kQStages,
 // kDoStages, kDsStages, kDqWidth (columns of dQ that a warpgroup computes), kAlternate (dQ of every second step),
 // kVarlen (packed sequences), kKeyMask, kOrdered (attention/bwd_ordered.cuh), kLists (attention/bwd_listed.cuh),
@@ -275,8 +287,8 @@ class BwdProducer {
         uint32 bar = bars_.q.announce(q_at_, Layout::kQBytes + Layout::kRowBytes);
         copy<Config::kBlockM>(smem_addr_at(&SharedStorage::q) + q_at_.stage * Layout::kQBytes, &params_.map_q, bar,
                               first_row, head, t.batch_idx, t.q_begin, t.seqlen_q);
-        bulk_load(smem_addr_at(&SharedStorage::lse2) + q_at_.stage * Layout::kRowBytes,
-                  params_.bwd.lse2 + row, Layout::kRowBytes, bar);
+        bulk_load(smem_addr_at(&SharedStorage::lse2) + q_at_.stage * Layout::kRowBytes, params_.bwd.lse2 + row,
+                  Layout::kRowBytes, bar);
         q_at_.advance();
         if (!Config::kLists && is_first) {
             load_v(t);
@@ -296,8 +308,8 @@ class BwdProducer {
             bar = bars_.d_o.announce(do_at_, Layout::kQBytes + Layout::kRowBytes);
             copy<Config::kBlockM>(to, &params_.map_do, bar, first_row, head, t.batch_idx, t.q_begin, t.seqlen_q);
         }
-        bulk_load(smem_addr_at(&SharedStorage::delta) + do_at_.stage * Layout::kRowBytes,
-                  params_.bwd.delta + row, Layout::kRowBytes, bar);
+        bulk_load(smem_addr_at(&SharedStorage::delta) + do_at_.stage * Layout::kRowBytes, params_.bwd.delta + row,
+                  Layout::kRowBytes, bar);
         do_at_.advance();
     }
 

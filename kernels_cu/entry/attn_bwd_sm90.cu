@@ -11,23 +11,11 @@
 // shared memory too, for dQ, of whose columns either warpgroup computes half, or all of every other tile (kAlternate).
 //   warpgroup 0: producer, one lane copies; a lane for each consumer adds its dQ     warpgroups 1, 2: consumers
 //
-//   producer                          consumer g, tile i of queries
-//   kv_empty -> K -> k_full           wait q_full(i), ds_full(i-2)
-//               V -> v_full             S(i) = K Q(i)^T;  dQ(i-2) = dS(i-2) K;  dK += dS(i-1)^T Q(i-1)
-//   for i:                              P(i) = exp2(..), behind them
-//     q_empty -> Q, lse2 -> q_full    arrive q_empty(i-1), ds_empty(i-2);  wait dq_empty, store dQ(i-2)
-//     do_empty -> dO, delta           wait do_full(i)
-//                  -> do_full           dP(i) = V dO(i)^T;  dV += P(i)^T dO(i)
-//   writer g                            dS(i) = P (dP - delta), under the last one
-//     wait dq_full                    arrive do_empty(i);  wait ds_empty(i), store dS(i);  one fence
-//     dQ added to global memory       arrive ds_full(i), dq_full
-//     arrive dq_empty
-//
 // dQ lags by two tiles and warpgroups need not meet: either may be more than a tile ahead. VARLEN: packed [rows, heads,
 // head_dim]; warp 3 walks cu_seqlens (scheduler/bwd_feed.cuh), copies end with their sequence (params/attn_bwd.cuh).
 // SOFTCAP, KEY_MASK: score modifications (attention/bwd_mods.cuh); dropout: attention/dropout.cuh. ORDERED: dQ is added
-// to in a fixed order (attention/bwd_ordered.cuh). LISTS: a block mask (attention/bwd_listed.cuh). Shared memory:
-// BwdStorage (attention/bwd_roles.cuh).
+// to in a fixed order (attention/bwd_ordered.cuh). LISTS: a block mask (attention/bwd_listed.cuh). Shared memory, and
+// who waits for whom in a step: attention/bwd_roles.cuh.
 #include "attention/bwd_finish.cuh"
 #include "attention/bwd_listed.cuh"
 #include "attention/bwd_mods.cuh"

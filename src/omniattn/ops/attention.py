@@ -128,7 +128,7 @@ def _with_descales(call: Call, factors: tuple[Any, ...], more: bool) -> Call:
 def _run_with_more(
     call: Call, descales: tuple[Any, ...], more: Extras, return_rng: bool, undo: Callable[[], None] | None
 ) -> Any:
-    """The results of ``call`` with what plain ones have not. undo: of a draw from a generator, for a call that fails."""
+    """The results of ``call`` with what plain ones have not. undo: of a draw from a generator, where it fails."""
     try:
         descales = factors.as_arrays(call.objects[0], descales, call.operation.name)
         if any(x is not None for x in descales):
@@ -284,7 +284,6 @@ def attention(
     plain = descale_q is descale_k is descale_v is score_mod is block_mask is block_size is None and not p
     descales = (descale_q, descale_k, descale_v)
     if compiling():
-        descales = descales if plain else factors.as_arrays(q, descales, "attention")
         return _compiled(
             "attention", q, k, v, Extras(score_mod, block_mask, block_size, p, rng), return_rng,
             options=AttentionOptions(*said), mask=mask, sinks=sinks, out=out, stream=stream, descales=descales,
@@ -398,7 +397,6 @@ def attention_varlen(
         max_seqlen_k, out_dtype,
     )  # fmt: skip
     if compiling():
-        descales = descales if plain else factors.as_arrays(q, descales, "attention_varlen")
         return _compiled(
             "attention_varlen", q, k, v, Extras(score_mod, dropout=p, rng=rng), return_rng,
             options=AttentionOptions(*said), cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
@@ -420,7 +418,8 @@ def _compiled(function: str, q: Any, k: Any, v: Any, more: Extras, return_rng: b
     """A call that torch.compile reads: its operator."""
     from ..frameworks.torch.tracing import trace
 
-    results = trace(function, q, k, v, **others, **more.traced())
+    descales = factors.as_arrays(q, others.pop("descales"), function)
+    results = trace(function, q, k, v, descales=descales, **others, **more.traced())
     if not return_rng:
         return results
     return (*results, more.rng) if isinstance(results, tuple) else (results, more.rng)
