@@ -1,7 +1,7 @@
 // Shared memory, barriers and producers of the backward on wgmma (entry/attn_bwd_sm90.cu): what is copied to the
 // consumers, and dQ on its way from them.
 //
-//   producer                          consumer g, tile i of queries
+//   producer                          consumer g, step i: a tile of queries of a head
 //   kv_empty -> K -> k_full           wait q_full(i), ds_full(i-2)
 //               V -> v_full             S(i) = K Q(i)^T;  dQ(i-2) = dS(i-2) K;  dK += dS(i-1)^T Q(i-1)
 //   for i:                              P(i) = exp2(..), behind them

@@ -194,7 +194,7 @@ class Consumer : BwdProducts<Config>, Dropping {
             for (int32 i = 2; i < total; ++i) step<2>(t, rows, w);
         }
         if constexpr (!Config::kKvInRegisters) release_listed_v<Config>(lane_);
-        // What is left: dQ of the last two tiles, dK of the last one.
+        // What is left: dQ of the last two steps, dK of the last one.
         if (total > 1) finish_dq_of(w, total - 2);
         wgmma_pin(w.dk);
         wgmma_fence();
@@ -205,7 +205,7 @@ class Consumer : BwdProducts<Config>, Dropping {
         finish_dq_of(w, total - 1);
         if (lane_ == 0) mbarrier_arrive(bars_.kv_empty);
     }
-    // Tiles of queries from the third on. Warpgroup 1 has dQ of the odd ones, of which the first is due at tile 3.
+    // Steps from the third on. Warpgroup 1 has dQ of the odd ones, of which the first is due at step 3.
     OA_DEVICE void alternate(const BwdTile& t, const Rows& rows, Work& w, int32 total) {
         int32 i = 2;
         if (group_ == 1 && i < total) step<2, false>(t, rows, w), ++i;
@@ -217,7 +217,7 @@ class Consumer : BwdProducts<Config>, Dropping {
             ++i;
         }
     }
-    // Of tile i of queries, the oldest one of which there is no dQ yet.
+    // Of step i, the oldest one of which there is no dQ yet.
     OA_DEVICE void finish_dq_of(Work& w, int32 i) {
         if (!Config::kAlternate || (i & 1) == group_)
             finish_dq(w);
@@ -336,7 +336,7 @@ class Consumer : BwdProducts<Config>, Dropping {
         do_at_.advance();
     }
 
-    // Tile i of queries; q_at_ is at tile i - 1 unless i = 0. kBefore: how many tiles came before, 2 for more. No
+    // Step i; q_at_ is at step i - 1 unless i = 0. kBefore: how many steps came before, 2 for more. No
     // product is in flight from one step to the next: the compiler would wait for each.
     template <int kBefore, bool kDq = (kBefore > 1)>
     OA_DEVICE void step(const BwdTile& t, const Rows& rows, Work& w) {

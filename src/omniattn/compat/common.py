@@ -17,6 +17,7 @@ from ..checks.dropout import check_p
 from ..errors import ArgumentError, DtypeError, ShapeError, UnsupportedError
 from ..frameworks.torch.dropout import rng_of, undo_of_draw
 from ..ops import ScoreMod, attention, attention_backward, attention_varlen, attention_varlen_backward
+from ..ops.dropout import undone_on_error
 
 #: Why there is no dropout.
 NO_DROPOUT = "kernels for these operands have none"
@@ -331,12 +332,8 @@ def forward(
         options["rng"] = {"dropout_rng": rng}
     else:
         rng = q.new_empty((2,), dtype=torch.int64)
-    try:
+    with undone_on_error(undo):
         out, lse, none = func(function, q, k, v, packed, dropout_p, True, **options)
-    except BaseException:
-        if undo is not None:
-            undo()
-        raise
     return out, lse, none, rng
 
 

@@ -126,18 +126,14 @@ def _with_descales(call: Call, factors: tuple[Any, ...], more: bool) -> Call:
 
 
 def _run_with_more(
-    call: Call, descales: tuple[Any, ...], more: Extras, return_rng: bool, undo: Callable[[], None] | None
+    call: Call, descales: tuple[Any, ...], more: Extras, return_rng: bool, undo: Callable[[], object] | None
 ) -> Any:
     """The results of ``call`` with what plain ones have not. undo: of a draw from a generator, where it fails."""
-    try:
+    with dropout.undone_on_error(undo):
         descales = factors.as_arrays(call.objects[0], descales, call.operation.name)
         if any(x is not None for x in descales):
             call = _with_descales(call, descales, more.has_any())
         results = run(_with_extras(call, more) if more.has_any() else call)
-    except BaseException:
-        if undo is not None:
-            undo()
-        raise
     return _one_or_more(results, (more.rng,) if return_rng else ())
 
 

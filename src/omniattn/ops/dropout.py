@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import numbers
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from .. import arguments, arrays
@@ -21,10 +22,10 @@ _WORD = 0xFFFFFFFF
 
 def of_forward(
     q: Any, p: Any, rng: Any, return_rng: Any, function: str
-) -> tuple[float, Any, bool, Callable[[], None] | None]:
+) -> tuple[float, Any, bool, Callable[[], object] | None]:
     """`of_call`, and ``return_rng``, which is checked before anything is drawn; and what undoes a draw.
 
-    Who draws for a call that is then refused calls it: nothing has happened.
+    A call that is then refused runs within `undone_on_error`.
     """
     return_rng = arguments.check_bool(return_rng, "return_rng", function)
     torch, undo = sys.modules.get("torch"), None
@@ -33,6 +34,17 @@ def of_forward(
 
         undo = None if is_describing() else undo_of_draw(q)
     return *of_call(q, p, rng, function), return_rng, undo
+
+
+@contextlib.contextmanager
+def undone_on_error(undo: Callable[[], object] | None) -> Iterator[None]:
+    """Calls ``undo`` where the body raises: who drew for a call that is refused has drawn nothing."""
+    try:
+        yield
+    except BaseException:
+        if undo is not None:
+            undo()
+        raise
 
 
 def of_call(q: Any, p: Any, rng: Any, function: str) -> tuple[float, Any]:

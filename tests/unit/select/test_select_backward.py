@@ -203,11 +203,15 @@ def test_short_causal_calls_add_in_an_order() -> None:
     fields: dict[str, Any] = {"head_dim": 128, "batch": 16, "seqlen_q": 1024, "seqlen_k": 1024, "window_right": 0}
     fields |= {"num_q_heads": 16, "num_kv_heads": 16}
     grouped = {"num_q_heads": 32, "num_kv_heads": 8, "seqlen_q": 4096, "seqlen_k": 4096}
+    pairs = {"num_q_heads": 32, "num_kv_heads": 16}
     longer = {"seqlen_q": 8192, "seqlen_k": 8192}
     for more, ordered in (
         ({}, True), ({"seqlen_q": 4096, "seqlen_k": 4096}, False), ({"batch": 1}, False), ({"head_dim": 64}, False),
         ({"window_right": UNLIMITED}, False), ({"seqlen_k": 2048}, False), ({"softcap": 3.0}, False),
         ({"batch": 4, **grouped}, True), ({"batch": 2, **grouped}, False), ({**grouped, **longer}, False),
+        ({"batch": 32, "seqlen_q": 512, "seqlen_k": 512}, True),
+        ({"batch": 64, "seqlen_q": 256, "seqlen_k": 256}, False),
+        ({**pairs, "seqlen_q": 2048, "seqlen_k": 2048}, True), ({**pairs, "seqlen_q": 4096, "seqlen_k": 4096}, False),
     ):  # fmt: skip
         chosen = select_backward(problem(**fields | more), GPUS[9, 0])
         assert chosen.spec.ordered_dq == ordered

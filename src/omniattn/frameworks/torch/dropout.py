@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,13 +14,13 @@ _INTEGERS = (torch.int64, torch.uint64, torch.int32, torch.uint32, torch.int16, 
 _EXPECTED = "(seed, offset), integers from 0 to 2**64 - 1 or tensors, or a tensor of both: (2,) of int64 or uint64"
 
 
-def undo_of_draw(q: Any) -> Callable[[], None]:
+def undo_of_draw(q: Any) -> Callable[[], object]:
     """Before a draw for q: what puts the default generator of q's device back to where it is now."""
     if q.is_cuda and torch.cuda.is_current_stream_capturing():
         return lambda: None  # the state is the graph's
     generator = torch.cuda.default_generators[q.get_device()] if q.is_cuda else torch.default_generator
     state = generator.get_state()
-    return lambda: generator.set_state(state) and None
+    return functools.partial(generator.set_state, state)
 
 
 def rng_of(q: Any, rng: Any, function: str) -> Any:
