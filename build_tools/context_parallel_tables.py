@@ -1,4 +1,4 @@
-"""Tables of sequences that several GPUs share: reports of examples/context_parallel and examples/train_lm."""
+"""Tables of sequences that several GPUs share: of context_parallel, of rings, of trainings."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from build_tools.page_parts import Part, Report, Row, Source, below, number, rat
 SOURCES: dict[str, Source] = {
     "context_parallel": Source("python examples/context_parallel/bench.py", "context_parallel", False),
     "train_lm_parallel": Source("python examples/train_lm/parallel.py", "train_lm", False),
+    "ring": Source("python examples/long_context/times.py --gpus 2", "ring", False),
+    "ring_four": Source("python examples/long_context/times.py --gpus 4", "ring", False),
     "long_context": Source("python examples/long_context/long_context.py", "train_lm", False),
 }
 
@@ -14,6 +16,13 @@ SOURCES: dict[str, Source] = {
 OVER_CUDNN: dict[int, float] = {131072: 1 / 0.87}
 OVER_ONE: dict[int, float] = {32768: 1.5, 131072: 1.9}
 _HOW = {"one": "–", "allgather": "allgather", "alltoall": "alltoall", "calls": "calls of one GPU alone"}
+#: Asked for of two GPUs' rings over one GPU, by length, and of 8 bits on the wire over 16.
+RING_OVER_ONE: dict[tuple[str, int], float] = {
+    ("forward", 8192): 1.4, ("forward", 32768): 1.85, ("forward", 131072): 1.99,
+    ("forward + backward", 32768): 1.75, ("forward + backward", 131072): 1.95,
+}  # fmt: skip
+_RING_HEADER = ["one GPU, ms", "ring over it (goal)", "in a CUDA graph", "int8 ring over bf16's", "heads over ranks",
+                "DTensor", "2 × 2", "host, ms: ring, int8"]  # fmt: skip
 
 
 def _asked(value: float, goal: float | None) -> str:
@@ -49,6 +58,35 @@ def attention(report: Report) -> str:
     return below(table(header, lines), report)
 
 
+def rings(report: Report) -> str:
+    """Times of examples/long_context/times.py: a line each shape, forward, both or a step of decoding."""
+    calls: dict[tuple[str, str], dict[str, Row]] = {}
+    for row in report["rows"]:
+        calls.setdefault((row["shape"], row["what"]), {})[row["how"]] = row
+    lines = []
+    for (shape, what), hows in calls.items():
+        one = hows["one"]
+        ring = hows.get("ring") or hows["sharded cache"]
+        captured, one = hows.get(f"{ring['how']}, graph"), hows.get("one, graph", one)
+        low, goal = hows.get("ring, int8"), RING_OVER_ONE.get((what, ring["seqlen"])) if report["gpus"] == 2 else None
+        host = [number(row["host_ms"], 2) for row in (ring, low) if row is not None]
+        lines.append(
+            [
+                f"{shape}, {what}",
+                number(one["median_ms"], 3),
+                _asked(one["median_ms"] / ring["median_ms"], goal),
+                "–" if captured is None else ratio(one["median_ms"] / captured["median_ms"]),
+                "–" if low is None else ratio(ring["median_ms"] / low["median_ms"]),
+                *(
+                    "–" if how not in hows else ratio(hows[how]["speed_over_one"])
+                    for how in ("heads", "DTensor, heads", "ring of 2 × heads of 2")
+                ),
+                ", ".join(host),
+            ]
+        )
+    return below(table([f"{report['gpus']} GPUs, causal, bf16", *_RING_HEADER], lines), report)
+
+
 def training(report: Report) -> str:
     """The losses of examples/train_lm/parallel.py, or of examples/long_context, and their speed."""
     one = report["rows"][0]["tokens_per_second"]
@@ -73,6 +111,8 @@ def training(report: Report) -> str:
 
 PARTS: dict[str, Part] = {
     "context_parallel": Part(("context_parallel",), attention),
+    "ring": Part(("ring",), rings),
+    "ring_four": Part(("ring_four",), rings),
     "train_lm_parallel": Part(("train_lm_parallel",), training),
     "long_context": Part(("long_context",), training),
 }

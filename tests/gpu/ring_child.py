@@ -248,6 +248,42 @@ def dtensors() -> None:
     say("dtensors")
 
 
+def meshes() -> None:
+    """Two dimensions: heads over one and a ring over the other; DTensors whose dimensions both are divided."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    mesh = init_device_mesh("cuda", (2, 2), mesh_dim_names=("ring", "heads"))
+    for schedule, rows in (("zigzag", 1024), ("contiguous", 777)):
+        tensors = inputs(rows, (8, 2), 128)
+        wanted = [x.clone().requires_grad_() for x in tensors[:3]]
+        expected = results(*oa.attention(*wanted, causal=True, return_lse=True), tensors[3], *wanted)
+
+        def part(x: Any, dim: int = 1, schedule: str = schedule) -> Any:
+            rows_of_ring = shard(x, dim, group=mesh["ring"], schedule=schedule)
+            return shard(rows_of_ring, dim, group=mesh["heads"], schedule="contiguous")
+
+        q, k, v = (part(x).requires_grad_() for x in tensors[:3])
+        o, lse = ulysses_attention(
+            q, k, v, group=mesh["heads"], ring_group=mesh["ring"].get_group(), schedule=schedule, seqlen_q=rows,
+            seqlen_k=rows, causal=True, return_lse=True,
+        )  # fmt: skip
+        for key, x in results(o, lse, part(tensors[3]), q, k, v).items():
+            near(f"meshes {schedule} {key}", x, part(expected[key], 2 if key == "lse" else 1), BOUNDS[key])
+    tensors = inputs(512, (8, 4), 128, batch=4)
+    wanted = [x.clone().requires_grad_() for x in tensors[:3]]
+    expected = results(*oa.attention(*wanted, causal=True, return_lse=True), tensors[3], *wanted)
+    for places in ([Shard(0), Shard(2)], [Shard(1), Shard(2)], [Shard(0), Shard(1)], [Replicate(), Shard(2)]):
+        q, k, v, do = (distribute_tensor(x, mesh, places) for x in tensors)
+        q, k, v = (x.requires_grad_() for x in (q, k, v))
+        o, lse = oa.attention(q, k, v, causal=True, return_lse=True)
+        (o * do).sum().full_tensor().backward()
+        found = {"o": o.detach(), "lse": lse.detach(), "dq": q.grad, "dk": k.grad, "dv": v.grad}
+        for key, x in found.items():
+            near(f"meshes {places} {key}", x.full_tensor(), expected[key], BOUNDS[key])
+    say("meshes")
+
+
 def main() -> None:
     """Every case once."""
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
@@ -263,7 +299,7 @@ def main() -> None:
             ring(f"{schedule} {precision}", 1024, schedule, causal=True, precision=precision)
     ring("three rows", 3, "zigzag", causal=True)
     parts: tuple[Callable[[], None], ...] = (documents, heads, streams, caches, dtensors, graph)
-    for part in parts:
+    for part in (*parts, *((meshes,) if dist.get_world_size() == 4 else ())):
         part()
     dist.barrier()
     dist.destroy_process_group()

@@ -119,9 +119,9 @@ def test_jax_on_both(check_vma: bool) -> None:
             np.testing.assert_allclose(a, b, rtol=2e-2, atol=2e-2)
 
 
-def by_torchrun(program: str, *arguments: str, seconds: int) -> str:
-    """What a program of two processes says. One that hangs ends with all its processes."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+def by_torchrun(program: str, *arguments: str, seconds: int, processes: int = 2) -> str:
+    """What a program of several processes says. One that hangs ends with all its processes."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes),
                str(ROOT / program), *arguments]  # fmt: skip
     process = subprocess.Popen(
         command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
@@ -142,10 +142,11 @@ def by_torchrun(program: str, *arguments: str, seconds: int) -> str:
     return said
 
 
-def count(said: str, lines: Sequence[str]) -> None:
-    """Both processes said each of these lines."""
+def count(said: str, lines: Sequence[str], processes: int = 2) -> None:
+    """All processes said each of these lines."""
     found = said.splitlines()
-    missing = [f"rank {rank}: {line}" for rank in (0, 1) for line in lines if f"rank {rank}: {line}" not in found]
+    wanted = [f"rank {rank}: {line}" for rank in range(processes) for line in lines]
+    missing = [line for line in wanted if line not in found]
     assert not missing, (missing, said[-2000:])
 
 
@@ -166,10 +167,17 @@ def test_context_parallel_by_nccl() -> None:
     count(said, [*cases, *lengths, "refused"])
 
 
-def test_ring_attention_by_nccl() -> None:
-    """Schedules, masks, documents, 8 bits on the wire, streams, caches, DTensors, graphs; the same bits again."""
-    said = by_torchrun("tests/gpu/ring_child.py", seconds=150)
+@pytest.mark.parametrize("processes", [2, 4])
+def test_ring_attention_by_nccl(processes: int) -> None:
+    """Schedules, masks, documents, 8 bits on the wire, streams, caches, DTensors, graphs; the same bits again.
+
+    With four GPUs also meshes of two dimensions.
+    """
+    if torch.cuda.device_count() < processes:
+        pytest.skip(f"fewer than {processes} GPUs in this machine")
+    said = by_torchrun("tests/gpu/ring_child.py", seconds=150, processes=processes)
     calls = [f"causal={causal} {rows}" for causal in (True, False) for rows in (1024, 777)]
     calls += ["window", "softcap", "int8", "fp8"]
     lines = [f"{schedule} {call}" for schedule in ("zigzag", "contiguous") for call in calls]
-    count(said, [*lines, "three rows", "documents", "heads", "streams", "caches", "dtensors", "graph"])
+    parts = ["three rows", "documents", "heads", "streams", "caches", "dtensors", "graph"]
+    count(said, [*lines, *parts, *["meshes"][: processes == 4]], processes)

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.frameworks
 
 ROOT = Path(__file__).resolve().parents[3]
 CHILD = Path(__file__).with_name("long_context_child.py")
-PROGRAM = ROOT / "examples" / "long_context" / "long_context.py"
+FOLDER = ROOT / "examples" / "long_context"
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -26,11 +26,11 @@ def test_losses_of_one_process(tmp_path: Path, size: int) -> None:
     assert f"{size} processes" in said
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """The program, as a user starts it."""
+def run(*arguments: str, program: str = "long_context.py") -> subprocess.CompletedProcess[str]:
+    """A program of the example, as a user starts it."""
     path = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
     return subprocess.run(
-        [sys.executable, str(PROGRAM), *arguments], capture_output=True, text=True, timeout=300, check=False,
+        [sys.executable, str(FOLDER / program), *arguments], capture_output=True, text=True, timeout=300, check=False,
         env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
 
