@@ -48,6 +48,12 @@ def plain(value: Any, argument: str, function: str) -> Any:
         raise ArgumentError(argument, expected, repr(value), function=function) from error
 
 
+def kind_of(value: Any) -> str:
+    """What an error says of a value where nothing may come: its type, and of a number that is no array the number."""
+    name = type(value).__name__
+    return f"the {name} {value}" if isinstance(value, numbers.Number) else name
+
+
 def listed(value: Any) -> Any:
     """A list, or an array with dimensions, as a tuple of its numbers, which calls are found again by.
 

@@ -132,7 +132,8 @@ def check_attention(call: Call, tensors: dict[str, Tensor]) -> AttentionProblem:
         values.check_quantized_head_dim(max(q.shape[-1], v.shape[-1]), what, function)
     descales = check_descales(tensors, (batch, heads_q, heads_kv), extent, function) if q.dtype == values.E4M3 else None
     if descales is None and (given := [name for name in DESCALES if name in tensors]):
-        raise ArgumentError(given[0], f"None, because q is {q.dtype} and not in e4m3", "an array", function=function)
+        received = "an array" if tensors[given[0]].shape else "a number"  # which is an array by now
+        raise ArgumentError(given[0], f"None, because {not_e4m3(q.dtype)}", received, function=function)
 
     def three(shape: tuple[int, ...], strides: tuple[int, ...]) -> Strides3:
         return canonical_strides(shape, strides, layout, len(shape) == 3)
@@ -224,6 +225,11 @@ def _precision_of(
     if keys < least:
         return EXACT, f"exact in place of {precision.name}: {keys} keys are fewer than min_seqlen={least}"
     return replace(precision, min_seqlen=0) if least else precision, ""
+
+
+def not_e4m3(dtype: str) -> str:
+    """Why q of this type has no factors."""
+    return f"q is {dtype} and not in e4m3"
 
 
 def check_descales(

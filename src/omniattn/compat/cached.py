@@ -219,7 +219,7 @@ def _cache_of(
     if table is not None and name == "block_table":  # FlashAttention-2 has neither
         for other, x in (("cache_batch_idx", batch_idx), ("cache_leftpad", leftpad)):
             if x is not None:
-                raise ArgumentError(other, f"None with {name}", "a tensor", function=function)
+                raise ArgumentError(other, f"None with {name}", arguments.kind_of(x), function=function)
     if leftpad is not None:
         leftpad = check_numbers(leftpad, "cache_leftpad", (batch,), q, function)
     sequences = blocks

@@ -72,7 +72,8 @@ def check_rows(
         _check_starts(starts, "cu_seqlens_q", q.shape[0], function, of_q.longest)
     if k is None:
         if new_starts is not None:
-            raise ArgumentError("cu_seqlens_k_new", "None without k and v", "a tensor", function=function)
+            received = arguments.kind_of(new_starts)
+            raise ArgumentError("cu_seqlens_k_new", "None without k and v", received, function=function)
         return of_q, None
     common.check_tensors(function, k=k)
     if new_starts is None:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..arguments import check_bool, check_int
+from ..arguments import check_bool, check_int, kind_of
 from ..checks.caches import check_cache
 from ..errors import (
     ArgumentError,
@@ -421,7 +421,7 @@ def _slots(cache: KVCache, places: Any, sequences: Any, table: Any, batch: int, 
         _check_device(table, "block_table", places, function)
         room = table.shape[1] * size
     elif table is not None:
-        raise ArgumentError("block_table", "None with a KVCache", "an array", function=function)
+        raise ArgumentError("block_table", "None with a KVCache", kind_of(table), function=function)
     elif batch > cache.num_blocks:
         expected = f"at most the cache's {cache.num_blocks} sequences"
         raise ShapeError("seq_lens", expected, f"{batch}", function=function)

@@ -21,7 +21,7 @@ def describe_key_arrays(
             continue
         if not fmt.quantized:
             expected = f"None with k_dtype {fmt.dtype!r}, which is exact"
-            raise ArgumentError(argument, expected, "an array", function=function)
+            raise ArgumentError(argument, expected, arguments.kind_of(value), function=function)
         t = arrays.describe_of(function, value, argument)
         if t.dtype != "float32":
             raise DtypeError(argument, "float32", t.dtype, function=function)

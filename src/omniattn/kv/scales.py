@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from .. import arrays
+from .. import arguments, arrays
 from ..arrays import Tensor
 from ..arrays.strides import overlaps_itself
 from ..errors import ArgumentError, DtypeError, ShapeError, StrideError, UnsupportedError
@@ -33,7 +33,8 @@ def describe_scales(given: Mapping[str, Any], k: Tensor, heads: int, function: s
         missing = next(name for name in given if name not in there)
         raise ArgumentError(missing, "an array, as the other one's scales are given", "None", function=function)
     if k.itemsize != 1:
-        raise ArgumentError("k_scale", f"None with {k.dtype} arrays, which are exact", "an array", function=function)
+        received = arguments.kind_of(there["k_scale"])
+        raise ArgumentError("k_scale", f"None with {k.dtype} arrays, which are exact", received, function=function)
     scales = {name: arrays.describe_of(function, x, name) for name, x in there.items()}
     arrays.require_same_device([k, *scales.values()])
     rows = tuple(k.shape[:3])

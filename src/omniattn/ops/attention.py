@@ -6,10 +6,10 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from .. import arrays
+from .. import arguments, arrays
 from ..arrays.identity import Same
 from ..checks import attention as checks
-from ..checks import extras, operands
+from ..checks import extras, operands, values
 from ..checks.attention import AttentionOptions
 from ..checks.memory import check_memory
 from ..errors import ArgumentError, UnsupportedError
@@ -113,16 +113,21 @@ _WITH_DESCALES = {
 }  # fmt: skip
 
 
-def _with_descales(call: Call, factors: tuple[Any, ...], more: bool) -> Call:
+def _with_descales(call: Call, given: tuple[Any, ...], more: bool) -> Call:
     """``call`` with factors of q, k and v; more: with score_mod, block_mask or dropout, which do not go with it."""
-    function = call.operation.name
-    name, factor = next((n, x) for n, x in zip(checks.DESCALES, factors, strict=True) if x is not None)
-    quantized = any(x.__class__ in OPERANDS for x in call.objects[:3])
-    if quantized or more:
-        others = "score_mod, block_mask and dropout take no e4m3 arrays"
-        what = "quantized operands bring their scales" if quantized else others
-        raise ArgumentError(name, f"None, because {what}", type(factor).__name__, function=function)
-    return Call(_WITH_DESCALES[function], (*call.objects, *factors), call.options, call.stream)
+    function, q = call.operation.name, call.objects[0]
+    name, factor = next((n, x) for n, x in zip(checks.DESCALES, given, strict=True) if x is not None)
+    dtype, what = str(getattr(q, "dtype", "")).removeprefix("torch."), ""
+    if any(x.__class__ in OPERANDS for x in call.objects[:3]):
+        what = "quantized operands bring their scales"
+    elif more:
+        what = "score_mod, block_mask and dropout take no e4m3 arrays"
+    elif dtype in values.CPU_DTYPES:  # `checks.attention` says it too, but of the array that a number has become
+        what = checks.not_e4m3(dtype)
+    if what:
+        raise ArgumentError(name, f"None, because {what}", arguments.kind_of(factor), function=function)
+    found = factors.as_arrays(q, given, function)
+    return Call(_WITH_DESCALES[function], (*call.objects, *found), call.options, call.stream)
 
 
 def _run_with_more(
@@ -130,7 +135,6 @@ def _run_with_more(
 ) -> Any:
     """The results of ``call`` with what plain ones have not. undo: of a draw from a generator, where it fails."""
     with dropout.undone_on_error(undo):
-        descales = factors.as_arrays(call.objects[0], descales, call.operation.name)
         if any(x is not None for x in descales):
             call = _with_descales(call, descales, more.has_any())
         results = run(_with_extras(call, more) if more.has_any() else call)

@@ -290,6 +290,7 @@ NEW = torch.zeros(2, 1, 2, 24)
         ({"cache_batch_idx": int32(0, 2)}, ArgumentError, "cache_batch_idx"),
         ({"cache_leftpad": int32(0, 5)}, ArgumentError, "cache_leftpad"),
         ({"cache_leftpad": int32(0, 5), "block_table": int32(0, 1)[:, None]}, ArgumentError, "cache_leftpad"),
+        ({"cache_leftpad": 5, "block_table": int32(0, 1)[:, None]}, ArgumentError, "received the int 5"),
         ({"cache_batch_idx": int32(0, 1), "block_table": int32(0, 1)[:, None]}, ArgumentError, "cache_batch_idx"),
         ({"block_table": int32(0, 2)[:, None]}, ArgumentError, "blocks 0 to 1"),
         ({"block_table": int32(0, 1)}, ShapeError, "block_table"),

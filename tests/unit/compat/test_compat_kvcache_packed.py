@@ -178,6 +178,7 @@ NEW = torch.zeros(6, KV, 8)
         ({"cu_seqlens_k_new": starts([1, 1, 4]), "cache_seqlens": 5}, RuntimeError, "cache_seqlens"),
         ({"v": NEW[:5]}, ShapeError, "'v'"),
         ({"k": None, "v": None}, ArgumentError, "cu_seqlens_k_new"),
+        ({"k": None, "v": None, "cu_seqlens_k_new": 3}, ArgumentError, "received the int 3"),
         ({"k": NEW[None], "v": NEW[None]}, ShapeError, "'k': expected 3 dimensions"),
         ({"page_table": int32(0, 1)[:, None], "cache_batch_idx": int32(0, 1, 2)}, ArgumentError, "0 to 1"),
         ({"page_table": int32(0, 1)[:, None]}, ShapeError, "page_table"),

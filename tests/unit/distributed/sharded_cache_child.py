@@ -233,6 +233,7 @@ def errors() -> None:
         (lambda: decode_sharded(q[:, :, :2][:, :, [0] * 2 + [1]], cache, seq_lens=lengths), ShapeError, "argument 'q'"),
         (lambda: append_sharded(cache, k, k, seq_lens=far), ArgumentError, "argument 'seq_lens'"),
         (lambda: append_sharded(cache, k, k, seq_lens=lengths, **table), ArgumentError, "argument 'block_table'"),
+        (lambda: append_sharded(cache, k, k, seq_lens=lengths, block_table=3), ArgumentError, "received the int 3"),
         (lambda: append_sharded(paged, k, k, seq_lens=lengths), ArgumentError, "argument 'block_table'"),
         (lambda: append_sharded(recent, k, k, seq_lens=lengths), UnsupportedError, "recent_window"),
         (lambda: append_sharded(cache, k[0], k[0], seq_lens=lengths), ShapeError, "argument 'k'"),

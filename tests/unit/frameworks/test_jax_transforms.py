@@ -376,6 +376,7 @@ def test_errors_come_while_tracing() -> None:
         ("argument 'k': expected float32, like q", lambda q: oa.attention(q, k.astype("bfloat16"), v)),
         ("argument 'k': expected an array, received None", lambda q: oa.attention(q, None, v)),
         ("argument 'out': expected None in a call that JAX traces", lambda q: oa.attention(q, k, v, out=q)),
+        ("a call that JAX traces, received the float 1.0", lambda q: oa.attention(q, k, v, out=1.0)),
         ("argument 'stream': expected None in a call that JAX traces", lambda q: oa.attention(q, k, v, stream=0)),
         ("argument 'dq': expected None", lambda q: oa.attention_backward(q, q, k, v, q, q[..., 0], dq=q)),
         ("argument 'layout'", lambda q: oa.attention(q, k, v, layout="BHSD")),

@@ -199,6 +199,8 @@ def test_wrong_scales() -> None:
         make(one, None)
     with pytest.raises(ArgumentError, match="'k_scale': expected None with float16"):
         make(one, one, pool.astype(np.float16))
+    with pytest.raises(ArgumentError, match=r"'k_scale': expected None with float16.*received the float 1\.0"):
+        make(1.0, 1.0, pool.astype(np.float16))
     with pytest.raises(DtypeError, match="'k_scale': expected float32"):
         make(one.astype(np.float64), one)
     for shape in ((3,), (4, 3), (0, HEADS), (BLOCKS, HEADS, SIZE), (1, 1, 1, 1)):

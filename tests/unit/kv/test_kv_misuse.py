@@ -85,6 +85,7 @@ def test_a_cache_stays_what_it_is(name: str) -> None:
         ({"k_channel_scale": np.full((1, 64), -1, np.float32)}, "k_channel_scale", "above 0"),
         ({"k_channel_scale": np.full((1, 64), np.nan, np.float32)}, "k_channel_scale", "above 0"),
         ({"k_mean": np.full((1, 64), np.inf, np.float32)}, "k_mean", "finite numbers"),
+        ({"k_dtype": "fp16", "k_mean": 1.0}, "k_mean", "received the float 1.0"),
         ({"batch": True}, "batch", "an integer >= 1"),
         ({"batch": -1}, "batch", "an integer >= 1"),
         ({"batch": 2**31}, "batch", "at most 2147483136"),

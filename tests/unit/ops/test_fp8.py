@@ -176,6 +176,25 @@ def test_what_does_not_go_with_e4m3(
     assert all(word in str(caught.value) for word in words), str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("value", "received"),
+    [(1.0, "the float 1.0"), (2, "the int 2"), (np.float32(0.5), "the float32 0.5"), (np.ones(1, "f4"), "ndarray")],
+)
+def test_a_factor_where_none_goes_is_named_as_it_came(value: Any, received: str) -> None:
+    """A number is told as one, although an array is made of it for those that take it."""
+    q, k, v = drawn()
+    qk, low = oa.quantize_qk(q, k), e4m3(q, k, v)
+    for call in (
+        lambda: oa.attention(qk.q, qk.k, oa.quantize_v(v), descale_q=value),
+        lambda: oa.attention(q, qk.k, v, descale_q=value),
+        lambda: oa.attention(q, k, v, descale_q=value),
+        lambda: oa.attention(*low, descale_q=value, block_mask=np.ones((1, 1, 2, 3), dtype=bool)),
+    ):
+        with pytest.raises(ArgumentError, match="'descale_q': expected None, because") as caught:
+            call()
+        assert caught.value.received == received
+
+
 def test_other_arrays_take_no_factors() -> None:
     q, k, v = drawn()
     one = np.ones((), np.float32)

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax import numpy as jnp
 
-from ... import arrays
+from ... import arguments, arrays
 from ...checks.operands import ALL
 from ...errors import ArgumentError, UnsupportedError
 from ...kv.leaves import CacheFacts
@@ -66,7 +66,8 @@ def _signature_of(call: Call) -> tuple[Signature, list[Any]]:
     for name in ("out", *operation.given.values()):
         if name in given:
             label = operation.labels.get(name, name)
-            raise ArgumentError(label, "None in a call that JAX traces", "an array", function=function)
+            received = arguments.kind_of(given[name])
+            raise ArgumentError(label, "None in a call that JAX traces", received, function=function)
     if call.stream is not None:
         raise ArgumentError("stream", "None in a call that JAX traces", repr(call.stream), function=function)
     for name in operation.required:
