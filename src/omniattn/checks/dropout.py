@@ -19,6 +19,11 @@ EXPECTED = (
     "(seed, offset), integers from 0 to 2**64 - 1, or an array of them: (2,) of int64 or uint64, or (4,) of int32 or "
     "uint32, the lower words first"
 )
+#: What comes without it, and how to pass it. Other libraries than torch have no generator to draw it from.
+NOTHING_DRAWN = "None, which only torch, with a generator of its own, can draw"
+EXAMPLE = "For example dropout_rng=(1234, 0), with another offset for each call"
+#: The same of a backward.
+FROM_FORWARD = "It is what the forward was given, dropout_rng=(1234, 0) say, or returned with return_rng=True"
 #: Channels of a head at most.
 MOST_CHANNELS = 256
 

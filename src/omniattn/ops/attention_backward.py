@@ -9,7 +9,7 @@ from .. import arrays
 from ..checks import attention as forward_checks
 from ..checks import backward as checks
 from ..checks.backward import BackwardOptions
-from ..checks.dropout import EXPECTED
+from ..checks.dropout import EXPECTED, FROM_FORWARD
 from ..checks.memory import check_memory
 from ..errors import ArgumentError
 from ..frameworks import FUNCTIONS, compiling
@@ -251,7 +251,7 @@ def _dropped(q: Any, p: Any, rng: Any, function: str) -> tuple[float, Any]:
     """``dropout_p`` and ``dropout_rng`` as `dropout.of_call` makes them; nothing is drawn."""
     p = dropout.check_p(p, function)
     if p and rng is None:
-        raise ArgumentError("dropout_rng", EXPECTED, "None", function=function)
+        raise ArgumentError("dropout_rng", EXPECTED, "None", function=function, hint=FROM_FORWARD)
     return dropout.of_call(q, p, rng, function) if p else (p, None)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from .. import arguments, arrays
 from ..arrays import Tensor
-from ..checks.dropout import EXPECTED, check_p
+from ..checks.dropout import EXAMPLE, EXPECTED, NOTHING_DRAWN, check_p
 from ..errors import ArgumentError, UnsupportedError
 from ..frameworks import compiling
 from ..plan.engine import is_describing
@@ -67,19 +67,21 @@ def of_call(q: Any, p: Any, rng: Any, function: str) -> tuple[float, Any]:
     if isinstance(rng, (tuple, list)) and not compiling():  # NumPy's integers are integers to every library
         rng = [int(x) if not isinstance(x, bool) and isinstance(x, numbers.Integral) else x for x in rng]
     root = type(q).__module__.partition(".")[0]
+    of_jax = root in ("jax", "jaxlib")
+    if not (rng is None or isinstance(rng, (tuple, list)) or of_jax or compiling()):
+        _check_array(rng, function)
     if root == "torch" or compiling() or arrays.needs_torch_operator((q,)):
         from ..frameworks.torch.dropout import rng_of
 
         if rng is None and not compiling() and is_describing():
             rng = (0, 0)  # what a call runs does not depend on it, and nothing is drawn for one that does not run
         return p, rng_of(q, rng, function)
-    if rng is None:
-        received = "None, which only torch, with a generator of its own, can draw"
-        raise ArgumentError("dropout_rng", EXPECTED, received, function=function)
-    if root in ("jax", "jaxlib"):
+    if of_jax:
         from ..frameworks.jax.dropout import rng_of as rng_of_jax
 
         return p, rng_of_jax(q, rng, function)
+    if rng is None:
+        raise ArgumentError("dropout_rng", EXPECTED, NOTHING_DRAWN, function=function, hint=EXAMPLE)
     if not isinstance(rng, (tuple, list)):
         return p, rng
     seed, offset = pair_of(rng, function)
@@ -90,6 +92,12 @@ def of_call(q: Any, p: Any, rng: Any, function: str) -> tuple[float, Any]:
         with q.device:
             return p, sys.modules["cupy"].asarray(pair)
     return p, pair
+
+
+def _check_array(rng: Any, function: str) -> None:
+    """Raise for what is no array of any library."""
+    if not (hasattr(rng, "__dlpack__") or arrays.has_tracer((rng,))):
+        raise ArgumentError("dropout_rng", EXPECTED, arguments.kind_of(rng), function=function, hint=EXAMPLE)
 
 
 def pair_of(rng: Any, function: str) -> tuple[int, int]:
@@ -106,6 +114,7 @@ def integers_of(rng: Any, function: str) -> tuple[int, int]:
 
     if isinstance(rng, (tuple, list)):
         return pair_of(rng, function)
+    _check_array(rng, function)
     rng = rng.get() if type(rng).__module__.startswith("cupy") else rng.cpu() if hasattr(rng, "cpu") else rng
     words = np.ascontiguousarray(np.asarray(rng))
     if words.dtype.kind not in "iu" or words.nbytes != 16 or words.ndim != 1:

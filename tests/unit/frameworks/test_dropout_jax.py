@@ -65,9 +65,10 @@ def test_integers_of_numpy() -> None:
 
 
 def test_nothing_is_drawn() -> None:
-    """JAX has no generator."""
-    with pytest.raises(ArgumentError, match="dropout_rng"):
+    """JAX has no generator; the error shows how to pass a key."""
+    with pytest.raises(ArgumentError, match=r"'dropout_rng': expected a key of jax\.random") as caught:
         omniattn.attention(*_arrays(), dropout_p=0.3)
+    assert "dropout_rng=jax.random.key(1234), or dropout_rng=(1234, 0)" in str(caught.value)
 
 
 @pytest.mark.parametrize("mapped", ["q, k, v", "q", "q, key", "key"])

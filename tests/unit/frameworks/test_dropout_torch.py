@@ -97,6 +97,8 @@ def test_tensors_of_seed_and_offset() -> None:
     for bad in ((1,), (1, -1), (True, 2), (1.0, 2), (torch.tensor(1.5), pair[1]), (torch.tensor([1, 2]), pair[1])):
         with pytest.raises(ArgumentError, match="dropout_rng"):
             omniattn.attention(*leaves, dropout_p=0.5, dropout_rng=bad)
+    with pytest.raises(ArgumentError, match=r"expected \(seed, offset\).*received the int 7"):
+        omniattn.attention(*leaves, dropout_p=0.5, dropout_rng=7)
 
 
 def test_torch_compile_has_it_whole() -> None:

@@ -14,6 +14,7 @@ from omniattn.bench.shape_cases import ShapeCase
 from omniattn.checks.dropout import check_dropout
 from omniattn.errors import ArgumentError, DtypeError, ShapeError, UnsupportedError
 from omniattn.launch.dropout import with_dropout
+from omniattn.ops.dropout import of_call
 from omniattn.plan.attention import plan_attention
 from omniattn.problems import AttentionProblem, Fp8, Int8, Target
 from omniattn.problems.dropout import DropoutProblem, dropout_of
@@ -247,6 +248,29 @@ def test_what_raises(changes: dict[str, Any], error: type[Exception], text: str)
         omniattn.attention(*arrays, **{"dropout_p": 0.1, "dropout_rng": RNG, **changes})
 
 
+@pytest.mark.parametrize("library", ["numpy", "cupy", "another"])
+def test_without_a_generator_the_error_shows_how_to_pass_seed_and_offset(library: str) -> None:
+    q = np.zeros((1, 9, 1, 8)) if library == "numpy" else type("ndarray", (), {"__module__": library})()
+    with pytest.raises(ArgumentError, match=r"received None, .*\. For example dropout_rng=\(1234, 0\)") as caught:
+        of_call(q, 0.1, None, "attention")
+    assert (caught.value.function, caught.value.argument) == ("attention", "dropout_rng")
+
+
+@pytest.mark.parametrize(
+    ("rng", "received"), [(5, "the int 5"), (1.5, "the float 1.5"), ("a", "str"), (np.int64(5), "the int64 5")]
+)
+def test_what_is_neither_a_pair_nor_an_array(rng: Any, received: str) -> None:
+    """Both are expected, and not an array alone."""
+    x = _arrays(1, 9, 9, 1, 1, 8)
+    for call in (
+        lambda: omniattn.attention(*x, dropout_p=0.1, dropout_rng=rng),
+        lambda: omniattn.dropout_mask((1, 1, 9, 9), 0.1, rng),
+    ):
+        with pytest.raises(ArgumentError, match=r"'dropout_rng': expected \(seed, offset\)") as caught:
+            call()
+        assert caught.value.received == received
+
+
 @pytest.mark.parametrize("p", [0.0, 0.1])
 @pytest.mark.parametrize("flag", ["no", 1, 0, None, (), np.ones(2)])
 def test_return_rng_is_a_flag(flag: Any, p: float) -> None:
@@ -272,7 +296,7 @@ def test_quantized_operands_pages_and_backwards_without_rng_raise() -> None:
     with pytest.raises(UnsupportedError, match=r"dropout_p=0\.1 with quantized operands"):
         omniattn.attention(pair.q, pair.k, value, dropout_p=0.1, dropout_rng=RNG)
     o, lse = omniattn.attention(q, k, v, return_lse=True)
-    with pytest.raises(ArgumentError, match="dropout_rng"):
+    with pytest.raises(ArgumentError, match=r"It is what the forward was given, dropout_rng=\(1234, 0\) say"):
         omniattn.attention_backward(o, q, k, v, o, lse, dropout_p=0.1)
     starts, counts = np.array([0, 64], np.int32), np.array([64], np.int32)
     with pytest.raises(UnsupportedError, match="block_table"):

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 from jax import numpy as jnp
 
+from ...checks.dropout import NOTHING_DRAWN
 from ...errors import ArgumentError
 from ...problems.dropout import WORDS
 
@@ -19,6 +20,9 @@ def rng_of(q: Any, rng: Any, function: str) -> Any:
 
     Those of a key are the 128 bits that ``jax.random.bits`` makes of it.
     """
+    if rng is None:
+        example = "For example dropout_rng=jax.random.key(1234), or dropout_rng=(1234, 0)"
+        raise ArgumentError("dropout_rng", _EXPECTED, NOTHING_DRAWN, function=function, hint=example)
     if isinstance(rng, (tuple, list)):
         if len(rng) != 2 or any(isinstance(x, bool) or not isinstance(x, int) or not 0 <= x < 2**64 for x in rng):
             raise ArgumentError("dropout_rng", _EXPECTED, repr(rng), function=function)
