@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from omniattn.bench.anchors import InputSet
 from omniattn.bench.option_cases import DROPOUT_RNG, MASKS, Case, Extents, OptionShape, document_tokens, lengths, slope
+from omniattn.problems.dropout import dropout_of
 from omniattn.reference.dropout import Dropout
 
 #: Sets of q, k and v that timed calls rotate through.
@@ -163,8 +164,10 @@ class Problem:
 
     def _kept(self, batch: int, head: int, rows: Any, keys: Any) -> Any:
         """What dropout multiplies probabilities by."""
-        dropout = Dropout(round(256 * self.case.dropout), *DROPOUT_RNG)
-        kept = dropout.kept(batch, head, rows.cpu().numpy(), keys.cpu().numpy())
+        dropout = dropout_of(self.case.dropout)
+        assert dropout is not None
+        of_call = Dropout(dropout.threshold, *DROPOUT_RNG)
+        kept = of_call.kept(batch, head, rows.cpu().numpy(), keys.cpu().numpy())
         return self.torch.from_numpy(kept).to(rows.device).double() * dropout.scale
 
     def _random(self, *size: int) -> Any:

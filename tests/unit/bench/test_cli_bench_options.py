@@ -211,6 +211,15 @@ def test_an_option_that_is_left_out_is_found(case: Case) -> None:
     assert problem.errors(ours(bare, "exact")(problem.check))[0] > ERROR_LIMITS["exact"]
 
 
+@pytest.mark.frameworks
+@pytest.mark.parametrize("p", [0.001, 0.999])
+def test_the_reference_rounds_shares_of_dropout_as_calls_do(p: float) -> None:
+    """To 1/256 and 255/256: never to nothing, or to all."""
+    pytest.importorskip("torch")
+    problem = Problem(OptionsTorch(), Case("dropout", dropout=p), SHAPE)
+    assert problem.errors(ours(problem, "exact")(problem.check))[0] < 0.01
+
+
 # A run
 
 
