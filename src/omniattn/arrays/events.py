@@ -6,7 +6,6 @@ out again as soon as the capsule is released, so capsules are kept until an even
 
 from __future__ import annotations
 
-import ctypes
 import sys
 import threading
 from collections import deque
@@ -172,8 +171,6 @@ class _CudaBindings:
             self._check("cuMemcpy2DAsync", self._cu.cuMemcpy2DAsync(rows, stream))
 
 
-#: ``CU_STREAM_CAPTURE_MODE_RELAXED``.
-_RELAXED = 2
 #: ``CU_MEMHOSTALLOC_PORTABLE`` and ``cudaHostAllocPortable``.
 _PORTABLE = 1
 #: ``cudaMemcpyDefault``: the direction follows from the addresses.
@@ -202,10 +199,10 @@ class _Cupy:
     def __init__(self) -> None:
         from cupy.cuda import runtime
 
+        from ..runtime.driver_cupy import relaxed_capture
+
         self._rt = runtime
-        # CuPy has no name for this call; its runtime library has loaded the driver's.
-        library = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
-        self._exchange = library.cuThreadExchangeStreamCaptureMode
+        self._relaxed = relaxed_capture
 
     def context(self, ordinal: int) -> AbstractContextManager[None]:
         return _driver.device_context(_driver.get_driver(), ordinal)
@@ -229,20 +226,8 @@ class _Cupy:
     def wait(self, stream: int, event: int) -> None:
         self._call("streamWaitEvent", stream, event)
 
-    def _exchange_mode(self, mode: int) -> int:
-        value = ctypes.c_int(mode)
-        code = self._exchange(ctypes.byref(value))
-        if code:
-            raise driver_error("cuThreadExchangeStreamCaptureMode", f"CUDA error {code}", "the driver refused the call")
-        return value.value
-
-    @contextmanager
-    def relaxed(self) -> Iterator[None]:
-        previous = self._exchange_mode(_RELAXED)
-        try:
-            yield
-        finally:
-            self._exchange_mode(previous)
+    def relaxed(self) -> AbstractContextManager[None]:
+        return self._relaxed()
 
     def done(self, event: int) -> bool:
         # CuPy returns cudaErrorNotReady here instead of raising it.

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import cupy
 from cupy.cuda import driver as cu
@@ -46,6 +49,40 @@ def _facts_of(function: int) -> str:
         for attribute in FUNCTION_ATTRIBUTES:
             found[attribute] = int(cu.funcGetAttribute(attribute, function))
     return launch_facts(found, memory)
+
+
+#: ``CU_STREAM_CAPTURE_MODE_RELAXED``.
+_RELAXED = 2
+
+
+@functools.cache
+def _exchange() -> Callable[[Any], int]:
+    """The driver's exchange of the calling thread's capture mode, for which CuPy has no name."""
+    try:
+        # CuPy's runtime library has loaded it.
+        library = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+    except OSError as error:
+        raise no_library(error) from error
+    exchange: Callable[[Any], int] = library.cuThreadExchangeStreamCaptureMode
+    return exchange
+
+
+def _exchange_mode(mode: int) -> int:
+    value = ctypes.c_int(mode)
+    code = _exchange()(ctypes.byref(value))
+    if code:
+        raise driver_error("cuThreadExchangeStreamCaptureMode", f"CUDA error {code}", "the driver refused the call")
+    return value.value
+
+
+@contextmanager
+def relaxed_capture() -> Iterator[None]:
+    """Run the block with this thread's capture mode relaxed: it spoils no capture of any thread in the default mode."""
+    previous = _exchange_mode(_RELAXED)
+    try:
+        yield
+    finally:
+        _exchange_mode(previous)
 
 
 class CupyDriver:
@@ -143,7 +180,10 @@ class CupyDriver:
                 context = int(cu.ctxGetCurrent())
                 function = functions.get(context)
                 if function is None:
-                    function = functions[context] = _load(image, symbol, smem_bytes)
+                    # A capture in the default mode forbids loading modules anywhere in the process; loading does not
+                    # touch the stream.
+                    with relaxed_capture():
+                        function = functions[context] = _load(image, symbol, smem_bytes)
                 return function
 
         load_here()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
 import types
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 
 from omniattn import runtime
+from omniattn.arrays import events
 from omniattn.errors import DeviceError, DriverError, DriverMissingError, UnsupportedError
 from omniattn.runtime import driver as seam
 from omniattn.runtime.driver import get_driver, set_driver
@@ -145,6 +147,8 @@ class FakeCupy:
         self.current = 0
         self.calls: list[tuple[Any, ...]] = []
         self.version = 13000
+        #: Of this thread: 0 is global, 2 relaxed. Whether some thread captures a graph, and whether it still can.
+        self.mode, self.capturing, self.captured = 0, False, True
 
         class CUDADriverError(RuntimeError):
             pass
@@ -157,6 +161,9 @@ class FakeCupy:
         cu.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES = 8  # type: ignore[attr-defined]
 
         def module_load(image: bytes) -> int:
+            if self.capturing and self.mode != 2:
+                self.captured = False
+                raise CUDADriverError("CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED: not while a stream is capturing")
             self.calls.append(("load", self.current))
             return 7
 
@@ -200,6 +207,11 @@ class FakeCupy:
         self.modules = {"cupy.cuda": cuda, "cupy.cuda.driver": cu, "cupy.cuda.runtime": rt}
         self.cu = cu
 
+    def exchange(self, mode: Any) -> int:
+        """cuThreadExchangeStreamCaptureMode of libcuda, by a pointer of ctypes."""
+        self.mode, mode._obj.value = mode._obj.value, self.mode
+        return 0
+
 
 @pytest.fixture
 def cupy(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCupy]:
@@ -210,6 +222,8 @@ def cupy(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCupy]:
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.delitem(sys.modules, "omniattn.runtime.driver_cupy", raising=False)
     monkeypatch.setenv("OMNIATTN_DRIVER", "cupy")
+    module = importlib.import_module("omniattn.runtime.driver_cupy")
+    monkeypatch.setattr(module, "_exchange", lambda: fake.exchange)
     set_driver(None)
     yield fake
     set_driver(None)
@@ -256,6 +270,33 @@ def test_cupy_loads_again_in_another_context_of_the_device(cupy: FakeCupy) -> No
     launch((1, 1, 1), 32, 0, 0, None)
     launch((1, 1, 1), 32, 0, 0, None)
     assert [call[:2] for call in cupy.calls] == [("load", 100), ("load", 555), ("launch", 1555), ("launch", 1555)]
+
+
+def test_cupy_loads_while_a_graph_is_captured(cupy: FakeCupy) -> None:
+    """In relaxed mode, which is the thread's for that time alone; in another context at a launch, too."""
+    driver = get_driver()
+    cupy.current, cupy.capturing = 100, True
+    launch = driver.load(b"image", "toy", 0, 0)
+    assert cupy.mode == 0
+    cupy.current, cupy.mode = 555, 1
+    launch((1, 1, 1), 32, 0, 0, None)
+    with pytest.raises(DriverError, match="CUDA_ERROR_NOT_FOUND"):
+        driver.load(b"image", "absent", 0, 0)
+    assert (cupy.mode, cupy.captured) == (1, True)
+
+
+def test_cupys_events_are_queried_in_the_same_mode(cupy: FakeCupy) -> None:
+    with events._Cupy().relaxed():
+        assert cupy.mode == 2
+    assert cupy.mode == 0
+
+
+def test_a_refused_exchange_of_modes_is_told(cupy: FakeCupy, monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = get_driver()
+    monkeypatch.setattr(cupy, "exchange", lambda mode: 999)
+    with pytest.raises(DriverError, match="cuThreadExchangeStreamCaptureMode failed with CUDA error 999"):
+        driver.load(b"image", "toy", 0, 0)
+    assert cupy.calls == []
 
 
 def test_cupy_errors(cupy: FakeCupy) -> None:
