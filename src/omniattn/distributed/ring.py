@@ -212,6 +212,8 @@ def _call(
     return_lse: Any, agree_first: Any,
 ) -> Any:  # fmt: skip
     """One call of either function. starts: cu_seqlens of packed documents, in a tuple."""
+    if agree_first is not None:
+        agree_first = check_bool(agree_first, "agree_first", function)
     key = _key_of(function, (q, k, v, sinks), group, said, return_lse) if starts is None and not agree_first else None
     known = None if key is None else _KNOWN.get(key)
     if known is not None and dist.is_initialized():
@@ -219,8 +221,6 @@ def _call(
     at = group_of(group, function)
     check_tensor(q, "q", function)
     device = q.device
-    if agree_first is not None:
-        check_bool(agree_first, "agree_first", function)
     asked: Asked | None = None
     failure: OmniattnError | None = None
     try:

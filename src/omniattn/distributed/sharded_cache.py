@@ -114,12 +114,12 @@ def decode_sharded(
     at = _group_of(group, seq_lens, function)
     check_tensor(q, "q", function)
     if agree_first is not None:
-        check_bool(agree_first, "agree_first", function)
+        agree_first = check_bool(agree_first, "agree_first", function)
     failure: OmniattnError | None = None
     mine: _Records | None = None
     try:
         check_bool(return_lse, "return_lse", function)
-        if heads not in HEADS:
+        if not isinstance(heads, str) or heads not in HEADS:
             raise ArgumentError("heads", " or ".join(map(repr, HEADS)), repr(heads), function=function)
         _check_cache(cache, function)
         _check_queries(q, at, heads, function)

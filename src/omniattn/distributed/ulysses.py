@@ -13,7 +13,7 @@ from ..ops.attention import attention
 from ..problems import Auto, Fp8, Int4, Int8
 from .exchange import Group, agree, exchange, group_of, meet
 from .ring import Asked, as_tensors, check, check_tensor, facts_of, ring_attention
-from .schedule import Range, chunks_of, length_of
+from .schedule import SCHEDULES, Range, check_schedule, chunks_of, length_of
 
 #: Behind those of a ring's steps.
 _TAG = 1 << 20
@@ -110,6 +110,8 @@ def ulysses_attention(
     at = group_of(group, function)
     across = None if ring_group is None else group_of(ring_group, function, "ring_group")
     check_tensor(q, "q", function)
+    if agree_first is not None:
+        agree_first = check_bool(agree_first, "agree_first", function)
     said = {
         "layout": layout, "causal": causal, "window": window, "softmax_scale": softmax_scale, "softcap": softcap,
         "precision": precision, "schedule": "contiguous", "deterministic": deterministic,
@@ -119,6 +121,7 @@ def ulysses_attention(
     failure: OmniattnError | None = None
     try:
         said["return_lse"] = check_bool(return_lse, "return_lse", function)
+        check_schedule(schedule, function)
         q, k, v = as_tensors(q, k, v, sinks, function)
         asked = check(function, q, k, v, sinks, at, said, None, across is not None)
         splits = _splits(q, k, asked, at)
@@ -166,7 +169,8 @@ def _part(seqlen: Any, across: Group | None, schedule: Any) -> Any:
         across is None
         or isinstance(seqlen, bool)
         or not isinstance(seqlen, int)
-        or schedule not in ("zigzag", "contiguous")
+        or not isinstance(schedule, str)
+        or schedule not in SCHEDULES
     ):
         return seqlen
     return length_of(seqlen, across.size, across.rank, schedule)

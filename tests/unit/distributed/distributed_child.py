@@ -233,6 +233,7 @@ def errors() -> None:
     raised(ArgumentError, "argument 'precision'", q, k, v, precision="int4")
     raised(UnsupportedError, "a window with a low precision", q, k, v, precision="int8", window=(4, 0))
     raised(ArgumentError, "argument 'agree_first'", q, k, v, agree_first=1)
+    raised(ArgumentError, "argument 'agree_first': expected True or False", q, k, v, agree_first=torch.ones(2))
     raised(ArgumentError, "argument 'v': expected a torch tensor", q, k, v.numpy())
     if size == 1:
         return
@@ -329,6 +330,9 @@ def ulysses() -> None:
     ):
         with pytest.raises(ShapeError, match=text):
             ulysses_attention(bad, k[:, :, :1], v[:, :, :1])
+    for wrong in ({"schedule": "striped"}, {"schedule": torch.ones(2)}, {"agree_first": 1}, {"agree_first": "no"}):
+        with pytest.raises(ArgumentError, match=rf"ulysses_attention\(\): argument '{next(iter(wrong))}'"):
+            ulysses_attention(q, k, v, **wrong)
     if size == 4:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ring", "heads"))
         for schedule in ("zigzag", "contiguous"):

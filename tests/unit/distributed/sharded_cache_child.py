@@ -224,6 +224,7 @@ def errors() -> None:
     for call, error, text in (
         (lambda: decode_sharded(q, recent, seq_lens=lengths), UnsupportedError, "recent_window"),
         (lambda: decode_sharded(q, cache, seq_lens=lengths, heads="mine"), ArgumentError, "argument 'heads'"),
+        (lambda: decode_sharded(q, cache, seq_lens=lengths, heads=lengths), ArgumentError, "argument 'heads'"),
         (lambda: decode_sharded(q, cache, seq_lens=lengths, interleave=0), ArgumentError, "argument 'interleave'"),
         (lambda: decode_sharded(q, cache, seq_lens=lengths.long()), DtypeError, "argument 'seq_lens'"),
         (lambda: decode_sharded(q, cache, seq_lens=[3, 4]), ArgumentError, "argument 'seq_lens'"),
