@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ..arguments import check_int
+from ..arguments import MAX_ROWS, check_int
 from ..errors import ArgumentError, DtypeError, ShapeError
 from ..problems.decode import MAX_Q_LEN
 from .exchange import Group, group_of
@@ -41,7 +41,7 @@ def local_seqlen(seqlen: int, *, group: Any = None, interleave: int = 1) -> int:
     name = "local_seqlen"
     at = group_of(group, name)
     seqlen = check_int(seqlen, "seqlen", name)
-    interleave = check_int(interleave, "interleave", name, least=1)
+    interleave = check_int(interleave, "interleave", name, least=1, most=MAX_ROWS)
     period = interleave * at.size
     return seqlen // period * interleave + min(max(seqlen % period - at.rank * interleave, 0), interleave)
 
@@ -107,7 +107,7 @@ def local_tokens(seq_lens: Any, *, q_len: int = 1, group: Any = None, interleave
     name = "local_tokens"
     at = group_of(group, name)
     q_len = check_int(q_len, "q_len", name, least=1, most=MAX_Q_LEN)
-    return found_tokens(seq_lens, q_len, at, check_int(interleave, "interleave", name, least=1), name)
+    return found_tokens(seq_lens, q_len, at, check_int(interleave, "interleave", name, least=1, most=MAX_ROWS), name)
 
 
 def check_lengths(seq_lens: Any, function: str, argument: str = "seq_lens") -> None:

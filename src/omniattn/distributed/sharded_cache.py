@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..arguments import check_bool, check_int, kind_of
+from ..arguments import MAX_ROWS, check_bool, check_int, kind_of
 from ..checks.caches import check_cache
 from ..errors import (
     ArgumentError,
@@ -133,6 +133,8 @@ def decode_sharded(
             options["sinks"] = sinks
         mine = _Records(q, cache.v_format.head_dim)
         _decode(q, cache, tokens, block_table, options, mine)
+    except ArgumentError as error:
+        failure = error.named(function)
     except OmniattnError as error:
         failure = error
     if agree_first if agree_first is not None else q.device.type == "cpu":
@@ -199,6 +201,13 @@ def append_sharded(
     fewest, most = (2, 3) if packed else (3, 4)  # a latent cache's keys may leave out their one head
     if not fewest <= k.dim() <= most or (k.dim() == fewest and not cache.facts.is_latent):
         raise ShapeError("k", f"{most} dimensions", f"shape {tuple(k.shape)}", function=function)
+    for name, x in (("v", v), ("k_pe", k_pe)):
+        if x is not None:
+            check_tensor(x, name, function)
+            # Flattened they would be as many rows in any order of batch and tokens.
+            if x.shape[: fewest - 1] != k.shape[: fewest - 1]:
+                expected = f"{tuple(k.shape[: fewest - 1])} at the beginning, like k"
+                raise ShapeError(name, expected, f"shape {tuple(x.shape)}", function=function)
     if packed:
         positions, sequences = _packed_positions(seq_lens, cu_seqlens, k.shape[0], function)
         places = places_of(positions, at, interleave)
@@ -217,7 +226,10 @@ def append_sharded(
     if not packed:
         k, v, k_pe = (None if x is None else x.flatten(0, 1) for x in (k, v, k_pe))
     rotation = {} if cos is None and sin is None else {"cos": cos, "sin": sin, "positions": positions.clamp_min(0)}
-    append(cache, k, v, k_pe=k_pe, slot_mapping=slots, rope=rope, **rotation)
+    try:
+        append(cache, k, v, k_pe=k_pe, slot_mapping=slots, rope=rope, **rotation)
+    except ArgumentError as error:
+        raise error.named(function, positions="cos", slot_mapping="block_table") from None
 
 
 def _group_of(group: Any, seq_lens: Any, function: str) -> Group:
@@ -234,7 +246,7 @@ def _interleave_of(interleave: Any, seq_lens: Any, function: str) -> int:
     of_tokens = seq_lens.interleave if isinstance(seq_lens, LocalTokens) else None
     if interleave is None:
         return of_tokens or 1
-    found = check_int(interleave, "interleave", function, least=1)
+    found = check_int(interleave, "interleave", function, least=1, most=MAX_ROWS)
     if of_tokens not in (None, found):
         raise ArgumentError("interleave", f"None, or {of_tokens} as in seq_lens", f"{found}", function=function)
     return found

@@ -211,6 +211,36 @@ def merging() -> None:
     say("merging")
 
 
+def told_by_their_own_function() -> None:
+    """Errors of what leaves checks to `append` and `decode`; and v, of as many rows in another order."""
+    # Four new tokens behind the first: one of each sequence is on every rank.
+    cache, lengths = oa.KVCache(2, 64, 2, 16, like=torch.empty(0)), torch.tensor([9, 9], dtype=torch.int32)
+    q, k, angles = numbers(2, 1, 4, 16), numbers(2, 4, 2, 16), torch.zeros(1, 4)
+
+    def append(v: Any = k, **options: Any) -> None:
+        append_sharded(cache, k, v, seq_lens=lengths, **options)
+
+    for call, function, argument in (
+        (lambda: append(numbers(4, 2, 2, 16)), "append_sharded", "v"),
+        (lambda: append(k.numpy()), "append_sharded", "v"),
+        (lambda: append(k[0, 0, 0]), "append_sharded", "v"),
+        (lambda: append(None), "append_sharded", "v"),
+        (lambda: append(k_pe=3), "append_sharded", "k_pe"),
+        (lambda: append(sin=angles), "append_sharded", "cos"),
+        (lambda: append(cos=angles, sin=angles), "append_sharded", "cos"),
+        (lambda: append(rope="whole"), "append_sharded", "rope"),
+        (lambda: append(interleave=2**70), "append_sharded", "interleave"),
+        (lambda: local_tokens(lengths, interleave=2**70), "local_tokens", "interleave"),
+        (lambda: decode_sharded(q, cache, seq_lens=lengths, softmax_scale="1"), "decode_sharded", "softmax_scale"),
+        (lambda: decode_sharded(q, cache, seq_lens=lengths, softcap=-1.0), "decode_sharded", "softcap"),
+        (lambda: decode_sharded(q, cache, seq_lens=lengths, deterministic=1), "decode_sharded", "deterministic"),
+        (lambda: decode_sharded(q, cache, seq_lens=lengths, block_table=3), "decode_sharded", "block_table"),
+    ):
+        with pytest.raises(ArgumentError) as caught:
+            call()
+        assert (caught.value.function, caught.value.argument) == (function, argument), str(caught.value)
+
+
 def errors() -> None:
     """What cannot be is refused on all ranks, with the argument's name."""
     like = torch.empty(0)
@@ -245,6 +275,7 @@ def errors() -> None:
     ):
         with pytest.raises(error, match=text):
             call()
+    told_by_their_own_function()
     scale = 0.1 * (1 + dist.get_rank())
     with pytest.raises(ArgumentError, match="argument 'softmax_scale': expected the same on all ranks"):
         decode_sharded(q, cache, seq_lens=lengths, softmax_scale=scale)
