@@ -99,7 +99,11 @@ def attend_cached(function: str, *arrays: Any, **options: Any) -> tuple[torch.Te
 
     Under torch.compile an operator, whose function this is again.
     """
-    return (_traced if torch.compiler.is_compiling() else _attend)(function, *arrays, **options)
+    if torch.compiler.is_compiling():
+        return _traced(function, *arrays, **options)
+    names = {"seq_lens": "cache_seqlens", "block_table": options["table_name"], "window": "window_size"}
+    made: tuple[torch.Tensor, torch.Tensor] = common.call(function, _attend, function, *arrays, names=names, **options)
+    return made
 
 
 def _traced(function: str, q: Any, k_cache: Any, v_cache: Any, k: Any, v: Any, **x: Any) -> Any:

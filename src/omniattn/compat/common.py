@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import operator
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,6 +19,20 @@ from ..frameworks.torch.dropout import rng_of, undo_of_draw
 from ..ops import ScoreMod, attention, attention_backward, attention_varlen, attention_varlen_backward
 from ..ops.dropout import undone_on_error
 
+_NO_NAMES: dict[str, str] = {}
+#: What the functions of FlashAttention call our arguments.
+NAMES = {
+    "window": "window_size", "descale_q": "q_descale", "descale_k": "k_descale", "descale_v": "v_descale",
+    "do": "dout", "o": "out", "lse": "softmax_lse", "dropout_rng": "rng_state",
+}  # fmt: skip
+#: Those with k and v in one tensor, and with q, too.
+KV_PACKED = {**NAMES, "k": "kv", "v": "kv"}
+QKV_PACKED = {**NAMES, "q": "qkv", "k": "qkv", "v": "qkv"}
+#: And of packed sequences, which are those of queries and keys.
+QKV_PACKED_VARLEN = {
+    **QKV_PACKED, "cu_seqlens_q": "cu_seqlens", "cu_seqlens_k": "cu_seqlens", "max_seqlen_q": "max_seqlen",
+    "max_seqlen_k": "max_seqlen",
+}  # fmt: skip
 #: Why there is no dropout.
 NO_DROPOUT = "kernels for these operands have none"
 
@@ -63,6 +77,26 @@ def told(function: str, **names: str) -> Iterator[None]:
         yield
     except ArgumentError as error:
         raise error.named(function, **names) from None
+
+
+def call(
+    function: str, do: Callable[..., Any], *args: Any, names: Mapping[str, str] = _NO_NAMES, **options: Any
+) -> Any:
+    """``do(*args, **options)``, whose errors are `told` of ``function``: ``names`` has what it calls our arguments.
+
+    torch.compile, which does not read such a block, shows them with the line of the caller.
+    """
+    if torch.compiler.is_compiling():
+        return do(*args, **options)
+    try:
+        return do(*args, **options)
+    except ArgumentError as error:
+        raise error.named(function, **names) from None
+    except UnsupportedError as error:
+        name, of_function, what = error.what.partition("(): ")
+        if not of_function or name == function or not name.isidentifier():
+            raise
+        raise UnsupportedError(f"{function}(): {what}", instead=error.instead) from None
 
 
 def check_rank(x: torch.Tensor, name: str, dims: str, function: str) -> None:
@@ -144,6 +178,23 @@ def attend(
     k: torch.Tensor,
     v: torch.Tensor,
     *,
+    names: Mapping[str, str] = NAMES,
+    **options: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """`attention`, or with ``packed`` `attention_varlen`, with FlashAttention's arguments; LSE as ours.
+
+    names: what ``function`` calls our arguments.
+    """
+    made: tuple[torch.Tensor, torch.Tensor | None] = call(function, _attend, function, q, k, v, names=names, **options)
+    return made
+
+
+def _attend(
+    function: str,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
     packed: dict[str, Any] | None = None,
     softmax_scale: Any = None,
     causal: Any = False,
@@ -155,7 +206,6 @@ def attend(
     descales: tuple[Any, Any, Any] = (None, None, None),
     dropout: dict[str, Any] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """`attention`, or with ``packed`` `attention_varlen`, with FlashAttention's arguments; LSE as ours."""
     check_tensors(function, q=q, k=k, v=v)
     dims = "(batch, seqlen, heads, head_dim)" if packed is None else "(total, heads, head_dim)"
     of_keys = "(blocks, tokens, heads, head_dim)" if packed is not None and "block_table" in packed else dims
@@ -364,7 +414,8 @@ def backward(
     # A graph allocates what its operators give.
     compiling = torch.compiler.is_compiling()
     into_given = {} if compiling else given
-    made = run(dout, q, k, v, out, ours(lse), wanted=tuple(given), **into_given, **(packed or {}), **options)
+    options |= packed or {}
+    made = call(function, run, dout, q, k, v, out, ours(lse), names=NAMES, wanted=tuple(given), **into_given, **options)
     if compiling:
         for x, gradient in zip(given.values(), made, strict=True):
             x.copy_(gradient)

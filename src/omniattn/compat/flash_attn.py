@@ -115,6 +115,7 @@ def flash_attn_qkvpacked_func(
     return common.func(
         function, q, k, v, None, dropout_p, return_attn_probs, softmax_scale=softmax_scale, causal=causal,
         window_size=window_size, softcap=softcap, alibi_slopes=alibi_slopes, deterministic=deterministic,
+        names=common.QKV_PACKED,
     )  # fmt: skip
 
 
@@ -136,6 +137,7 @@ def flash_attn_kvpacked_func(
     return common.func(
         function, q, k, v, None, dropout_p, return_attn_probs, softmax_scale=softmax_scale, causal=causal,
         window_size=window_size, softcap=softcap, alibi_slopes=alibi_slopes, deterministic=deterministic,
+        names=common.KV_PACKED,
     )  # fmt: skip
 
 
@@ -214,6 +216,7 @@ def flash_attn_varlen_qkvpacked_func(
     return common.func(
         function, q, k, v, packed, dropout_p, return_attn_probs, softmax_scale=softmax_scale, causal=causal,
         window_size=window_size, softcap=softcap, alibi_slopes=alibi_slopes, deterministic=deterministic,
+        names=common.QKV_PACKED_VARLEN,
     )  # fmt: skip
 
 
@@ -240,6 +243,7 @@ def flash_attn_varlen_kvpacked_func(
     return common.func(
         function, q, k, v, packed, dropout_p, return_attn_probs, softmax_scale=softmax_scale, causal=causal,
         window_size=window_size, softcap=softcap, alibi_slopes=alibi_slopes, deterministic=deterministic,
+        names=common.KV_PACKED,
     )  # fmt: skip
 
 

@@ -142,7 +142,7 @@ def flash_attn_qkvpacked_func(
     return _attend(
         function, qkv, None, return_attn_probs, softmax_scale=softmax_scale, causal=causal, window_size=window_size,
         softcap=softcap, deterministic=deterministic,
-        descales=(q_descale, k_descale, v_descale),
+        descales=(q_descale, k_descale, v_descale), names=common.QKV_PACKED,
     )  # fmt: skip
 
 

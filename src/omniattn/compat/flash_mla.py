@@ -33,6 +33,18 @@ __all__ = [
     "get_mla_metadata",
 ]
 
+#: What the functions of packed sequences call our arguments.
+_NAMES = {
+    "cu_seqlens_q": "cu_seqlens_qo", "cu_seqlens_k": "cu_seqlens_kv", "max_seqlen_q": "max_seqlen_qo",
+    "max_seqlen_k": "max_seqlen_kv",
+}  # fmt: skip
+#: And what those of packed rows call theirs.
+_KV_PACKED = {"k": "kv", "v": "kv"}
+_QKV_PACKED = {
+    "q": "qkv", "k": "qkv", "v": "qkv", "cu_seqlens_qo": "cu_seqlens", "cu_seqlens_kv": "cu_seqlens",
+    "max_seqlen_qo": "max_seqlen", "max_seqlen_kv": "max_seqlen",
+}  # fmt: skip
+
 
 class FlashMLASchedMeta:
     """What `flash_mla_with_kvcache` takes as ``tile_scheduler_metadata``; it holds nothing."""
@@ -332,7 +344,7 @@ def flash_attn_varlen_func(
     }  # fmt: skip
     out, lse = common.attend(
         name, q, k, v, packed=packed, softmax_scale=softmax_scale, causal=causal, deterministic=deterministic,
-        return_lse=True,
+        return_lse=True, names=_NAMES,
     )  # fmt: skip
     assert lse is not None
     return out, lse.T
@@ -359,11 +371,13 @@ def flash_attn_varlen_qkvpacked_func(
     cu_seqlens, max_seqlen, dropout_p, softmax_scale, causal, deterministic, is_varlen
         As there.
     """
-    q, k, v = _split(qkv, "qkv", head_dim_qk, 2, "flash_attn_varlen_qkvpacked_func")
-    return flash_attn_varlen_func(
-        q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, dropout_p, softmax_scale, causal, deterministic,
-        is_varlen,
+    name = "flash_attn_varlen_qkvpacked_func"
+    q, k, v = _split(qkv, "qkv", head_dim_qk, 2, name)
+    made: tuple[torch.Tensor, torch.Tensor] = common.call(
+        name, flash_attn_varlen_func, q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, dropout_p, softmax_scale,
+        causal, deterministic, is_varlen, names=_QKV_PACKED,
     )  # fmt: skip
+    return made
 
 
 def flash_attn_varlen_kvpacked_func(
@@ -394,12 +408,14 @@ is_varlen
     name = "flash_attn_varlen_kvpacked_func"
     k, v = _split(kv, "kv", head_dim_qk, 1, name)
     common.check_tensors(name, q=q)
+    common.check_rank(q, "q", "(total, heads, head_dim_qk)", name)
     if q.shape[-1] != head_dim_qk:
         raise ArgumentError("head_dim_qk", f"{q.shape[-1]}, the channels of q", f"{head_dim_qk}", function=name)
-    return flash_attn_varlen_func(
-        q, k, v, cu_seqlens_qo, cu_seqlens_kv, max_seqlen_qo, max_seqlen_kv, dropout_p, softmax_scale, causal,
-        deterministic, is_varlen,
+    made: tuple[torch.Tensor, torch.Tensor] = common.call(
+        name, flash_attn_varlen_func, q, k, v, cu_seqlens_qo, cu_seqlens_kv, max_seqlen_qo, max_seqlen_kv, dropout_p,
+        softmax_scale, causal, deterministic, is_varlen, names=_KV_PACKED,
     )  # fmt: skip
+    return made
 
 
 def _split(x: Any, name: str, head_dim_qk: Any, count: int, function: str) -> tuple[torch.Tensor, ...]:

@@ -239,9 +239,10 @@ def _single(
         common.check_rank(x, name, "(keys, heads, dim)", function)
     if layout == "HND":
         k, v = k.transpose(0, 1), v.transpose(0, 1)
-    made = attention(
-        q[None], k[None], v[None], causal=causal, window=(left, -1) if left >= 0 else None,
+    made = common.call(
+        function, attention, q[None], k[None], v[None], causal=causal, window=(left, -1) if left >= 0 else None,
         softmax_scale=scale * factor, softcap=plans.softcap_of(softcap, function), mask=mask, return_lse=with_lse,
+        names={"softmax_scale": "sm_scale", "mask": "custom_mask"},
     )  # fmt: skip
     out, lse = made if with_lse else (made, None)
     out = plans.scaled(out[0], v_factor)
@@ -249,6 +250,10 @@ def _single(
 
 
 # States
+
+#: What functions of states call arguments of `omniattn.merge_states`, and of `merge_state`.
+_STATES = {"o_a": "v_a", "lse_a": "s_a", "o_b": "v_b", "lse_b": "s_b"}
+_IN_PLACE = {"v_a": "v", "s_a": "s", "v_b": "v_other", "s_b": "s_other"}
 
 
 @torch.no_grad()
@@ -279,7 +284,7 @@ def merge_state(v_a: Any, s_a: Any, v_b: Any, s_b: Any) -> tuple[torch.Tensor, t
     for name, x in (("s_a", s_a), ("s_b", s_b)):
         if x.shape != v_a.shape[:2]:
             raise ShapeError(name, f"shape {tuple(v_a.shape[:2])}, like v_a", f"{tuple(x.shape)}", function=function)
-    v, s = _merged(v_a, _natural(s_a), v_b, _natural(s_b))
+    v, s = common.call(function, _merged, v_a, _natural(s_a), v_b, _natural(s_b), names=_STATES)
     return v, plans.lse_as_asked(s, v_a.shape[0], v_a.shape[1], None)
 
 
@@ -313,7 +318,7 @@ def merge_state_in_place(v: Any, s: Any, v_other: Any, s_other: Any, mask: Any =
         common.check_tensors(function, mask=mask)
         if mask.shape != v.shape[:1]:
             raise ShapeError("mask", f"shape ({v.shape[0]},)", f"{tuple(mask.shape)}", function=function)
-    made, lse = merge_state(v, s, v_other, s_other)
+    made, lse = common.call(function, merge_state, v, s, v_other, s_other, names=_IN_PLACE)
     if mask is not None:
         rows = mask != 0
         made, lse = torch.where(rows[:, None, None], made, v), torch.where(rows[:, None], lse, s)
@@ -484,4 +489,5 @@ def append_paged_kv_cache(
             x.to(torch.bfloat16) if isinstance(x, torch.Tensor) and x.dtype == plans.E4M3 else x
             for x in (append_key, append_value)
         )
-    append(cache, append_key, append_value, slot_mapping=slots)
+    names = {"k": "append_key", "v": "append_value"}
+    common.call(function, append, cache, append_key, append_value, slot_mapping=slots, names=names)

@@ -35,6 +35,9 @@ __all__ = [
     "sageattn_varlen",
 ]
 
+#: What these functions call our arguments.
+_NAMES = {"softmax_scale": "sm_scale", "mask": "attn_mask", "causal": "is_causal", "layout": "tensor_layout"}
+
 
 def sageattn(
     q: Any,
@@ -251,10 +254,11 @@ def sageattn_varlen(
                 instead="omniattn.attention_varlen(precision='int8', causal=True), aligned at the bottom right",
             )
     dim, dim_v = q.shape[-1], v.shape[-1]
-    out = attention_varlen(
-        *common.padded(q, k, v), cu_seqlens_q=cu_seqlens_q.to(torch.int32), cu_seqlens_k=cu_seqlens_k.to(torch.int32),
-        max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, causal=is_causal,
-        softmax_scale=dim**-0.5 if sm_scale is None else sm_scale, precision=Int8(smooth_k=smooth_k),
+    out = common.call(
+        function, attention_varlen, *common.padded(q, k, v), cu_seqlens_q=cu_seqlens_q.to(torch.int32),
+        cu_seqlens_k=cu_seqlens_k.to(torch.int32), max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
+        causal=is_causal, softmax_scale=dim**-0.5 if sm_scale is None else sm_scale,
+        precision=Int8(smooth_k=smooth_k), names=_NAMES,
     )  # fmt: skip
     return out if out.shape[-1] == dim_v else out[..., :dim_v]
 
@@ -300,10 +304,10 @@ def _attend(
     elif causal and queries > keys:
         causal, window = False, (-1, queries - keys)
     dim, dim_v = q.shape[-1], v.shape[-1]
-    results = attention(
-        *common.padded(q, k, v), layout=layout, causal=causal, window=window,
+    results = common.call(
+        function, attention, *common.padded(q, k, v), layout=layout, causal=causal, window=window,
         softmax_scale=dim**-0.5 if sm_scale is None else sm_scale, mask=mask, precision=precision,
-        return_lse=return_lse,
+        return_lse=return_lse, names=_NAMES,
     )  # fmt: skip
     out, lse = results if return_lse else (results, None)
     out = out if out.shape[-1] == dim_v else out[..., :dim_v]

@@ -335,6 +335,35 @@ def test_errors_of_fa2(arguments: dict[str, Any], error: type[Exception], text: 
         fa2.flash_attn_func(q, k, v, **arguments)
 
 
+def test_errors_name_the_function_and_its_own_arguments() -> None:
+    """Those of `attention` too, which calls some otherwise."""
+    q, k, v = randoms((2, 5, 4, 8), (2, 5, 4, 8), (2, 5, 4, 8))
+    qkv, kv, packed = torch.stack([q, k, v], 2), torch.stack([k, v], 2), [x.flatten(0, 1) for x in (q, k, v)]
+    cu = starts([10])
+    rows, last = (packed[0], torch.stack(packed[1:], 1)), (cu, cu, 10, 10)
+    o, lse, _ = fa2.flash_attn_func(q, k, v, return_attn_probs=True)
+    grads = [torch.empty_like(x) for x in (q, k, v)]
+    score = (0.0, 1.0, False, -1, -1, 0.0, None, False)
+    for function, arguments, options, named in (
+        (fa2.flash_attn_func, (q, k, v), {"softmax_scale": "1"}, "softmax_scale"),
+        (fa2.flash_attn_qkvpacked_func, (qkv.int(),), {}, "qkv"),
+        (fa2.flash_attn_kvpacked_func, (q, kv.float()), {}, "kv"),
+        (fa2.flash_attn_varlen_func, (*packed, cu, cu, 9, 10), {}, "max_seqlen_q"),
+        (fa2.flash_attn_varlen_qkvpacked_func, (torch.stack(packed, 1), cu, 9), {}, "max_seqlen"),
+        (fa2.flash_attn_varlen_qkvpacked_func, (torch.stack(packed, 1), cu.long(), 10), {}, "cu_seqlens"),
+        (fa2.flash_attn_varlen_kvpacked_func, (*rows, *last), {"softmax_scale": "1"}, "softmax_scale"),
+        (fa2._flash_attn_backward, (q.float(), q, k, v, o, lse, *grads, *score), {}, "dout"),
+        (fa2._flash_attn_backward, (q, q, k, v, o, lse[:, :2], *grads, *score), {}, "softmax_lse"),
+        (fa2.flash_attn_with_kvcache, (q, k, v), {"softmax_scale": "1"}, "softmax_scale"),
+        (fa3.flash_attn_func, (q, k, v), {"v_descale": 1.0}, "v_descale"),
+        (fa3.flash_attn_qkvpacked_func, (qkv.int(),), {}, "qkv"),
+        (fa3.flash_attn_varlen_func, (*packed, *last), {"q_descale": 1.0}, "q_descale"),
+    ):
+        with pytest.raises(ArgumentError) as caught:
+            function(*arguments, **options)
+        assert (caught.value.function, caught.value.argument) == (function.__name__, named), str(caught.value)
+
+
 def test_more_errors_of_fa2() -> None:
     q, k, v = randoms((5, 4, 8), (5, 2, 8), (5, 2, 8))
     call = (q, k, v, starts([5]), starts([5]), 5, 5)
@@ -372,7 +401,7 @@ def test_fp8_of_fa3() -> None:
     qkv = torch.stack([k, k, v], dim=2)
     made = fa3.flash_attn_qkvpacked_func(qkv, v_descale=factors[2])
     assert torch.equal(made, oa.attention(k, k, v, descale_v=factors[2]))
-    with pytest.raises(ArgumentError, match="descale_k"):
+    with pytest.raises(ArgumentError, match="'k_descale': expected None, because q is float32"):
         fa3.flash_attn_func(*(x.float() for x in (q, k, v)), k_descale=factors[1])
 
 

@@ -364,3 +364,27 @@ def test_packed_prompts(causal: bool) -> None:
             flash_mla.flash_attn_varlen_kvpacked_func(q, torch.cat([k, v], -1), starts, starts, 9, 9, 184)
         with pytest.raises(UnsupportedError, match="dropout_p"):
             flash_mla.flash_attn_varlen_func(q, k, v, starts, starts, 9, 9, dropout_p=0.1)
+
+
+def test_errors_of_packed_sequences_name_the_function_and_its_own_arguments() -> None:
+    """Those of `attention_varlen` too, which calls some otherwise."""
+    x, cu = torch.zeros(3, 4, 64), torch.tensor([0, 2, 3], dtype=torch.int32)
+    wide = torch.zeros(3, 4, 192)
+    plain, of_kv = flash_mla.flash_attn_varlen_func, flash_mla.flash_attn_varlen_kvpacked_func
+    of_qkv = flash_mla.flash_attn_varlen_qkvpacked_func
+    for function, arguments, options, named in (
+        (plain, (x, x, x, cu.long(), cu, 2, 2), {}, "cu_seqlens_qo"),
+        (plain, (x, x, x, cu, cu, 2, 1), {}, "max_seqlen_kv"),
+        (of_qkv, (wide, cu.long(), 2, 64), {}, "cu_seqlens"),
+        (of_qkv, (wide, cu, 1, 64), {}, "max_seqlen"),
+        (of_qkv, (wide.int(), cu, 2, 64), {}, "qkv"),
+        (of_qkv, (wide, cu, 2, 64), {"causal": 2}, "causal"),
+        (of_kv, (x, wide[..., :128], cu, cu, 1, 2, 64), {}, "max_seqlen_qo"),
+        (of_kv, (x, wide[..., :128].half(), cu, cu, 2, 2, 64), {}, "kv"),
+        (of_kv, (torch.zeros(()), wide[..., :128], cu, cu, 2, 2, 64), {}, "q"),
+    ):
+        with pytest.raises(ArgumentError) as caught:
+            function(*arguments, **options)
+        assert (caught.value.function, caught.value.argument) == (function.__name__, named), str(caught.value)
+    with pytest.raises(UnsupportedError, match=r"^flash_attn_varlen_qkvpacked_func\(\): dropout_p=0\.5"):
+        of_qkv(wide, cu, 2, 64, dropout_p=0.5)

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from omniattn.errors import ArgumentError
+
 torch = pytest.importorskip("torch")
 from omniattn.compat import flashinfer as fi  # noqa: E402
 from tests.unit.compat.compat_cases import randoms, starts  # noqa: E402
@@ -166,6 +168,23 @@ REFUSED: list[tuple[Any, str, Any]] = [
 def test_refused_by_name(function: Any, name: str, value: Any) -> None:
     with pytest.raises(ValueError, match=rf"\b{name}\b"):
         function(**{name: value})
+
+
+def test_errors_name_the_function_and_its_own_arguments() -> None:
+    """Those of functions of omniattn too, which call some otherwise."""
+    v, s = torch.zeros(3, HEADS, DIM), torch.zeros(3, HEADS)
+    k = torch.zeros(5, KV, DIM)
+    for function, arguments, named in (
+        (fi.single_decode_with_kv_cache, (v[0].int(), k, k), "q"),
+        (fi.single_prefill_with_kv_cache, (v, k, k.double()), "v"),
+        (fi.merge_state, (v, s, v[:2], s), "v_b"),
+        (fi.merge_state_in_place, (v, s, v[:2], s), "v_other"),
+        (fi.merge_state_in_place, (v, s, v, s[:2]), "s_other"),
+        (fi.merge_state_in_place, (v[0], s, v, s), "v"),
+    ):
+        with pytest.raises(ArgumentError) as caught:
+            function(*arguments)
+        assert (caught.value.function, caught.value.argument) == (function.__name__, named), str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -152,7 +152,7 @@ def test_new_tokens(layout: str) -> None:
                 assert torch.equal(page.signbit() & ~page.isnan(), (want.signbit() & ~want.isnan()).expand(2, KV, DIM))
         assert int((~pool.float().isnan()).sum()) == int((~tokens[:260].float().isnan()).sum()) * 2
     assert torch.equal(codes, k.view(torch.uint8))
-    with pytest.raises(DtypeError, match="'k'"):
+    with pytest.raises(DtypeError, match="'append_key'"):
         fi.append_paged_kv_cache(k, k, request, at, x.pool.bfloat16(), *tables, layout)
 
 

@@ -167,3 +167,19 @@ def test_training() -> None:
 def test_errors(name: str, arguments: dict[str, Any], error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
         getattr(sage, name)(*qkv("HND", 8, 8), **arguments)
+
+
+def test_errors_name_the_function_and_its_own_arguments() -> None:
+    """Those of `attention` too, which calls some otherwise."""
+    x, cu = qkv("HND", 8, 8), starts([8, 8])
+    packed = [torch.zeros(16, 4, 64, dtype=torch.float16) for _ in range(3)]
+    for function, arguments, options, named in (
+        (sage.sageattn, x, {"sm_scale": "1"}, "sm_scale"),
+        (sage.sageattn, x, {"attn_mask": torch.zeros(9, 9)}, "attn_mask"),
+        (sage.sageattn_qk_int8_pv_fp8_cuda, x, {"sm_scale": torch.zeros(2)}, "sm_scale"),
+        (sage.sageattn_varlen, (*packed, cu, cu, 8, 8), {"sm_scale": "1"}, "sm_scale"),
+        (sage.sageattn_varlen, (*packed, cu, cu, 7, 8), {}, "max_seqlen_q"),
+    ):
+        with pytest.raises(ArgumentError) as caught:
+            function(*arguments, **options)
+        assert (caught.value.function, caught.value.argument) == (function.__name__, named), str(caught.value)
