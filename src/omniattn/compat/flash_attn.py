@@ -318,14 +318,16 @@ def flash_attn_with_kvcache(
     the batch, and where headdim is no multiple of 8, one more that is padded. The cache itself is never copied, and
     written where it lies.
     """
+    function = "flash_attn_with_kvcache"
+    with_lse = common.flag(return_softmax_lse, "return_softmax_lse", function)
     out, lse = attend_cached(
-        "flash_attn_with_kvcache", q, k_cache, v_cache, k, v, rotary_cos=rotary_cos, rotary_sin=rotary_sin,
+        function, q, k_cache, v_cache, k, v, rotary_cos=rotary_cos, rotary_sin=rotary_sin,
         cache_seqlens=cache_seqlens, cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad,
         block_table=block_table, table_name="block_table", softmax_scale=softmax_scale, causal=causal,
         window_size=window_size, softcap=softcap, rotary_interleaved=rotary_interleaved, alibi_slopes=alibi_slopes,
         num_splits=num_splits,
     )  # fmt: skip
-    return (out, common.infinite(lse)) if return_softmax_lse else out
+    return (out, common.infinite(lse)) if with_lse else out
 
 
 # For projects that drive forward and backward themselves (ring attention). Not differentiable.

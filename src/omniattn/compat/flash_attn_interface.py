@@ -348,6 +348,7 @@ def flash_attn_with_kvcache(
     function = "flash_attn_with_kvcache"
     _refuse(function, qv, attention_chunk, num_splits, pack_gqa, sm_margin)
     _check_metadata(function, scheduler_metadata)
+    with_lse = common.flag(return_softmax_lse, "return_softmax_lse", function)
     out, lse = attend_cached(
         function, q, k_cache, v_cache, k, v, rotary_cos=rotary_cos, rotary_sin=rotary_sin, cache_seqlens=cache_seqlens,
         cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad, block_table=page_table, table_name="page_table",
@@ -356,7 +357,7 @@ def flash_attn_with_kvcache(
         cu_seqlens_q=cu_seqlens_q, cu_seqlens_k_new=cu_seqlens_k_new, max_seqlen_q=max_seqlen_q, q_descale=q_descale,
         k_descale=k_descale, v_descale=v_descale,
     )  # fmt: skip
-    return (out, lse, lse.new_empty(0), lse.new_empty(0)) if return_softmax_lse else out
+    return (out, lse, lse.new_empty(0), lse.new_empty(0)) if with_lse else out
 
 
 def get_scheduler_metadata(

@@ -376,7 +376,12 @@ def get_seq_lens(kv_indptr: Any, kv_last_page_len: Any, page_size: int) -> torch
     """
     function = "get_seq_lens"
     common.check_tensors(function, kv_indptr=kv_indptr, kv_last_page_len=kv_last_page_len)
-    page = arguments.check_int(page_size, "page_size", function, least=1)
+    common.check_rank(kv_indptr, "kv_indptr", "(batch + 1)", function)
+    batch = max(kv_indptr.shape[0] - 1, 0)
+    if kv_last_page_len.shape != (batch,):
+        expected = f"shape ({batch},), one less than kv_indptr"
+        raise ShapeError("kv_last_page_len", expected, f"{tuple(kv_last_page_len.shape)}", function=function)
+    page = arguments.check_int(page_size, "page_size", function, least=1, most=arguments.MAX_ROWS)
     made: torch.Tensor = (kv_indptr.diff() - 1).clamp(min=0) * page + kv_last_page_len
     return made
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from ..errors import ArgumentError, UnsupportedError
+from ..errors import ArgumentError, DtypeError, UnsupportedError
 from ..ops import attention, attention_varlen
 from ..problems import Int8
 from . import common
@@ -242,6 +242,9 @@ def sageattn_varlen(
     common.check_tensors(function, q=q, k=k, v=v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     for name, x in (("q", q), ("k", k), ("v", v)):
         common.check_rank(x, name, "(total, heads, head_dim)", function)
+    for name, x in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+        if x.dtype not in (torch.int32, torch.int64):  # others would be rounded to int32
+            raise DtypeError(name, "int32 or int64", str(x.dtype).removeprefix("torch."), function=function)
     smooth_k = common.flag(smooth_k, "smooth_k", function)
     is_causal = common.flag(is_causal, "is_causal", function)
     if is_causal:

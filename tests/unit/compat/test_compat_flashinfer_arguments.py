@@ -181,6 +181,9 @@ def test_errors_name_the_function_and_its_own_arguments() -> None:
         (fi.merge_state_in_place, (v, s, v[:2], s), "v_other"),
         (fi.merge_state_in_place, (v, s, v, s[:2]), "s_other"),
         (fi.merge_state_in_place, (v[0], s, v, s), "v"),
+        (fi.get_seq_lens, (starts([1, 2]), int32(1, 2, 3), 4), "kv_last_page_len"),
+        (fi.get_seq_lens, (int32(1)[0], int32(1), 4), "kv_indptr"),
+        (fi.get_seq_lens, (starts([1, 2]), int32(1, 2), 2**70), "page_size"),
     ):
         with pytest.raises(ArgumentError) as caught:
             function(*arguments)

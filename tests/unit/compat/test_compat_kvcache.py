@@ -302,6 +302,8 @@ NEW = torch.zeros(2, 1, 2, 24)
         ({"rotary_cos": torch.ones(8, 4), "rotary_sin": torch.ones(8, 4)}, ArgumentError, "rotary_cos"),
         ({"k": NEW, "v": NEW, "rotary_cos": torch.ones(7, 4), "rotary_sin": torch.ones(7, 4)}, ShapeError, "positions"),
         ({"rotary_interleaved": None}, ArgumentError, "rotary_interleaved"),
+        ({"k": NEW, "v": NEW, "return_softmax_lse": "no"}, ArgumentError, "'return_softmax_lse': expected True or"),
+        ({"k": NEW, "v": NEW, "return_softmax_lse": torch.ones(2)}, ArgumentError, "'return_softmax_lse': expected"),
         ({"window_size": 3}, ArgumentError, "window_size"),
         ({"q": torch.zeros(2, 1, 3, 24)}, ShapeError, "multiple of 2 heads"),
         ({"q": torch.zeros(3, 1, 4, 24), "cache_seqlens": None}, ShapeError, "k_cache"),

@@ -183,6 +183,7 @@ NEW = torch.zeros(6, KV, 8)
         ({"page_table": int32(0, 1)[:, None], "cache_batch_idx": int32(0, 1, 2)}, ArgumentError, "0 to 1"),
         ({"page_table": int32(0, 1)[:, None]}, ShapeError, "page_table"),
         ({"page_table": int32(0, 1, 9)[:, None]}, ArgumentError, "blocks 0 to 2"),
+        ({"return_softmax_lse": None}, ArgumentError, "'return_softmax_lse': expected True or False"),
         ({"cu_seqlens_k_new": starts([3, 2, 1]), "rotary_cos": torch.ones(8, 4), "rotary_sin": torch.ones(8, 4),
           "rotary_seqlens": int32(6, 0, 0)}, ShapeError, "rotary_cos"),
     ],
