@@ -172,7 +172,7 @@ def check_extents(function: str, operands: QuantizeProblem, max_q: Any, max_k: A
         if value is None and not has_mask:
             found.append(0)
         else:
-            found.append(arguments.check_int(value, name, function))
+            found.append(arguments.check_int(value, name, function, most=arguments.MAX_ROWS))
     return found[0], found[1]
 
 

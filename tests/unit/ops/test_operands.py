@@ -264,6 +264,8 @@ def test_errors_in_the_lengths_name_the_function() -> None:
     values = oa.quantize_v(v, cu_seqlens_k=cu, max_seqlen_k=30)
     with pytest.raises(ArgumentError, match=r"^attention_varlen\(\): argument 'max_seqlen_q'.*30"):
         oa.attention_varlen(qk.q, qk.k, values, max_seqlen_q=2)
+    with pytest.raises(ArgumentError, match="'max_seqlen_k': expected an integer from 0 to"):  # kernels have 32 bits
+        oa.attention_varlen(qk.q, qk.k, values, max_seqlen_q=30, max_seqlen_k=2**31)
 
 
 def test_explain() -> None:
