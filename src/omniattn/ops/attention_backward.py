@@ -252,7 +252,8 @@ def _dropped(q: Any, p: Any, rng: Any, function: str) -> tuple[float, Any]:
     p = dropout.check_p(p, function)
     if p and rng is None:
         raise ArgumentError("dropout_rng", EXPECTED, "None", function=function, hint=FROM_FORWARD)
-    return dropout.of_call(q, p, rng, function) if p else (p, None)
+    p, rng = dropout.of_call(q, p, rng, function)
+    return p, rng if p else None
 
 
 def _compiled(function: str, objects: tuple[Any, ...], options: BackwardOptions, more: Extras, stream: Any) -> Any:

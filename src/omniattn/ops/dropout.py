@@ -61,6 +61,8 @@ def of_call(q: Any, p: Any, rng: Any, function: str) -> tuple[float, Any]:
     """
     p = check_p(p, function)
     if not p:
+        if rng is not None and not compiling():
+            _check_kind(rng, function)
         return p, rng
     if q.__class__ in OPERANDS:
         raise UnsupportedError(f"{function}(): dropout_p={p:g} with quantized operands", instead="dropout_p=0.0")
@@ -68,8 +70,8 @@ def of_call(q: Any, p: Any, rng: Any, function: str) -> tuple[float, Any]:
         rng = [int(x) if not isinstance(x, bool) and isinstance(x, numbers.Integral) else x for x in rng]
     root = type(q).__module__.partition(".")[0]
     of_jax = root in ("jax", "jaxlib")
-    if not (rng is None or isinstance(rng, (tuple, list)) or of_jax or compiling()):
-        _check_array(rng, function)
+    if not (rng is None or of_jax or compiling()):
+        _check_kind(rng, function)
     if root == "torch" or compiling() or arrays.needs_torch_operator((q,)):
         from ..frameworks.torch.dropout import rng_of
 
@@ -94,9 +96,15 @@ def of_call(q: Any, p: Any, rng: Any, function: str) -> tuple[float, Any]:
     return p, pair
 
 
-def _check_array(rng: Any, function: str) -> None:
-    """Raise for what is no array of any library."""
-    if not (hasattr(rng, "__dlpack__") or arrays.has_tracer((rng,))):
+def _check_kind(rng: Any, function: str) -> None:
+    """Raise for what is neither a pair of integers nor an array or key of a library, whose numbers are not read."""
+    if isinstance(rng, (tuple, list)):
+        if len(rng) != 2:
+            raise ArgumentError("dropout_rng", EXPECTED, f"{len(rng)} elements", function=function, hint=EXAMPLE)
+        for x in rng:
+            if not hasattr(x, "__dlpack__"):  # torch takes tensors
+                arguments.check_int(x, "dropout_rng", function, most=2**64 - 1)
+    elif not (hasattr(rng, "__dlpack__") or type(rng).__module__.partition(".")[0] in ("jax", "jaxlib")):
         raise ArgumentError("dropout_rng", EXPECTED, arguments.kind_of(rng), function=function, hint=EXAMPLE)
 
 
@@ -114,7 +122,7 @@ def integers_of(rng: Any, function: str) -> tuple[int, int]:
 
     if isinstance(rng, (tuple, list)):
         return pair_of(rng, function)
-    _check_array(rng, function)
+    _check_kind(rng, function)
     rng = rng.get() if type(rng).__module__.startswith("cupy") else rng.cpu() if hasattr(rng, "cpu") else rng
     words = np.ascontiguousarray(np.asarray(rng))
     if words.dtype.kind not in "iu" or words.nbytes != 16 or words.ndim != 1:

@@ -271,6 +271,24 @@ def test_what_is_neither_a_pair_nor_an_array(rng: Any, received: str) -> None:
         assert caught.value.received == received
 
 
+@pytest.mark.parametrize("rng", ["junk", 5, 1.5, {}, (1, 2, 3), (1,), (1, -1), (1, True), (1.0, 2), np.int64(3)])
+def test_without_dropout_a_wrong_rng_raises_too(rng: Any) -> None:
+    """A call that only hands it out, and one whose dropout is off, name it before the first step that needs it."""
+    x = _arrays(1, 9, 9, 1, 1, 8)
+    o, lse = omniattn.attention(*x, return_lse=True)
+    starts = {"cu_seqlens_q": np.array([0, 9], np.int32), "cu_seqlens_k": np.array([0, 9], np.int32)}
+    for call in (
+        lambda **said: omniattn.attention(*x, **said),
+        lambda **said: omniattn.attention_varlen(*(a[0] for a in x), **starts, max_seqlen_q=9, max_seqlen_k=9, **said),
+        lambda **said: omniattn.attention_backward(o, *x, o, lse, **said),
+    ):
+        with pytest.raises(ArgumentError) as caught:
+            call(dropout_rng=rng)
+        assert caught.value.argument == "dropout_rng"
+        call(dropout_rng=RNG)
+        call(dropout_rng=np.array(RNG, np.uint64))
+
+
 @pytest.mark.parametrize("p", [0.0, 0.1])
 @pytest.mark.parametrize("flag", ["no", 1, 0, None, (), np.ones(2)])
 def test_return_rng_is_a_flag(flag: Any, p: float) -> None:
