@@ -122,6 +122,16 @@ def packed(task: Task, device: Any) -> dict[str, Any]:
     return {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "max_seqlen_q": longest, "max_seqlen_k": longest}
 
 
+def unseen(rows: Range, seen: list[Range]) -> list[Range]:
+    """What of a range none of others has, in order."""
+    found, begin = [], rows[0]
+    for a, b in sorted(seen):
+        if begin < min(a, rows[1]):
+            found.append((begin, min(a, rows[1])))
+        begin = max(begin, b)
+    return [*found, (begin, rows[1])] if begin < rows[1] else found
+
+
 class Merged:
     """Partial results of a rank's queries over disjoint keys, merged by their LSEs.
 
@@ -137,31 +147,38 @@ class Merged:
 
     def add(self, rows: Range, o: Any, lse: Any) -> None:
         """Take the result of one task."""
-        o = o.to(self.dtype)
-        if self.o is None:
-            if rows == (0, self.shape[1]):
-                self.o, self.lse = o, lse
-                self.seen.append(rows)
-                return
-            self._begin()
-        o_here, lse_here = rows_of(self.o, rows), self.lse[:, :, rows[0] : rows[1]]
-        if any(a < rows[1] and rows[0] < b for a, b in self.seen):
-            _, merged = merge_states(o_here, lse_here, o, lse, out=o_here)
-            lse_here.copy_(merged)
+        if self.o is None and rows == (0, self.shape[1]):
+            self.o, self.lse = o.to(self.dtype), lse
         else:
-            o_here.copy_(o)
-            lse_here.copy_(lse)
+            self._begin()
+            o_here, lse_here = rows_of(self.o, rows), self.lse[:, :, rows[0] : rows[1]]
+            fresh = unseen(rows, self.seen)
+            if fresh == [rows]:
+                o_here.copy_(o)
+                lse_here.copy_(lse)
+            else:
+                self._clear(fresh)
+                _, merged = merge_states(o_here, lse_here, o.to(self.dtype), lse, out=o_here)
+                lse_here.copy_(merged)
         self.seen.append(rows)
 
     def _begin(self) -> None:
-        batch, rows, heads, _ = self.shape
-        self.o = self.like.new_zeros(self.shape, dtype=self.dtype)
-        self.lse = self.like.new_full((batch, heads, rows), -torch.inf, dtype=torch.float32)
+        """Memory for all rows, which hold nothing yet."""
+        if self.o is None:
+            batch, rows, heads, _ = self.shape
+            self.o = self.like.new_empty(self.shape, dtype=self.dtype)
+            self.lse = self.like.new_empty((batch, heads, rows), dtype=torch.float32)
+
+    def _clear(self, ranges: list[Range]) -> None:
+        """Rows that see no key."""
+        for a, b in ranges:
+            self.o[:, a:b] = 0.0
+            self.lse[:, :, a:b] = -torch.inf
 
     def result(self, sinks: Any, bias: Any = None) -> tuple[Any, Any]:
         """o in the queries' dtype and LSE. sinks: those that no call has counted yet; bias: of the LSE; or None."""
-        if self.o is None:
-            self._begin()
+        self._begin()
+        self._clear(unseen((0, self.shape[1]), self.seen))
         if bias is not None:
             self.lse = self.lse + bias
         if sinks is not None:
@@ -234,20 +251,24 @@ def send_keys(group: Group, ring: Ring, wire: Wire, number: int, function: str) 
 
 
 class Sum:
-    """Gradients of rows, added up in float32 unless one call gives all of them."""
+    """Gradients of rows, added up in float32.
+
+    Two summands are added with one rounding, which is the float32 sum's, in the dtype of what they are gradients of.
+    """
 
     def __init__(self, like: Any, rows: int, count: int) -> None:
-        self.like, self.rows, self.count = like, rows, count
+        self.like, self.rows = like, rows
+        self.dtype = like.dtype if count <= 2 else torch.promote_types(like.dtype, torch.float32)
         self.total: Any = None
 
     def add(self, rows: Range, x: Any) -> None:
-        """Add the gradient of rows."""
-        if self.count == 1 and rows == (0, self.rows):
-            self.total = x
+        """Add the gradient of rows; ``x`` may become the sum."""
+        if self.total is None and rows == (0, self.rows):
+            self.total = x.to(self.dtype)
             return
         if self.total is None:
             shape = (self.like.shape[0], self.rows, *self.like.shape[2:])
-            self.total = self.like.new_zeros(shape, dtype=torch.promote_types(self.like.dtype, torch.float32))
+            self.total = self.like.new_zeros(shape, dtype=self.dtype)
         rows_of(self.total, rows).add_(x)
 
     def result(self) -> Any:
