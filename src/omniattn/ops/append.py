@@ -76,8 +76,8 @@ def append(
     cu_seqlens : array, (batch + 1,), int32, optional
         Packed k and v: row at which each sequence's tokens begin, and the end of the last one's.
     block_table : array, (batch, max_blocks), int32
-        With a `PagedKVCache`, as in `decode`. Blocks that are written must belong to one sequence only:
-        `BlockManager.extend` sees to that.
+        With a `PagedKVCache`, as in `decode`; only the entries of blocks with new tokens are looked at. These blocks
+        must belong to one sequence only: `BlockManager.extend` sees to that.
     slot_mapping : array, (slots,), int32 or int64, on k's device, optional
         Where packed tokens go, in place of seq_lens, cu_seqlens and block_table: row slot % block_size of block slot //
         block_size (of a `KVCache`, of a sequence). A token with a negative slot is not written, nor those of k and v

@@ -386,17 +386,15 @@ def append(call: Call, problem: AppendProblem, tensors: Tensors) -> list[Any]:
     else:
         starts = [b * problem.tokens for b in range(problem.batch + 1)]
         k, v = (None if x is None else x.reshape(problem.rows, *x.shape[2:]) for x in (k, v))
-    new = [end - begin for begin, end in itertools.pairwise(starts)]
-    table = host_table(cache, tensors.get("block_table"), problem.batch)
-    check_values(cache, lengths, table, problem.capacity, function, new=new)
+    new, table = np.diff(starts), host_table(cache, tensors.get("block_table"), problem.batch)
+    # Blocks without a new token are not written, and need not be the sequence's: a window may have left them behind.
+    begins = np.where(new > 0, lengths - new, problem.capacity)
+    check_values(cache, lengths, table, problem.capacity, function, new=new, first=begins)
     slots = host_slots(cache, tensors.get("recent_slots"), lengths, function)
-    if problem.rope != "none" and problem.rows and int(lengths.max()) > problem.rope_rows:
-        raise ArgumentError(
-            "cos",
-            f"a row for each position up to {int(lengths.max()) - 1}",
-            f"{problem.rope_rows} rows",
-            function=function,
-        )
+    longest = int(lengths[new > 0].max(initial=0))
+    if problem.rope != "none" and longest > problem.rope_rows:
+        expected = f"a row for each position up to {longest - 1}"
+        raise ArgumentError("cos", expected, f"{problem.rope_rows} rows", function=function)
     host = on_host(cache)
     # IEEE arithmetic without warnings, which somebody may have made errors: half the tokens would be written then.
     with np.errstate(all="ignore"):

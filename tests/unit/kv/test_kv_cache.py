@@ -13,7 +13,7 @@ from omniattn.errors import ArgumentError, DtypeError, OmniattnError, ShapeError
 from omniattn.kv.cache import KVCache, PagedKVCache
 from omniattn.ops import append, copy_blocks, decode
 from omniattn.reference.decode import on_host, read_tokens
-from omniattn.reference.kv_cache import rotate
+from omniattn.reference.kv_cache import bf16_round, rotate
 
 LIKE = np.zeros(1, dtype=np.float32)
 #: Relative L1 error that a format may bring into O on normal inputs.
@@ -84,6 +84,17 @@ def test_tokens_one_by_one_are_a_prompt_at_once() -> None:
     seen, _ = read_tokens(on_host(caches[0]), np.array([1]), 9)
     turned = rotate(k[1], turn["cos"][2:9, None], turn["sin"][2:9, None], True)
     assert relative_l1(seen[2:], turned) < 0.02
+
+
+def test_angles_of_new_tokens_are_enough() -> None:
+    """A sequence without new tokens, or one that is padding, needs none, however long it is."""
+    cache = KVCache(3, 20, 2, 40, like=LIKE)
+    k = make(seqlen_k=7)[1][0]
+    turn = {"cos": np.ones((8, 12), np.float32), "sin": np.zeros((8, 12), np.float32)}
+    append(cache, k, k, seq_lens=lengths(8, 20, 0), cu_seqlens=lengths(0, 4, 4, 7), **turn)
+    np.testing.assert_array_equal(read_tokens(on_host(cache), np.array([0]), 8)[0][4:], bf16_round(k[:4]))
+    with pytest.raises(ArgumentError, match="'cos': expected a row for each position up to 8, received 8 rows"):
+        append(cache, k, k, seq_lens=lengths(9, 20, 0), cu_seqlens=lengths(0, 4, 4, 7), **turn)
 
 
 def test_options_of_decode() -> None:

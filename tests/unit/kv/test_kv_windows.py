@@ -46,3 +46,23 @@ def test_what_lies_left_of_the_window(k_dtype: str, queries: int, nowhere: int) 
     assert np.array_equal(rows[0].reshape(q.shape), whole[0])
     with pytest.raises(ArgumentError, match="'block_table': expected blocks 0 to 18"):
         oa.decode(q, cache, block_table=np.where(freed == nowhere, -1, freed), **options | {"window": (LEFT + SIZE, 0)})
+
+
+@pytest.mark.parametrize("nowhere", [-1, 1 << 30])
+def test_append_looks_at_the_blocks_of_new_tokens_alone(nowhere: int) -> None:
+    """Others a window may have left behind; those of a sequence without new tokens are nobody's matter."""
+    caches = [oa.PagedKVCache(18, SIZE, HEADS, DIM, like=normal(1), k_dtype="fp16") for _ in range(2)]
+    table = np.random.default_rng(1).permutation(18).reshape(3, 6).astype(np.int32)
+    freed = table.copy()
+    freed[0, : 20 // SIZE], freed[1], freed[2, : 4 // SIZE] = nowhere, nowhere, nowhere
+    tokens = [normal(4, HEADS, DIM, seed=n) for n in (1, 2)]
+    starts = {"seq_lens": LENGTHS, "cu_seqlens": np.array([0, 3, 3, 4], np.int32)}
+    for cache, blocks in zip(caches, (table, freed), strict=True):
+        for plane in (cache.k, cache.v):
+            plane[...] = 0
+        oa.append(cache, *tokens, block_table=blocks, **starts)
+    assert np.array_equal(caches[0].k, caches[1].k)
+    assert np.array_equal(caches[0].v, caches[1].v)
+    freed[0, 5] = nowhere
+    with pytest.raises(ArgumentError, match=f"'block_table'.*received {nowhere} at sequence 0"):
+        oa.append(cache, *tokens, block_table=freed, **starts)
