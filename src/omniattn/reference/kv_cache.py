@@ -240,7 +240,7 @@ def encode_656(x: Array) -> npt.NDArray[np.uint8]:
     """
     x = np.asarray(x)
     latent = x[..., :LATENT_656_CODES].astype(_F)
-    groups = latent.reshape(*x.shape[:-1], -1, LATENT_656_GROUP)
+    groups = latent.reshape(*x.shape[:-1], LATENT_656_CODES // LATENT_656_GROUP, LATENT_656_GROUP)
     amax = np.abs(groups).max(axis=-1)
     scale = np.where(np.isfinite(amax), np.maximum(amax / _F(E4M3_MAX), MIN_LATENT_SCALE), _F(np.nan))
     with np.errstate(invalid="ignore"):

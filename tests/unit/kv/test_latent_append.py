@@ -270,6 +270,15 @@ def test_what_append_refuses(given: dict[str, Any], error: type[Exception], said
     assert (cache.k.view(np.uint8) == 0xFF).all()
 
 
+@pytest.mark.parametrize("k_dtype", DTYPES)
+@pytest.mark.parametrize("slots", [[], [-1, -1, -7]])
+def test_no_token_has_a_slot(k_dtype: str, slots: list[int]) -> None:
+    cache = paged(k_dtype)
+    for lead in ((3,), (3, 1)):
+        oa.append(cache, tokens(*lead), slot_mapping=np.array(slots, np.int64))
+    assert (cache.k.view(np.uint8) == 0xFF).all()
+
+
 def test_k_pe_and_v_of_other_caches() -> None:
     cache, x = oa.KVCache(1, 8, 1, 64, like=LIKE, k_dtype="fp16"), tokens(1, 2, 1, width=64)
     lens = np.array([2], np.int32)
