@@ -25,13 +25,21 @@ SCALES_OF_SCORES = frozenset({"softmax_scale", "scale", "sm_scale"})
 _MOST_FP32 = 3.4028234e38
 
 
+def shape_of(value: Any) -> Any:
+    """The shape of an array; None of anything else, and of a nested tensor, which may not be asked for one."""
+    try:
+        return getattr(value, "shape", None)
+    except RuntimeError:
+        return None
+
+
 def plain(value: Any, argument: str, function: str) -> Any:
     """The Python number in a scalar of any library: an array without dimensions, of torch, NumPy, CuPy or JAX, or a
     NumPy scalar. Anything else, and a tracer, comes as it is.
 
     Reading a value that lies on a GPU waits for that GPU.
     """
-    if value is None or isinstance(value, (bool, int, float, str, tuple)) or getattr(value, "shape", None) != ():
+    if value is None or isinstance(value, (bool, int, float, str, tuple)) or shape_of(value) != ():
         return value
     if arrays.has_tracer((value,)):
         return value
@@ -63,7 +71,7 @@ def listed(value: Any) -> Any:
         return value
     if isinstance(value, list):
         return tuple(value)
-    if not getattr(value, "shape", ()) or not hasattr(value, "tolist") or arrays.has_tracer((value,)):
+    if not shape_of(value) or not hasattr(value, "tolist") or arrays.has_tracer((value,)):
         return value
     if getattr(value, "requires_grad", False):  # what checks the argument says so
         return value

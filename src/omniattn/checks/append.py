@@ -213,7 +213,7 @@ def check_pairs(copies: Any, count: int, what: str, function: str) -> list[tuple
     pairs: list[tuple[int, int]] = []
     try:
         given = list(copies)
-    except TypeError:
+    except (TypeError, RuntimeError):  # the latter of a nested tensor
         expected = "a sequence of pairs (source, destination)"
         raise ArgumentError("copies", expected, repr(copies), function=function) from None
     for pair in given:

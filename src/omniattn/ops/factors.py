@@ -29,7 +29,7 @@ def as_arrays(q: Any, factors: Factors, function: str) -> Factors:
 
 
 def _as_array(x: Any, q: Any, name: str, function: str) -> Any:
-    if x is None or not (isinstance(x, (bool, int, float)) or getattr(x, "shape", None) == ()):
+    if x is None or not (isinstance(x, (bool, int, float)) or arguments.shape_of(x) == ()):
         return x
     if compiling():
         from ..frameworks.torch.e4m3 import as_factor

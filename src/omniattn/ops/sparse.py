@@ -175,10 +175,10 @@ def _check_width(head_dim_v: Any, cache: KVCache) -> None:
 
 def _flat(indices: Any, q: Any) -> Any:
     """Lists as (tokens, topk): those of FlashMLA have a dimension for the one kv head."""
-    shape = getattr(indices, "shape", None)
+    shape, of_q = arguments.shape_of(indices), arguments.shape_of(q)
     if shape is None:
         raise ArgumentError("indices", "an int32 array", type(indices).__name__, function="attention_sparse")
-    return indices[:, 0] if len(shape) == 3 and shape[1] == 1 and len(getattr(q, "shape", ())) == 3 else indices
+    return indices[:, 0] if len(shape) == 3 and shape[1] == 1 and len(of_q or ()) == 3 else indices
 
 
 FUNCTIONS["attention_sparse"] = attention_sparse

@@ -6,6 +6,7 @@ import functools
 import operator
 from typing import Any
 
+from .. import arguments
 from ..checks import with_cache as checks
 from ..checks.caches import check_cache
 from ..checks.cascade import is_of_decode
@@ -198,9 +199,8 @@ def _levels(q: Any, cache: KVCache, shared: Any, causal: Any, *, packed: bool) -
         tokens = operator.index(shared)
     except TypeError:
         return None
-    by_decode = (
-        isinstance(shared, bool) or tokens <= 0 or is_of_decode(getattr(q, "shape", ()), cache, causal, packed=packed)
-    )
+    shape = arguments.shape_of(q) or ()
+    by_decode = isinstance(shared, bool) or tokens <= 0 or is_of_decode(shape, cache, causal, packed=packed)
     return None if by_decode or compiling() else tokens
 
 

@@ -7,6 +7,7 @@ import warnings
 import numpy as np
 import pytest
 
+import omniattn
 from omniattn import arrays
 from omniattn.errors import ArgumentError, DeviceError, DtypeError, UnsupportedError
 
@@ -132,6 +133,30 @@ def test_outputs_without_memory() -> None:
         with pytest.raises(UnsupportedError, match="an output that has no memory"):
             arrays.empty_like_framework(like, (2, 8), "float32")
     assert arrays.empty_like_framework(like, (0, 8), "float32").ptr == 0
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested")
+def test_nested_tensors_are_refused_wherever_they_come() -> None:
+    """Nobody may ask for their shape."""
+    nested = torch.nested.nested_tensor([torch.zeros(1, 4, 64), torch.zeros(1, 4, 64)])
+    x, lens = torch.zeros(2, 1, 4, 64), torch.ones(2, dtype=torch.int32)
+    cache = omniattn.PagedKVCache(2, 2, 4, 64, like=x)
+    latent = torch.zeros(9, 576, dtype=torch.float16)
+    table = torch.zeros((2, 1), dtype=torch.int32)
+    for call, name in (
+        (lambda: omniattn.attention(x, x, x, softmax_scale=nested), "softmax_scale"),
+        (lambda: omniattn.attention(x, x, x, causal=nested), "causal"),
+        (lambda: omniattn.attention(x, x, x, window=nested), "window"),
+        (lambda: omniattn.decode(x, cache, seq_lens=lens, block_table=table, shared_prefix=nested), "shared_prefix"),
+        (
+            lambda: omniattn.attention_with_kvcache(nested, cache, seq_lens=lens, block_table=table, shared_prefix=2),
+            "q",
+        ),
+        (lambda: omniattn.attention_sparse(x[0], latent, indices=nested), "indices"),
+        (lambda: omniattn.copy_blocks(cache, nested), "copies"),
+    ):
+        with pytest.raises((ArgumentError, UnsupportedError), match=f"argument '{name}'"):
+            call()
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR", "ignore:The PyTorch API of nested")
