@@ -61,17 +61,29 @@ def check_arrays(
         expected = f"an int32 array of shape ({batch}, max_blocks), with a PagedKVCache"
         raise ArgumentError("block_table", expected, "None", function=_NAME)
     check_int32(tensors["block_table"], (batch, None), f"({batch}, max_blocks), max_blocks >= 1", _NAME)
+    if "out" in tensors:
+        values.check_like(tensors["out"], (*q.shape[:-1], cache.v_format.head_dim), q.dtype, _NAME)
     for name in ("q", "out"):
         if not packed and name in tensors:
             _check_rows_lie_as_one(tensors[name])
     if isinstance(shared, int):
         check_prefix(shared, cache, tensors["block_table"].shape[1] * cache.block_size, -1, False, _NAME)
+        if q.device == "cuda" and len(names := libraries(tensors)) > 1:
+            raise UnsupportedError(
+                f"{_NAME}(): a number as shared_prefix of arrays of several libraries ({', '.join(names)})",
+                instead="SharedPrefixes, or seq_lens, block_table and cu_seqlens_q of one library",
+            )
     if "dlpack" in (q.framework, tensors["seq_lens"].framework) and (isinstance(shared, int) or not packed):
         raise UnsupportedError(
             f"{_NAME}(): shared_prefix of arrays of a library that is known by DLPack alone",
             instead="SharedPrefixes with packed queries, or arrays of torch, CuPy, JAX or NumPy",
         )
     return queries
+
+
+def libraries(tensors: Mapping[str, Tensor]) -> list[str]:
+    """Whose arrays say where the sequences of a call are: the one level of a number is made of these."""
+    return sorted({tensors[x].framework for x in ("seq_lens", "block_table", "cu_seqlens_q") if x in tensors})
 
 
 def _check_rows_lie_as_one(t: Tensor) -> None:

@@ -59,7 +59,7 @@ def in_levels(
     given = (q, seq_lens, block_table, cu_seqlens_q, sinks, out)
     traced = compiling() or cache.traced or arrays.needs_operator(given)
     if not traced:
-        _check(given, cache, shared, options.max_seqlen_q, stream)
+        seq_lens, block_table, cu_seqlens_q = _check(given, cache, shared, options.max_seqlen_q, stream)
     rows = q if packed else q.reshape(-1, *q.shape[2:])
     batch = seq_lens.shape[0]
     paused = None
@@ -106,8 +106,12 @@ def in_levels(
     return (o, lse) if options.return_lse else o
 
 
-def _check(given: tuple[Any, ...], cache: KVCache, shared: Any, longest: Any, stream: Any) -> None:
-    """Everything but addresses; on the CPU contents too."""
+def _check(given: tuple[Any, ...], cache: KVCache, shared: Any, longest: Any, stream: Any) -> tuple[Any, Any, Any]:
+    """Everything but addresses; on the CPU contents too.
+
+    Returns seq_lens, block_table and cu_seqlens_q; those of several libraries, which a level of a number is made of
+    together, as NumPy's.
+    """
     raw = None if stream is None else telling(_NAME, arrays.resolve_stream, stream)
     tensors = {
         name: arrays.describe_of(_NAME, x, name, raw)
@@ -124,7 +128,7 @@ def _check(given: tuple[Any, ...], cache: KVCache, shared: Any, longest: Any, st
         found += [levels.seq_lens, levels.block_table, *(t for level in levels.levels for t in level)]
     arrays.require_same_device([*found, *cache.tensors])
     if q.device != "cpu":
-        return
+        return given[1:4]
     import numpy as np
 
     def host(t: Tensor) -> Any:
@@ -132,10 +136,13 @@ def _check(given: tuple[Any, ...], cache: KVCache, shared: Any, longest: Any, st
 
     starts = host(tensors["cu_seqlens_q"]) if queries.packed else np.arange(queries.batch + 1) * queries.q_len
     lens, table = host(tensors["seq_lens"]), host(tensors["block_table"])
-    if levels is None:
-        checks.check_prefix_contents(shared, starts, lens, table, cache.block_size, packed=queries.packed)
-    else:
+    if levels is not None:
         checks.check_contents(levels.map(host), starts, lens, table, cache.block_size, queries.rows)
+        return given[1:4]
+    checks.check_prefix_contents(shared, starts, lens, table, cache.block_size, packed=queries.packed)
+    if len(checks.libraries(tensors)) > 1:
+        return lens, table, starts if queries.packed else None
+    return given[1:4]
 
 
 def _refuse_stream(stream: Any) -> None:
@@ -159,9 +166,11 @@ def _as_levels(tokens: int, size: int, seq_lens: Any, block_table: Any, cu_seqle
 def _hidden(lse: Any, where: Any) -> Any:
     """An LSE with -inf in some places."""
     if hasattr(lse, "masked_fill"):
+        # seq_lens, which say where, may be another library's.
+        where = where if hasattr(where, "masked_fill") else import_module("torch").as_tensor(where)
         return lse.masked_fill(where, -math.inf)
     library = import_module("jax.numpy" if "jax" in type(lse).__module__ else type(lse).__module__.partition(".")[0])
-    return library.where(where, -math.inf, lse)
+    return library.where(library.asarray(where), -math.inf, lse)
 
 
 def _described(calls: Sequence[Callable[[], Any]]) -> Described:

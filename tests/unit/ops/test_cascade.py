@@ -342,6 +342,30 @@ def test_numbers_that_do_not_fit() -> None:
         step.call(SIZE)
 
 
+@pytest.mark.parametrize("rows", [None, 20])
+@pytest.mark.parametrize("levels", [True, False])
+def test_an_out_of_another_shape_is_named(rows: int | None, levels: bool) -> None:
+    step = Step(13, rows=rows)
+    for out in (np.array(1.0), step.q[0], step.q[None], step.q[:-1], step.q.astype(np.float64)):
+        with pytest.raises(ArgumentError) as caught:
+            step.call(step.runs.arrays() if levels else SIZE, out=out.copy())
+        assert caught.value.argument == "out"
+
+
+@pytest.mark.frameworks
+@pytest.mark.parametrize("rows", [None, 20])
+@pytest.mark.parametrize("names", [("q",), ("seq_lens",), ("block_table", "q"), ("cu_seqlens_q", "block_table")])
+def test_arrays_of_several_libraries(rows: int | None, names: tuple[str, ...]) -> None:
+    torch = pytest.importorskip("torch")
+    step = Step(13, rows=rows)
+    for shared in (SIZE, step.runs.arrays()):
+        expected = step.call(shared, return_lse=True)
+        given = {"q": step.q, **step.places}
+        given |= {name: torch.from_numpy(given[name]) for name in names if name in given}
+        found = oa.attention_with_kvcache(given.pop("q"), step.cache, **given, shared_prefix=shared, return_lse=True)
+        assert all(np.array_equal(np.asarray(a), b) for a, b in zip(found, expected, strict=True))
+
+
 def test_explain_on_the_cpu() -> None:
     step = Step(13)
     for shared in (SIZE, step.runs.arrays()):
