@@ -16,6 +16,8 @@ from ..errors import ArgumentError
 if TYPE_CHECKING:
     pass
 
+#: Extents of arrays at most, which kernels count in 32 bits.
+_MOST = 2**31 - 1
 #: Blocks that are compared first; each comparison behind it has twice as many.
 _FIRST_SLICE = 16
 
@@ -141,11 +143,15 @@ class SharedRuns:
         ArgumentError
             A run that is none of these.
         """
-        wanted = {(run.first, run.count, run.end) if isinstance(run, SharedRun) else run for run in runs}
+        expected, function = "some of the runs that there are", "SharedRuns.keep"
+        try:
+            wanted = {(run.first, run.count, run.end) if isinstance(run, SharedRun) else run for run in runs}
+        except TypeError:  # nothing to go through, or an element that is no key
+            raise ArgumentError("runs", expected, repr(runs), function=function) from None
         bounds = [place for run in self.runs if (place := (run.first, run.count, run.end)) in wanted]
         if len(bounds) != len(wanted):
             received = ", ".join(map(str, wanted - {*bounds}))
-            raise ArgumentError("runs", "some of the runs that there are", received, function="SharedRuns.keep")
+            raise ArgumentError("runs", expected, received, function=function)
         return SharedRuns(self.names, self.rows, self.lengths, self.tables, self.block_size, tuple(_nested(bounds)))
 
     def arrays(
@@ -221,7 +227,7 @@ def _extent(given: int | None, needed: int, name: str, least: int = 0) -> int:
     needed = max(needed, least)
     if given is None:
         return needed
-    found = check_int(given, name, "SharedRuns.arrays", least=0)
+    found = check_int(given, name, "SharedRuns.arrays", least=0, most=_MOST)
     if found < needed:
         raise ArgumentError(name, f"at least {needed}, which this step needs", f"{found}", function="SharedRuns.arrays")
     return found

@@ -222,6 +222,16 @@ def test_extents_that_are_too_small() -> None:
         with pytest.raises(ArgumentError, match=f"at least {least}, which this step needs") as caught:
             runs.arrays(**{**needed, name: least - 1})
         assert caught.value.argument == name
+        with pytest.raises(ArgumentError, match="an integer from 0 to 2147483647"):
+            runs.arrays(**{**needed, name: 2**63})
+
+
+@pytest.mark.parametrize("wrong", [None, 5, [[1]], [{}], ["a"], [None]])
+def test_runs_to_keep_that_are_none(wrong: Any) -> None:
+    runs = SharedRuns((0, 1), (1, 1), (9, 9), ([0, 1, 2], [0, 1, 3]), 4, runs_of([[0, 1], [0, 1]], [2, 2]))
+    with pytest.raises(ArgumentError, match=r"SharedRuns\.keep\(\): argument 'runs': expected some of the runs"):
+        runs.keep(wrong)
+    assert runs.keep(runs.runs) == runs
 
 
 def test_time_goes_with_the_blocks() -> None:
