@@ -148,7 +148,7 @@ def first_needed(begin: int, block_size: int) -> int:
 def token_list(tokens: Any, function: str) -> list[Any]:
     """Tokens as a list of hashable objects."""
     try:
-        found = tokens.tolist() if hasattr(tokens, "tolist") else list(tokens)
+        found = list(tokens.tolist() if hasattr(tokens, "tolist") else tokens)  # a text of NumPy has a tolist(), too
         hash(tuple(found))
     except TypeError:
         expected = "a sequence of hashable tokens, or a one-dimensional array"

@@ -153,6 +153,11 @@ def test_tokens_come_in_any_portions(manager: BlockManager) -> None:
     assert begin(manager, "b", TEXT[:11]) == 8
 
 
+def test_tokens_are_any_sequence(manager: BlockManager) -> None:
+    for name, tokens in (("a", np.str_("half a text")), ("b", "half a text"), ("c", tuple("half a text"))):
+        assert begin(manager, name, tokens) == (0 if name == "a" else 8)
+
+
 def test_a_block_that_can_be_matched_is_not_written_to(manager: BlockManager) -> None:
     begin(manager, "a", TEXT[:8])
     manager.truncate("a", 6)
@@ -256,6 +261,7 @@ def test_blocks_that_have_gone_are_found_again_when_another_computes_them(manage
         (lambda m: m.match_prefix("b", [[1], [2]]), "tokens"),
         (lambda m: m.match_prefix("b", 5), "tokens"),
         (lambda m: m.match_prefix("b", np.zeros((2, 2))), "tokens"),
+        (lambda m: m.match_prefix("b", np.array(5)), "tokens"),
         (lambda m: m.match_prefix("b", TEXT, salt=[1]), "salt"),
         (lambda m: m.match_prefix("b", TEXT, window=-1), "window"),
         (lambda m: m.commit("x", [1]), "sequence"),
