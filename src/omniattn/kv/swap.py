@@ -10,7 +10,7 @@ from typing import Any
 
 from .. import arguments, arrays
 from ..arrays import Tensor, events
-from ..errors import ArgumentError, DeviceError, OmniattnError, UnsupportedError
+from ..errors import ArgumentError, DeviceError, OmniattnError, UnsupportedError, telling
 from .cache import PagedKVCache
 
 #: (block, slot) numbers.
@@ -37,9 +37,9 @@ class SwapEvent:
             As in `attention`; None is the current stream of the caches' library.
         """
         if self._event is None:
-            arrays.prepare([self._place], stream)  # refuses a stream
+            telling("SwapEvent.wait", arrays.prepare, [self._place], stream)  # refuses a stream
             return
-        raw = arrays.resolve_stream(stream)
+        raw = telling("SwapEvent.wait", arrays.resolve_stream, stream)
         self._event.make_wait(arrays.current_stream(self._place) if raw is None else raw)
 
     def done(self) -> bool:
@@ -204,6 +204,9 @@ def _checked(caches: Any) -> tuple[PagedKVCache, ...]:
         if here != there:
             expected = f"{here[0]} blocks of {here[1]} tokens, like the first one"
             raise ArgumentError(f"caches[{i}]", expected, f"{there[0]} of {there[1]}", function="SwapSpace")
+        if any(t.readonly for t in cache.planes.values()):
+            expected = "a cache of arrays that can be written, which swap_in() does"
+            raise ArgumentError(f"caches[{i}]", expected, "read-only arrays", function="SwapSpace")
         place, other = first.planes["k"].device_name, cache.planes["k"].device_name
         if place != other:
             raise DeviceError(f"caches[{i}]", f"{place}, like the first one", other, function="SwapSpace")

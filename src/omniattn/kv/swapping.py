@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Hashable
 from typing import TYPE_CHECKING, Any
 
-from ..errors import ArgumentError, OutOfBlocksError, OutOfHostBlocksError
+from ..errors import ArgumentError, OutOfBlocksError, OutOfHostBlocksError, telling
 from .pool import BlockPool, HostSlots
 from .prefixes import Node, path_to
 
@@ -104,7 +104,7 @@ class Swapping(ABC):
         new = iter(host.next(needed))
         slots = [next(new) if slot is None else slot for slot in known]
         pairs = [(block, slot) for block, slot, old in zip(blocks, slots, known, strict=True) if old is None]
-        event = space.copy_out(pairs, stream)
+        event = telling("BlockManager.swap_out", space.copy_out, pairs, stream)
         for block, slot in zip(blocks, slots, strict=True):
             host.hold(slot)
             pool.note_copy(block, slot)
@@ -167,7 +167,7 @@ class Swapping(ABC):
         table = [next(rest) if block is None else block for block in there]
         try:
             pairs = [(b, slot) for b, slot, old in zip(table, s.slots, there, strict=True) if old is None]
-            event = space.copy_in(pairs, stream)
+            event = telling("BlockManager.swap_in", space.copy_in, pairs, stream)
         except BaseException:
             pool.release_all(new)
             pool.release_all(held)

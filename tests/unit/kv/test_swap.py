@@ -73,11 +73,27 @@ def test_a_sequence_goes_and_comes_back() -> None:
     assert served.read("a") == list(range(100, 110))
     assert served.read("b") == list(range(200, 220))
     assert (manager.num_free, manager.num_free_host, manager.swapped) == (0, 6, ())
-    with pytest.raises(ArgumentError, match="on the CPU"):
+    with pytest.raises(ArgumentError, match=r"SwapEvent\.wait\(\): argument 'stream'.*on the CPU"):
         event.wait(7)
-    with pytest.raises(ArgumentError, match="on the CPU"):
+    with pytest.raises(ArgumentError, match=r"BlockManager\.swap_out\(\): argument 'stream'.*on the CPU"):
         manager.swap_out("a", stream=7)
     assert manager.swapped == ()
+    manager.swap_out("a")
+    with pytest.raises(ArgumentError, match=r"BlockManager\.swap_in\(\): argument 'stream'.*on the CPU"):
+        manager.swap_in("a", stream=7)
+    assert manager.swapped == ("a",)
+
+
+@pytest.mark.parametrize("which", ["k", "v", "k_scale"])
+def test_no_space_for_a_cache_that_cannot_be_written(which: str) -> None:
+    """swap_in would write to it."""
+    dtypes = {"k": np.int8, "v": np.int8, "k_scale": np.float32, "v_scale": np.float32}
+    given = {name: np.ones((8, 4, 2, 16)[: 4 if dtype is np.int8 else 3], dtype) for name, dtype in dtypes.items()}
+    oa.SwapSpace(oa.PagedKVCache.from_arrays(**given), 2)
+    given[which].flags.writeable = False
+    caches = [oa.PagedKVCache(8, 4, 2, 16, like=given["k"]), oa.PagedKVCache.from_arrays(**given)]
+    with pytest.raises(ArgumentError, match=r"SwapSpace\(\): argument 'caches\[1\]'.*read-only arrays"):
+        oa.SwapSpace(caches, 2)
 
 
 def test_shared_blocks_go_and_come_once_and_others_keep_theirs() -> None:
