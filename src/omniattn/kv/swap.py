@@ -16,7 +16,7 @@ from .cache import PagedKVCache
 #: (block, slot) numbers.
 Pair = tuple[int, int]
 #: Planes of a cache that have a block of memory for each block.
-_PLANES = ("k", "v", "k_params", "v_params")
+_PLANES = ("k", "v", "k_params", "v_params", "k_scale", "v_scale")
 
 
 class SwapEvent:

@@ -96,6 +96,36 @@ def test_no_space_for_a_cache_that_cannot_be_written(which: str) -> None:
         oa.SwapSpace(caches, 2)
 
 
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def test_scales_of_rows_go_with_their_blocks(layout: str) -> None:
+    shape = (BLOCKS, SIZE, 2, 16) if layout == "NHD" else (BLOCKS, 2, SIZE, 16)
+    k, v = (np.zeros(shape, np.int8) for _ in range(2))
+    k_scale, v_scale = np.ones((2, *shape[:3], 2), np.float32)[..., 0]  # of strides of their own
+    cache = oa.PagedKVCache.from_arrays(k, v, layout=layout, k_scale=k_scale, v_scale=v_scale)
+    space = oa.SwapSpace(cache, 4)
+    assert space.nbytes == 4 * SIZE * cache.token_bytes
+    manager = oa.BlockManager(BLOCKS, SIZE, swap_space=space)
+    rng = np.random.default_rng(0)
+
+    def write(name: str, count: int, size: float) -> None:
+        manager.extend({name: count})
+        rows = size * rng.standard_normal((1, count, 2, 16))
+        oa.append(cache, rows, -rows, seq_lens=manager.seq_lens([name]), block_table=manager.block_table([name]))
+
+    def read(name: str) -> Any:
+        return oa.decode(q, cache, seq_lens=manager.seq_lens([name]), block_table=manager.block_table([name]))
+
+    q = rng.standard_normal((1, 1, 2, 16))
+    manager.add("a")
+    write("a", 10, 1.0)
+    expected = read("a")
+    manager.swap_out("a")
+    manager.add("b")
+    write("b", 18, 100.0)
+    manager.swap_in("a")
+    np.testing.assert_array_equal(read("a"), expected)
+
+
 def test_shared_blocks_go_and_come_once_and_others_keep_theirs() -> None:
     served = Served()
     manager = served.manager

@@ -86,6 +86,36 @@ def _view(memory: Any, pool: Pool) -> Any:
     return np.lib.stride_tricks.as_strided(memory, pool.view.shape, pool.view.strides)
 
 
+@pytest.mark.parametrize("strides", [(8, 2, 1), (8, 1, 4), (16, 4, 2), (4, 1, 32)])
+def test_scales_of_rows(gpu: FakeEvents, strides: tuple[int, int, int]) -> None:
+    """Steps of blocks, tokens and heads: NHD and HND, every other element, heads before blocks."""
+    shape, gpu_0 = (BLOCKS, SIZE, 2), {"device": (2, 0)}
+    codes = [FakeExporter((*shape, 16), code=0, bits=8, **gpu_0) for _ in range(2)]
+    scales = [FakeExporter(shape, strides=strides, **gpu_0) for _ in range(2)]
+    views = []
+    for exporter in scales:
+        memory = np.frombuffer(exporter.memory, np.float32)
+        memory[:] = np.random.default_rng(1).standard_normal(memory.size)
+        views.append(np.lib.stride_tricks.as_strided(memory, shape, tuple(4 * step for step in strides)))
+    cache = oa.PagedKVCache.from_arrays(*codes, k_scale=scales[0], v_scale=scales[1])
+    space = oa.SwapSpace(cache, 5)
+    assert space.nbytes == 5 * SIZE * 2 * 2 * (16 + 4)
+    manager = oa.BlockManager(BLOCKS, SIZE, swap_space=space)
+    for name in "ab":
+        manager.add(name)
+        manager.extend({name: 10})
+    before = [view.copy() for view in views]
+    manager.swap_out("a")
+    for view in views:
+        view[[0, 1, 2, 6, 7]] = 0
+    manager.add("c")
+    manager.extend({"c": 4})
+    manager.swap_in("a")
+    for view, old in zip(views, before):
+        np.testing.assert_array_equal(view[list(manager.blocks("a"))], old[[0, 1, 2]])
+        np.testing.assert_array_equal(view[list(manager.blocks("b"))], old[[3, 4, 5]])
+
+
 def test_blocks_that_follow_each_other_are_one_copy(gpu: FakeEvents) -> None:
     cache = oa.PagedKVCache.from_arrays(*(Pool(POOLS["NHD"]).exporter for _ in range(2)))
     manager = oa.BlockManager(BLOCKS, SIZE, swap_space=oa.SwapSpace(cache, 8))
