@@ -6,6 +6,7 @@ t // (interleave * n) * interleave + t % interleave.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -120,6 +121,19 @@ def check_lengths(seq_lens: Any, function: str, argument: str = "seq_lens") -> N
         raise ShapeError(argument, "1 dimension (batch,)", f"shape {tuple(seq_lens.shape)}", function=function)
 
 
+def check_new_tokens(seq_lens: Any, starts: list[int], rows: int, function: str) -> None:
+    """Contents on the CPU, as `append` has them: ``starts`` of so many rows, and lengths, which have the new tokens or
+    are 0.
+    """
+    if starts[0] != 0 or starts[-1] > rows or any(b < a for a, b in itertools.pairwise(starts)):
+        expected = f"0 first, never decreasing, at most the {rows} rows at the end"
+        raise ArgumentError("cu_seqlens", expected, str(starts), function=function)
+    for b, (length, (begin, end)) in enumerate(zip(seq_lens.tolist(), itertools.pairwise(starts), strict=True)):
+        if length and length < end - begin:
+            expected = f"0, or at least the {end - begin} new tokens"
+            raise ArgumentError("seq_lens", expected, f"{length} at {b}", function=function)
+
+
 def found_tokens(seq_lens: Any, q_len: int, group: Group, interleave: int, function: str) -> LocalTokens:
     """`local_tokens` of checked numbers."""
     check_lengths(seq_lens, function)
@@ -128,7 +142,8 @@ def found_tokens(seq_lens: Any, q_len: int, group: Group, interleave: int, funct
     local = _count(seen, group, interleave)
     positions = seen.to(torch.int64) - 1
     places = places_of(positions, group, interleave)
-    return LocalTokens(seq_lens, local, local[:, -1].contiguous(), positions, places, group, interleave)
+    last = local[:, -1].contiguous() if q_len else _count(seq_lens, group, interleave)
+    return LocalTokens(seq_lens, local, last, positions, places, group, interleave)
 
 
 def _count(seen: Any, group: Group, interleave: int) -> Any:

@@ -30,7 +30,7 @@ from ..ops.decode import decode
 from ..ops.merge import merge_states
 from ..problems.decode import MAX_Q_LEN
 from .exchange import Group, agree, group_of, meet
-from .places import LocalTokens, check_lengths, found_tokens, places_of
+from .places import LocalTokens, check_lengths, check_new_tokens, found_tokens, places_of
 from .ring import check_tensor
 
 _ALIGNMENT = 16
@@ -219,6 +219,9 @@ def append_sharded(
         if tuple(k.shape[:2]) != shape:
             expected = f"(batch, tokens) = {shape}, as seq_lens says"
             raise ShapeError("k", expected, f"shape {tuple(k.shape)}", function=function)
+        if k.device.type == "cpu":
+            starts = [b * shape[1] for b in range(shape[0] + 1)]
+            check_new_tokens(tokens.seq_lens, starts, math.prod(shape), function)
         positions, places = tokens.positions.flatten(), tokens.places.flatten()
         sequences = torch.arange(shape[0], device=k.device).repeat_interleave(shape[1], output_size=math.prod(shape))
     batch = (seq_lens.seq_lens if isinstance(seq_lens, LocalTokens) else seq_lens).shape[0]
@@ -281,6 +284,10 @@ def _tokens_of(seq_lens: Any, q: Any, group: Group, interleave: int, function: s
     if not isinstance(seq_lens, LocalTokens):
         seq_lens = found_tokens(seq_lens, q.shape[1], group, interleave, function)
     _check_device(seq_lens.seq_lens, "seq_lens", q, function)
+    if q.device.type == "cpu":
+        bad = [(b, n) for b, n in enumerate(seq_lens.seq_lens.tolist()) if n < 0]
+        if bad:
+            raise ArgumentError("seq_lens", "0 or more", f"{bad[0][1]} at {bad[0][0]}", function=function)
     if tuple(seq_lens.local.shape) != tuple(q.shape[:2]):
         batch, q_len = seq_lens.local.shape
         expected = f"shape ({batch}, {q_len}, heads, head_dim), as seq_lens says"
@@ -304,7 +311,7 @@ def _decode(q: Any, cache: KVCache, tokens: LocalTokens, table: Any, options: di
             **options,
         )  # fmt: skip
         mine.o.copy_(o.view(mine.o.shape))
-        mine.lse.copy_(lse.view(batch, q_len, -1).transpose(1, 2))
+        mine.lse.copy_(lse.view(batch, q_len, q.shape[2]).transpose(1, 2))
         return
     for i in range(q_len):
         here = slice(i, i + 1)
@@ -408,6 +415,8 @@ def _packed_positions(seq_lens: Any, cu_seqlens: Any, rows: int, function: str) 
     batch = seq_lens.shape[0]
     if cu_seqlens.shape[0] != batch + 1:
         raise ShapeError("cu_seqlens", f"shape ({batch + 1},)", f"{tuple(cu_seqlens.shape)}", function=function)
+    if seq_lens.device.type == "cpu":
+        check_new_tokens(seq_lens, cu_seqlens.tolist(), rows, function)
     row = torch.arange(rows, dtype=torch.int32, device=seq_lens.device)
     if batch == 0:
         return torch.full((rows,), -1, dtype=torch.int64, device=seq_lens.device), row.to(torch.int64)
@@ -446,6 +455,11 @@ def _slots(cache: KVCache, places: Any, sequences: Any, table: Any, batch: int, 
     if cache.paged:
         column = (places // size).clamp(0, table.shape[1] - 1)
         block = table[sequences, column].to(torch.int64)
+        if places.device.type == "cpu":
+            bad = ((places >= 0) & ((block < 0) | (block >= cache.num_blocks))).nonzero().flatten().tolist()
+            if bad:
+                received = f"{int(block[bad[0]])} at sequence {int(sequences[bad[0]])}"
+                raise ArgumentError("block_table", f"blocks 0 to {cache.num_blocks - 1}", received, function=function)
         # A block that is not there has a negative number.
         places = torch.where(block < 0, -1, places)
     return torch.where((places >= 0) & (places < room), block * size + (places % size if cache.paged else places), -1)

@@ -132,7 +132,21 @@ def caches() -> None:
         q, none, seq_lens=torch.empty(0, dtype=torch.int32), block_table=torch.empty(0, 1, dtype=torch.int32)
     )
     assert found.shape == (0, 1, 4, 16)
+    several = decode_sharded(
+        numbers(0, 2, 4, 16), none, seq_lens=torch.empty(0, dtype=torch.int32),
+        block_table=torch.empty(0, 1, dtype=torch.int32), return_lse=True,
+    )  # fmt: skip
+    assert [tuple(x.shape) for x in several] == [(0, 2, 4, 16), (0, 4, 2)]
     say("no sequences")
+
+
+def no_tokens() -> None:
+    cache, table = new_cache(True, [9, 9], torch.empty(0), 1)
+    k = numbers(2, 0, 2, 16)
+    cache.k.zero_()
+    append_sharded(cache, k, k, seq_lens=torch.tensor([3, 4], dtype=torch.int32), **table)
+    assert not cache.k.any()
+    say("no tokens")
 
 
 def counts() -> None:
@@ -241,6 +255,40 @@ def told_by_their_own_function() -> None:
         assert (caught.value.function, caught.value.argument) == (function, argument), str(caught.value)
 
 
+def contents_are_checked() -> None:
+    """On the CPU, as those of `append` and `decode`; nothing is written then."""
+    size = dist.get_world_size()
+    cache, table = new_cache(True, [9, 9], torch.empty(0), 1)
+    cache.k.zero_()
+    k, packed, q = numbers(2, 2 * size, 2, 16), numbers(4, 2, 16), numbers(2, 2, 4, 16)
+    nowhere, beyond = (torch.full_like(table["block_table"], block) for block in (-1, cache.num_blocks))
+
+    def lengths(*values: int) -> Any:
+        return torch.tensor(values, dtype=torch.int32)
+
+    def append(*lens: int, starts: tuple[int, ...] | None = None, **options: Any) -> None:
+        rows, how = (k, {}) if starts is None else (packed, {"cu_seqlens": lengths(*starts)})
+        append_sharded(cache, rows, rows, seq_lens=lengths(*lens), **how, **(table | options))
+
+    for call, argument in (
+        (lambda: append(2 * size, 1), "seq_lens"),
+        (lambda: append(-1, 2 * size), "seq_lens"),
+        (lambda: append(4, 2, starts=(0, 1, 4)), "seq_lens"),
+        (lambda: append(4, 4, starts=(1, 2, 4)), "cu_seqlens"),
+        (lambda: append(4, 4, starts=(0, 3, 2)), "cu_seqlens"),
+        (lambda: append(9, 9, starts=(0, 2, 9)), "cu_seqlens"),
+        (lambda: append(2 * size, 2 * size, block_table=nowhere), "block_table"),
+        (lambda: append(2 * size, 2 * size, block_table=beyond), "block_table"),
+        (lambda: decode_sharded(q, cache, seq_lens=lengths(3, -4), **table), "seq_lens"),
+    ):
+        with pytest.raises(ArgumentError) as caught:
+            call()
+        assert caught.value.argument == argument, str(caught.value)
+        assert not cache.k.any()
+    append(0, 2 * size)  # padding
+    assert cache.k.any()
+
+
 def errors() -> None:
     """What cannot be is refused on all ranks, with the argument's name."""
     like = torch.empty(0)
@@ -276,6 +324,7 @@ def errors() -> None:
         with pytest.raises(error, match=text):
             call()
     told_by_their_own_function()
+    contents_are_checked()
     scale = 0.1 * (1 + dist.get_rank())
     with pytest.raises(ArgumentError, match="argument 'softmax_scale': expected the same on all ranks"):
         decode_sharded(q, cache, seq_lens=lengths, softmax_scale=scale)
@@ -286,7 +335,7 @@ def errors() -> None:
 
 
 SUITES: dict[str, tuple[Callable[[], None], ...]] = {
-    "caches": (caches, counts, heads_over_ranks, mesh, merging, errors)
+    "caches": (caches, no_tokens, counts, heads_over_ranks, mesh, merging, errors)
 }
 
 if __name__ == "__main__":

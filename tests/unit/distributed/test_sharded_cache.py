@@ -13,7 +13,7 @@ pytestmark = pytest.mark.frameworks
 
 CHILD = Path(__file__).with_name("sharded_cache_child.py")
 #: Lines of each process.
-SAID = 18
+SAID = 19
 
 
 @pytest.mark.parametrize("size", [2, 4])
