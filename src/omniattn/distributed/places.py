@@ -111,10 +111,18 @@ def local_tokens(seq_lens: Any, *, q_len: int = 1, group: Any = None, interleave
     return found_tokens(seq_lens, q_len, at, check_int(interleave, "interleave", name, least=1, most=MAX_ROWS), name)
 
 
+def check_strided(x: Any, argument: str, function: str) -> None:
+    """Refuse nested and sparse tensors."""
+    if x.is_nested or x.layout is not torch.strided:
+        received = "a nested tensor" if x.is_nested else f"one of layout {x.layout}"
+        raise ArgumentError(argument, "a plain torch tensor", received, function=function)
+
+
 def check_lengths(seq_lens: Any, function: str, argument: str = "seq_lens") -> None:
     """An int32 tensor of one dimension."""
     if not isinstance(seq_lens, torch.Tensor):
         raise ArgumentError(argument, "a torch tensor", type(seq_lens).__name__, function=function)
+    check_strided(seq_lens, argument, function)
     if seq_lens.dtype is not torch.int32:
         raise DtypeError(argument, "int32", str(seq_lens.dtype).removeprefix("torch."), function=function)
     if seq_lens.dim() != 1:

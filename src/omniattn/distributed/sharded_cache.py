@@ -30,7 +30,7 @@ from ..ops.decode import decode
 from ..ops.merge import merge_states
 from ..problems.decode import MAX_Q_LEN
 from .exchange import Group, agree, group_of, meet
-from .places import LocalTokens, check_lengths, check_new_tokens, found_tokens, places_of
+from .places import LocalTokens, check_lengths, check_new_tokens, check_strided, found_tokens, places_of
 from .ring import check_tensor
 
 _ALIGNMENT = 16
@@ -113,6 +113,7 @@ def decode_sharded(
     function = "decode_sharded"
     at = _group_of(group, seq_lens, function)
     check_tensor(q, "q", function)
+    check_strided(q, "q", function)
     if agree_first is not None:
         agree_first = check_bool(agree_first, "agree_first", function)
     failure: OmniattnError | None = None
@@ -194,7 +195,10 @@ def append_sharded(
     function = "append_sharded"
     at = _group_of(group, seq_lens, function)
     _check_cache(cache, function)
-    check_tensor(k, "k", function)
+    for name, x in (("k", k), ("v", v), ("k_pe", k_pe)):
+        if x is not None or name == "k":
+            check_tensor(x, name, function)
+            check_strided(x, name, function)
     interleave = _interleave_of(interleave, seq_lens, function)
     packed = cu_seqlens is not None
     _check_device(seq_lens.seq_lens if isinstance(seq_lens, LocalTokens) else seq_lens, "seq_lens", k, function)
@@ -202,12 +206,10 @@ def append_sharded(
     if not fewest <= k.dim() <= most or (k.dim() == fewest and not cache.facts.is_latent):
         raise ShapeError("k", f"{most} dimensions", f"shape {tuple(k.shape)}", function=function)
     for name, x in (("v", v), ("k_pe", k_pe)):
-        if x is not None:
-            check_tensor(x, name, function)
-            # Flattened they would be as many rows in any order of batch and tokens.
-            if x.shape[: fewest - 1] != k.shape[: fewest - 1]:
-                expected = f"{tuple(k.shape[: fewest - 1])} at the beginning, like k"
-                raise ShapeError(name, expected, f"shape {tuple(x.shape)}", function=function)
+        # Flattened they would be as many rows in any order of batch and tokens.
+        if x is not None and x.shape[: fewest - 1] != k.shape[: fewest - 1]:
+            expected = f"{tuple(k.shape[: fewest - 1])} at the beginning, like k"
+            raise ShapeError(name, expected, f"shape {tuple(x.shape)}", function=function)
     if packed:
         positions, sequences = _packed_positions(seq_lens, cu_seqlens, k.shape[0], function)
         places = places_of(positions, at, interleave)
@@ -305,7 +307,8 @@ def _decode(q: Any, cache: KVCache, tokens: LocalTokens, table: Any, options: di
     per_sequence = cache.facts.scales is not None and bool(cache.facts.scales.sequences)
     if cache.paged and not per_sequence:
         # A query token as a sequence of its own: each has its own number of keys here.
-        each = None if table is None else table.repeat_interleave(q_len, 0, output_size=batch * q_len)
+        _check_table(table, batch, q, "decode_sharded")
+        each = table.repeat_interleave(q_len, 0, output_size=batch * q_len)
         o, lse = decode(
             q.reshape(batch * q_len, 1, *q.shape[2:]), cache, seq_lens=tokens.local.flatten(), block_table=each,
             **options,
@@ -427,19 +430,25 @@ def _packed_positions(seq_lens: Any, cu_seqlens: Any, rows: int, function: str) 
     return torch.where(inside, positions, -1), sequences
 
 
+def _check_table(table: Any, batch: int, like: Any, function: str) -> None:
+    """Shape, dtype and device of a paged cache's block table."""
+    if not isinstance(table, torch.Tensor):
+        expected = "an int32 tensor of shape (batch, max_blocks), with a PagedKVCache"
+        raise ArgumentError("block_table", expected, type(table).__name__, function=function)
+    check_strided(table, "block_table", function)
+    if table.dtype is not torch.int32:
+        raise DtypeError("block_table", "int32", str(table.dtype).removeprefix("torch."), function=function)
+    if table.dim() != 2 or table.shape[0] != batch or table.shape[1] < 1:
+        expected = f"shape ({batch}, max_blocks), max_blocks >= 1"
+        raise ShapeError("block_table", expected, f"{tuple(table.shape)}", function=function)
+    _check_device(table, "block_table", like, function)
+
+
 def _slots(cache: KVCache, places: Any, sequences: Any, table: Any, batch: int, function: str) -> Any:
     """Slot of each token, int64; -1 for tokens of other ranks, and on a GPU for those that have no room here."""
     size = cache.block_size
     if cache.paged:
-        if not isinstance(table, torch.Tensor):
-            expected = "an int32 tensor of shape (batch, max_blocks), with a PagedKVCache"
-            raise ArgumentError("block_table", expected, type(table).__name__, function=function)
-        if table.dtype is not torch.int32:
-            raise DtypeError("block_table", "int32", str(table.dtype).removeprefix("torch."), function=function)
-        if table.dim() != 2 or table.shape[0] != batch or table.shape[1] < 1:
-            expected = f"shape ({batch}, max_blocks), max_blocks >= 1"
-            raise ShapeError("block_table", expected, f"{tuple(table.shape)}", function=function)
-        _check_device(table, "block_table", places, function)
+        _check_table(table, batch, places, function)
         room = table.shape[1] * size
     elif table is not None:
         raise ArgumentError("block_table", "None with a KVCache", kind_of(table), function=function)

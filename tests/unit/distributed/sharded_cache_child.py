@@ -289,6 +289,28 @@ def contents_are_checked() -> None:
     assert cache.k.any()
 
 
+def tables_and_tensors_that_are_none() -> None:
+    """Of several queries, whose table is repeated for each; sparse and nested tensors have no rows."""
+    cache, table = new_cache(True, [9, 9], torch.empty(0), 1)
+    there, lengths = table["block_table"], torch.tensor([4, 4], dtype=torch.int32)
+    q, k = numbers(2, 2, 4, 16), numbers(2, 2, 2, 16)
+    for wrong in (None, True, 3, [[0]], there[0], there[None], there[:0], there.long(), there.to_sparse()):
+        with pytest.raises(ArgumentError) as caught:
+            decode_sharded(q, cache, seq_lens=lengths, block_table=wrong)
+        assert (caught.value.function, caught.value.argument) == ("decode_sharded", "block_table")
+    for kind in (torch.Tensor.to_sparse, lambda x: torch.nested.nested_tensor(list(x))):
+        for call, argument in (
+            (lambda kind: decode_sharded(kind(q), cache, seq_lens=lengths, **table), "q"),
+            (lambda kind: decode_sharded(q, cache, seq_lens=kind(lengths), **table), "seq_lens"),
+            (lambda kind: append_sharded(cache, kind(k), k, seq_lens=lengths, **table), "k"),
+            (lambda kind: append_sharded(cache, k, kind(k), seq_lens=lengths, **table), "v"),
+            (lambda kind: append_sharded(cache, k, k, seq_lens=lengths, block_table=kind(there)), "block_table"),
+        ):
+            with pytest.raises(ArgumentError) as caught:
+                call(kind)
+            assert caught.value.argument == argument, str(caught.value)
+
+
 def errors() -> None:
     """What cannot be is refused on all ranks, with the argument's name."""
     like = torch.empty(0)
@@ -325,6 +347,7 @@ def errors() -> None:
             call()
     told_by_their_own_function()
     contents_are_checked()
+    tables_and_tensors_that_are_none()
     scale = 0.1 * (1 + dist.get_rank())
     with pytest.raises(ArgumentError, match="argument 'softmax_scale': expected the same on all ranks"):
         decode_sharded(q, cache, seq_lens=lengths, softmax_scale=scale)
