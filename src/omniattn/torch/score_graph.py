@@ -145,17 +145,35 @@ def divide(a: Node, b: Node) -> Node:
 def floor_divide(a: Node, b: Node) -> Node:
     """Division that rounds to minus infinity."""
     a, b = together(a, b, least="i")
-    if a.kind == "f":
-        return unary("floor", divide(a, b))
-    return _made("floordiv", a, b, kind=a.kind, least=a.least and b.least)
+    if a.kind != "f":
+        return _made("floordiv", a, b, kind=a.kind, least=a.least and b.least)
+    # As torch does it: the floor of a quotient, which is rounded, may be one too many.
+    rest = _made("fmod", a, b, kind="f", least=a.least)
+    quotient = unary("round", divide(arithmetic("sub", a, rest), b))
+    less = _has_other_sign(rest, b)
+    if less is not None:
+        quotient = where(less, arithmetic("sub", quotient, const(1.0)), quotient)
+    return quotient if b.op == "const" and b.value else where(compare("eq", b, const(0.0)), divide(a, b), quotient)
 
 
 def modulo(a: Node, b: Node) -> Node:
     """The remainder of `floor_divide`: it has the divisor's sign."""
     a, b = together(a, b, least="i")
-    if a.kind == "f":
-        return arithmetic("sub", a, arithmetic("mul", floor_divide(a, b), b))
-    return _made("mod", a, b, kind=a.kind, least=b.least)
+    if a.kind != "f":
+        return _made("mod", a, b, kind=a.kind, least=b.least)
+    rest = _made("fmod", a, b, kind="f", least=a.least)
+    less = _has_other_sign(rest, b)
+    return rest if less is None else where(less, arithmetic("add", rest, b), rest)
+
+
+def _has_other_sign(rest: Node, divisor: Node) -> Node | None:
+    """Whether a remainder that is not 0 has another sign than the divisor; None: never."""
+    if divisor.least:
+        return None if rest.least else compare("lt", rest, const(0.0))
+    if divisor.op == "const":
+        return compare("gt", rest, const(0.0))
+    signs = (compare("lt", x, const(0.0)) for x in (rest, divisor))
+    return logical("and", compare("ne", rest, const(0.0)), logical("xor", *signs))
 
 
 def power(a: Node, b: Node) -> Node:
@@ -312,6 +330,11 @@ def _one_minus(a: Node) -> Node:
 def _square(a: Node) -> Node:
     return arithmetic("mul", a, a)
 
+def _of_fmod(x: Node, args: tuple[Node, ...], d: Inner) -> Node | None:
+    by_divisor = None if d[1] is None else negative(arithmetic("mul", unary("trunc", divide(*args)), d[1]))
+    return _sum(d[0], by_divisor)
+
+
 
 _RULES: dict[str, Callable[[Node, tuple[Node, ...], Inner], Node | None]] = {
     "add": lambda x, args, d: _sum(d[0], d[1]),
@@ -337,6 +360,7 @@ _RULES: dict[str, Callable[[Node, tuple[Node, ...], Inner], Node | None]] = {
     "cos": _by(lambda x, a: negative(unary("sin", a))),
     "tan": _by(lambda x, a: arithmetic("add", _square(x), const(1.0))),
     "sinh": _by(lambda x, a: unary("cosh", a)),
+    "fmod": _of_fmod,
     "cosh": _by(lambda x, a: unary("sinh", a)),
     "tanh": _by(lambda x, a: _one_minus(_square(x))),
     "asinh": _by(lambda x, a: unary("rsqrt", arithmetic("add", _square(a), const(1.0)))),

@@ -19,6 +19,7 @@ _CALLS = {
     "log1p": "log1pf", "sqrt": "sqrtf", "rsqrt": "rsqrtf", "sin": "sinf", "cos": "cosf", "tan": "tanf",
     "sinh": "sinhf", "cosh": "coshf", "tanh": "tanhf", "asinh": "asinhf", "atan": "atanf", "erf": "erff",
     "floor": "floorf", "ceil": "ceilf", "trunc": "truncf", "round": "rintf", "pow": "powf",
+    "fmod": "fmodf",
 }  # fmt: skip
 _TYPES = {"b": "bool", "i": "int", "l": "int64", "f": "float"}
 
@@ -114,14 +115,15 @@ _WRITTEN: dict[str, Callable[[str, tuple[Node, ...], list[str]], str]] = {
 
 _NUMPY: dict[str, Callable[..., Any]] = {
     "add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide, "floordiv": np.floor_divide,
-    "mod": np.mod, "pow": np.power, "min": np.minimum, "max": np.maximum, "eq": np.equal, "ne": np.not_equal,
-    "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal, "and": np.bitwise_and,
-    "or": np.bitwise_or, "xor": np.bitwise_xor, "shl": np.left_shift, "shr": np.right_shift, "not": np.logical_not,
-    "inv": np.invert, "neg": np.negative, "where": np.where, "abs": np.abs, "sign": np.sign, "exp": np.exp,
-    "exp2": np.exp2, "expm1": np.expm1, "log": np.log, "log2": np.log2, "log10": np.log10, "log1p": np.log1p,
-    "sqrt": np.sqrt, "rsqrt": lambda x: 1 / np.sqrt(x), "sin": np.sin, "cos": np.cos, "tan": np.tan, "sinh": np.sinh,
-    "cosh": np.cosh, "tanh": np.tanh, "asinh": np.arcsinh, "atan": np.arctan, "floor": np.floor, "ceil": np.ceil,
-    "trunc": np.trunc, "round": np.rint,
+    "mod": np.mod, "fmod": np.fmod, "pow": np.power, "min": np.minimum, "max": np.maximum, "eq": np.equal,
+    "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal,
+    "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor, "shl": np.left_shift, "shr": np.right_shift,
+    "not": np.logical_not, "inv": np.invert, "neg": np.negative, "where": np.where, "abs": np.abs,
+    "sign": lambda x: np.where(x == x, np.sign(x), 0),  # 0 of NaN, as torch has it
+    "exp": np.exp, "exp2": np.exp2, "expm1": np.expm1, "log": np.log, "log2": np.log2, "log10": np.log10,
+    "log1p": np.log1p, "sqrt": np.sqrt, "rsqrt": lambda x: 1 / np.sqrt(x), "sin": np.sin, "cos": np.cos, "tan": np.tan,
+    "sinh": np.sinh, "cosh": np.cosh, "tanh": np.tanh, "asinh": np.arcsinh, "atan": np.arctan, "floor": np.floor,
+    "ceil": np.ceil, "trunc": np.trunc, "round": np.rint,
     "erf": np.vectorize(math.erf, otypes=[float]),
 }  # fmt: skip
 
