@@ -260,6 +260,13 @@ def sigmoid(a: Node) -> Node:
 
 
 def derivative(x: Node) -> Node | None:
+def relu(a: Node) -> Node:
+    """a where it is more than 0, or NaN. By the minimum of `_of_limit` its derivative at 0 would be 1; torch's is 0."""
+    a = numeric(a)
+    zero = cast(const(0), a.kind)
+    return a if a.least else replace(where(compare("le", a, zero), zero, a), least=True)
+
+
     """The derivative by the score; None where it is 0 everywhere."""
     return _derivative(x, {})
 
@@ -312,6 +319,7 @@ def _of_pow(x: Node, args: tuple[Node, ...], d: Inner) -> Node | None:
     return _sum(_times(less, d[0]), _times(by_exponent, d[1]))
 
 
+    # What is constant at a zero, as torch has it: an infinity times 0 is none.
 def _of_limit(x: Node, args: tuple[Node, ...], d: Inner) -> Node | None:
     # Where both are equal a limit that is a constant lets the gradient pass, as torch's clamp does.
     op = "ge" if x.op == "max" else "le"

@@ -377,8 +377,7 @@ def _sigmoid(trace: Trace, input: Any) -> Node:
 
 @_handles("relu")
 def _relu(trace: Trace, input: Any, inplace: bool = False) -> Node:
-    x = trace.node(input)
-    return graph.arithmetic("max", x, graph.const(0.0 if x.kind == "f" else 0))
+    return graph.relu(trace.node(input))
 
 
 @_handles("square")

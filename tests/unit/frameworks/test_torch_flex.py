@@ -176,6 +176,26 @@ def test_gradients(name: str) -> None:
         torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5)
 
 
+AT_ZERO: dict[str, Function] = {
+    "relu": lambda s, b, h, q, k: F.relu(s) * (k + 1) * 0.01,
+    "power of a table": lambda s, b, h, q, k: s ** (k % 3 * 1.0) * 0.1,
+    "power by the score": lambda s, b, h, q, k: (k % 2 * 1.0) ** s,
+    "power by itself": lambda s, b, h, q, k: (s * 0.3) ** (s * 0.2) * SLOPES[h],
+}
+
+
+@pytest.mark.parametrize("name", AT_ZERO)
+def test_gradients_of_scores_that_are_0(name: str) -> None:
+    q, k, v = tensors(torch.float64)
+    q[:, :, ::2] = 0
+    q, k, v = (x.requires_grad_() for x in (q.abs(), k.abs(), v))
+    do = torch.randn(BATCH, HEADS, QUERIES, DIM, dtype=torch.float64, generator=torch.Generator().manual_seed(9))
+    want = torch.autograd.grad(by_definition(q, k, v, AT_ZERO[name]), (q, k, v), do)
+    got = torch.autograd.grad(ours.flex_attention(q, k, v, AT_ZERO[name]), (q, k, v), do)
+    for x, y in zip(got, want, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("size", [64, 128, 32, (128, 64)], ids=str)
 @pytest.mark.parametrize("name", MASKS)
 def test_block_masks(name: str, size: Any) -> None:
