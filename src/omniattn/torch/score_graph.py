@@ -17,6 +17,8 @@ PLACES = {"score": "f", "b": "i", "h": "i", "q": "i", "k": "i"}
 COMPARISONS = frozenset(("eq", "ne", "lt", "le", "gt", "ge"))
 #: What may leave 8 bits.
 _WRAPPING = frozenset(("add", "sub", "mul", "neg", "inv", "shl", "abs"))
+#: Added to a position, this or more may leave 32 bits.
+_MAY_WRAP = 2**30
 #: Arithmetic of two bools, by what it is of their bits.
 _OF_BOOLS = {"add": "or", "mul": "and", "min": "and", "max": "or"}
 
@@ -127,6 +129,8 @@ def arithmetic(op: str, a: Node, b: Node) -> Node:
         least = a.least or b.least
     return _made(op, a, b, kind=a.kind, least=least)
 
+    if a.kind != "f" and (op == "mul" or (op == "add" and b.op == "const" and b.value >= _MAY_WRAP)):  # type: ignore[operator]
+        least = False  # it may wrap around
 
 def negative(a: Node) -> Node:
     """-a."""

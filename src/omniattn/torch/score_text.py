@@ -145,7 +145,7 @@ def evaluate(node: Node, places: Mapping[str, Any], arrays: Mapping[str, Any]) -
     """
     dtype = np.asarray(places["score"]).dtype
     with np.errstate(all="ignore"):  # of branches that are not chosen
-        return _value(node, places, arrays, {"b": np.bool_, "i": np.int64, "l": np.int64, "f": dtype.type}, {})
+        return _value(node, places, arrays, {"b": np.bool_, "i": np.int32, "l": np.int64, "f": dtype.type}, {})
 
 
 def _value(node: Node, places: Mapping[str, Any], arrays: Mapping[str, Any], types: Any, known: dict[int, Any]) -> Any:

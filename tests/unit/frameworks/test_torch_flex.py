@@ -196,6 +196,18 @@ def test_gradients_of_scores_that_are_0(name: str) -> None:
         torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5)
 
 
+def test_ints_wrap_around_at_32_bits_as_those_of_torch() -> None:
+    q, k, v = tensors()
+
+    def mixed(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return torch.where((q * 1103515245 + k * 69069 + 2**30 + 12345) % 7 < 3, s, s - 1)
+
+    want = by_definition(q, k, v, mixed)
+    torch.testing.assert_close(ours.flex_attention(q, k, v, mixed), want, rtol=1e-5, atol=1e-5)
+    # What may be negative then has another remainder in C++.
+    assert ours.trace_score_mod(mixed).expression.count("%") == 2
+
+
 @pytest.mark.parametrize("size", [64, 128, 32, (128, 64)], ids=str)
 @pytest.mark.parametrize("name", MASKS)
 def test_block_masks(name: str, size: Any) -> None:
