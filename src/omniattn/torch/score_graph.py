@@ -86,8 +86,10 @@ def cast(x: Node, kind: str) -> Node:
     """``x`` as another kind; floats to ints are cut off, as C and torch do."""
     if x.kind == kind:
         return x
-    if x.op == "const" and (kind != "i" or x.kind != "f" or math.isfinite(float(x.value or 0))):
+    if x.op == "const":
         number: Number = x.value  # type: ignore[assignment]
+        if kind in "il" and not math.isfinite(number):
+            raise ValueError(f"{number} as an integer")
         made = const(bool(number) if kind == "b" else float(number) if kind == "f" else int(number))
         return made if made.kind == kind else Node("const", (), kind, made.value, made.least)
     return _made("cast", x, kind=kind, least=x.least or kind == "b")
@@ -127,10 +129,10 @@ def arithmetic(op: str, a: Node, b: Node) -> Node:
     least = a.least and b.least if op != "sub" else False
     if op == "max":
         least = a.least or b.least
-    return _made(op, a, b, kind=a.kind, least=least)
-
     if a.kind != "f" and (op == "mul" or (op == "add" and b.op == "const" and b.value >= _MAY_WRAP)):  # type: ignore[operator]
         least = False  # it may wrap around
+    return _made(op, a, b, kind=a.kind, least=least)
+
 
 def negative(a: Node) -> Node:
     """-a."""
@@ -258,12 +260,6 @@ def unary(op: str, a: Node) -> Node:
     return _made(op, a, kind=a.kind, least=op in ("abs", "exp", "exp2", "sqrt", "cosh"))
 
 
-def sigmoid(a: Node) -> Node:
-    """1 / (1 + exp(-a))."""
-    return divide(const(1.0), arithmetic("add", unary("exp", negative(cast(a, "f"))), const(1.0)))
-
-
-def derivative(x: Node) -> Node | None:
 def relu(a: Node) -> Node:
     """a where it is more than 0, or NaN. By the minimum of `_of_limit` its derivative at 0 would be 1; torch's is 0."""
     a = numeric(a)
@@ -271,6 +267,12 @@ def relu(a: Node) -> Node:
     return a if a.least else replace(where(compare("le", a, zero), zero, a), least=True)
 
 
+def sigmoid(a: Node) -> Node:
+    """1 / (1 + exp(-a))."""
+    return divide(const(1.0), arithmetic("add", unary("exp", negative(cast(a, "f"))), const(1.0)))
+
+
+def derivative(x: Node) -> Node | None:
     """The derivative by the score; None where it is 0 everywhere."""
     return _derivative(x, {})
 
@@ -317,13 +319,22 @@ def _of_div(x: Node, args: tuple[Node, ...], d: Inner) -> Node | None:
 
 
 def _of_pow(x: Node, args: tuple[Node, ...], d: Inner) -> Node | None:
+    # What is constant at a zero, as torch has it: an infinity times 0 is none.
     a, b = args
+    zero = const(0.0)
     less = arithmetic("mul", power(a, arithmetic("sub", b, const(1.0))), b)
-    by_exponent = arithmetic("mul", x, unary("log", a))
+    if b.op != "const":
+        less = where(compare("eq", b, zero), zero, less)
+    flat = logical("and", compare("eq", a, zero), compare("ge", b, zero))
+    by_exponent = where(flat, zero, arithmetic("mul", x, unary("log", a)))
     return _sum(_times(less, d[0]), _times(by_exponent, d[1]))
 
 
-    # What is constant at a zero, as torch has it: an infinity times 0 is none.
+def _of_fmod(x: Node, args: tuple[Node, ...], d: Inner) -> Node | None:
+    by_divisor = None if d[1] is None else negative(arithmetic("mul", unary("trunc", divide(*args)), d[1]))
+    return _sum(d[0], by_divisor)
+
+
 def _of_limit(x: Node, args: tuple[Node, ...], d: Inner) -> Node | None:
     # Where both are equal a limit that is a constant lets the gradient pass, as torch's clamp does.
     op = "ge" if x.op == "max" else "le"
@@ -342,11 +353,6 @@ def _one_minus(a: Node) -> Node:
 def _square(a: Node) -> Node:
     return arithmetic("mul", a, a)
 
-def _of_fmod(x: Node, args: tuple[Node, ...], d: Inner) -> Node | None:
-    by_divisor = None if d[1] is None else negative(arithmetic("mul", unary("trunc", divide(*args)), d[1]))
-    return _sum(d[0], by_divisor)
-
-
 
 _RULES: dict[str, Callable[[Node, tuple[Node, ...], Inner], Node | None]] = {
     "add": lambda x, args, d: _sum(d[0], d[1]),
@@ -354,6 +360,7 @@ _RULES: dict[str, Callable[[Node, tuple[Node, ...], Inner], Node | None]] = {
     "mul": lambda x, args, d: _sum(_times(args[1], d[0]), _times(args[0], d[1])),
     "div": _of_div,
     "pow": _of_pow,
+    "fmod": _of_fmod,
     "neg": lambda x, args, d: None if d[0] is None else negative(d[0]),
     "min": _of_limit,
     "max": _of_limit,
@@ -372,7 +379,6 @@ _RULES: dict[str, Callable[[Node, tuple[Node, ...], Inner], Node | None]] = {
     "cos": _by(lambda x, a: negative(unary("sin", a))),
     "tan": _by(lambda x, a: arithmetic("add", _square(x), const(1.0))),
     "sinh": _by(lambda x, a: unary("cosh", a)),
-    "fmod": _of_fmod,
     "cosh": _by(lambda x, a: unary("sinh", a)),
     "tanh": _by(lambda x, a: _one_minus(_square(x))),
     "asinh": _by(lambda x, a: unary("rsqrt", arithmetic("add", _square(a), const(1.0)))),

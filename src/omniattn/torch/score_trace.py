@@ -75,6 +75,9 @@ class Traced:
     def __iter__(self) -> Any:
         raise refuse("a loop over a score or a position", _NO_VALUE)
 
+    def __getitem__(self, index: Any) -> Any:
+        raise refuse("an index of a score or a position", "the score or position itself: it has no dimensions")
+
 
 class TracedArray:
     """A tensor of the function's, the first of whose dimensions have an index."""

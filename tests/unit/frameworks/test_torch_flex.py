@@ -208,6 +208,19 @@ def test_ints_wrap_around_at_32_bits_as_those_of_torch() -> None:
     assert ours.trace_score_mod(mixed).expression.count("%") == 2
 
 
+@pytest.mark.parametrize(
+    ("function", "what"),
+    [
+        (lambda s, b, h, q, k: s[()], "an index of a score"),
+        (lambda s, b, h, q, k: s + DOC_Q[b, q].masked_fill(q > k, math.inf), "masked_fill"),
+        (lambda s, b, h, q, k: s + q.masked_fill(q > k, -math.inf), "masked_fill"),
+    ],
+)
+def test_what_torch_has_no_number_for_is_refused_by_its_name(function: Function, what: str) -> None:
+    with pytest.raises(UnsupportedError, match=what):
+        ours.trace_score_mod(function)
+
+
 @pytest.mark.parametrize("size", [64, 128, 32, (128, 64)], ids=str)
 @pytest.mark.parametrize("name", MASKS)
 def test_block_masks(name: str, size: Any) -> None:
