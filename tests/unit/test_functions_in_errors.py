@@ -127,6 +127,18 @@ def test_tensors_that_no_kernel_reads(name: str) -> None:
 
 
 @pytest.mark.frameworks
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in ("copy_blocks", "append")])
+def test_what_torch_has_besides_tensors(name: str) -> None:
+    torch = pytest.importorskip("torch")
+    function, arguments, options = calls()[name]
+    index = next(i for i, x in enumerate(arguments) if isinstance(x, np.ndarray))
+    for wrong in (torch.float16, torch.device("cpu"), torch.Size((2, 3))):
+        with pytest.raises(ArgumentError, match=r"argument '\w+': expected an array") as caught:
+            function(*arguments[:index], wrong, *arguments[index + 1 :], **options)
+        assert caught.value.function == name
+
+
+@pytest.mark.frameworks
 def test_hints_are_of_the_argument() -> None:
     torch = pytest.importorskip("torch")
     q, k = numbers(2, 3, 4, 64), numbers(2, 5, 2, 64)

@@ -152,7 +152,7 @@ def needs_gradient(objects: Sequence[Any]) -> bool:
     """Whether one of the arrays is a torch tensor that a gradient has to be computed for; None is no array."""
     for obj in objects:
         cls = type(obj)
-        if obj is not None and cls not in _describers and cls.__module__.partition(".")[0] == "torch":
+        if cls not in _describers and hasattr(cls, "__dlpack__") and cls.__module__.partition(".")[0] == "torch":
             _register(cls, "")
     return _needs_gradient(objects)
 
@@ -236,7 +236,7 @@ def with_plain_rows(obj: Any, multiple: int = 16) -> Any:
     arrays come back as they are: the caller checks strides.
     """
     cls = type(obj)
-    if cls not in _describers and cls.__module__.partition(".")[0] in ("torch", "cupy"):
+    if cls not in _describers and hasattr(cls, "__dlpack__") and cls.__module__.partition(".")[0] in ("torch", "cupy"):
         _register(cls, "")
     copier = _row_copiers.get(cls)
     return obj if copier is None else copier(obj, multiple)
