@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from .. import arguments
 from ..checks.dropout import check_p
-from ..errors import ArgumentError, DtypeError, ShapeError, UnsupportedError
+from ..errors import ArgumentError, DeviceError, DtypeError, ShapeError, UnsupportedError
 from ..frameworks.torch.dropout import rng_of, undo_of_draw
 from ..ops import ScoreMod, attention, attention_backward, attention_varlen, attention_varlen_backward
 from ..ops.dropout import undone_on_error
@@ -126,6 +126,13 @@ def check_window(window_size: Any, function: str) -> tuple[int, int] | None:
     return None if (left, right) == (-1, -1) else (left, right)
 
 
+def scale_of(scale: Any, name: str, q: torch.Tensor, function: str) -> float:
+    """The number that multiplies scores: 1 / sqrt(head_dim) unless given."""
+    if scale is not None:
+        return arguments.check_number(scale, name, function)
+    return float(max(q.shape[-1], 1) ** -0.5)  # without channels: an error of the shape comes later
+
+
 def softcap_of(softcap: Any, function: str) -> float:
     """FlashAttention takes numbers up to 0 for no softcap."""
     return max(arguments.check_number(softcap, "softcap", function), 0.0)
@@ -142,12 +149,20 @@ def padded(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return tuple(functional.pad(x, (0, n)) if n else contiguous_rows(x) for x, n in zip(tensors, missing, strict=True))
 
 
+_SLOPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
 def alibi(slopes: Any, shift: torch.Tensor, batch: int, heads: int, function: str) -> Any:
     """The bias -slope * |i + shift - j| of query i and key j; ``shift``, (batch,): keys minus queries of a sequence."""
     check_tensors(function, alibi_slopes=slopes)
     if tuple(slopes.shape) not in ((heads,), (batch, heads)):
         expected = f"shape ({heads},) or ({batch}, {heads}): (nheads,) or (batch, nheads)"
         raise ShapeError("alibi_slopes", expected, f"{tuple(slopes.shape)}", function=function)
+    if slopes.dtype not in _SLOPES:
+        expected = "torch.float32, torch.float16 or torch.bfloat16"
+        raise DtypeError("alibi_slopes", expected, slopes.dtype, function=function)
+    if slopes.device != shift.device:
+        raise DeviceError("alibi_slopes", f"{shift.device}, like q", slopes.device, function=function)
     arrays = {"slopes": slopes.expand(batch, heads), "shift": shift}
     if torch.compiler.is_compiling():
         return _Traced(((_FOR_TRACES.key, _BIASED, None, "1.0f", (*arrays,)), (*arrays.values(),)))
@@ -231,7 +246,7 @@ def options_of(
 ) -> dict[str, Any]:
     """Options that `attention` and `attention_backward` share."""
     return {
-        "softmax_scale": q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale,
+        "softmax_scale": scale_of(softmax_scale, "softmax_scale", q, function),
         "causal": flag(causal, "causal", function), "window": check_window(window_size, function),
         "softcap": softcap_of(softcap, function),
         "deterministic": flag(deterministic, "deterministic", function),

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from omniattn.errors import ArgumentError, DtypeError, ShapeError, UnsupportedError
+from omniattn.errors import ArgumentError, DeviceError, DtypeError, ShapeError, UnsupportedError
 
 torch = pytest.importorskip("torch")
 from omniattn.compat import cached, cached_checks  # noqa: E402
@@ -308,6 +308,10 @@ NEW = torch.zeros(2, 1, 2, 24)
         ({"q": torch.zeros(2, 1, 3, 24)}, ShapeError, "multiple of 2 heads"),
         ({"q": torch.zeros(3, 1, 4, 24), "cache_seqlens": None}, ShapeError, "k_cache"),
         ({"alibi_slopes": torch.zeros(3)}, ShapeError, "alibi_slopes"),
+        ({"k": NEW, "v": NEW, "alibi_slopes": torch.zeros(4).double()}, DtypeError, "'alibi_slopes'.*float64"),
+        ({"k": NEW, "v": NEW, "alibi_slopes": torch.zeros(4, device="meta")}, DeviceError, "'alibi_slopes'.*meta"),
+        ({"k": NEW, "v": NEW, "softmax_scale": "1"}, ArgumentError, "'softmax_scale': expected a finite number"),
+        ({"k": NEW, "v": NEW, "softmax_scale": math.nan}, ArgumentError, "'softmax_scale': expected a finite number"),
     ],
     ids=lambda x: "-".join(x) if isinstance(x, dict) else "",
 )  # fmt: skip
