@@ -143,6 +143,12 @@ def contiguous_rows(x: torch.Tensor) -> torch.Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
+def check_channels(q: torch.Tensor, k: torch.Tensor, function: str) -> None:
+    """Channels of q and k, which padding could make as many of one as of the other."""
+    if k.shape[-1] != q.shape[-1]:
+        raise ShapeError("k", f"head_dim {q.shape[-1]}, like q", f"{k.shape[-1]}", function=function)
+
+
 def padded(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """q, k, v with contiguous rows, and zeros behind each up to a multiple of 8 channels, which change no score."""
     missing = [-x.shape[-1] % 8 for x in tensors]
@@ -226,6 +232,7 @@ def _attend(
     of_keys = "(blocks, tokens, heads, head_dim)" if packed is not None and "block_table" in packed else dims
     for name, x, names in (("q", q, dims), ("k", k, of_keys), ("v", v, of_keys)):
         check_rank(x, name, names, function)
+    check_channels(q, k, function)
     options = options_of(function, q, softmax_scale, causal, window_size, softcap, deterministic) | (dropout or {})
     if alibi_slopes is not None:
         options["score_mod"] = alibi_of(function, q, k, alibi_slopes, packed)

@@ -242,6 +242,7 @@ def sageattn_varlen(
     common.check_tensors(function, q=q, k=k, v=v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     for name, x in (("q", q), ("k", k), ("v", v)):
         common.check_rank(x, name, "(total, heads, head_dim)", function)
+    common.check_channels(q, k, function)
     for name, x in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
         if x.dtype not in (torch.int32, torch.int64):  # others would be rounded to int32
             raise DtypeError(name, "int32 or int64", str(x.dtype).removeprefix("torch."), function=function)
@@ -256,11 +257,11 @@ def sageattn_varlen(
                 f"{function}(): is_causal=True with sequences that have more or fewer keys than queries",
                 instead="omniattn.attention_varlen(precision='int8', causal=True), aligned at the bottom right",
             )
-    dim, dim_v = q.shape[-1], v.shape[-1]
+    dim_v = v.shape[-1]
     out = common.call(
         function, attention_varlen, *common.padded(q, k, v), cu_seqlens_q=cu_seqlens_q.to(torch.int32),
         cu_seqlens_k=cu_seqlens_k.to(torch.int32), max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
-        causal=is_causal, softmax_scale=dim**-0.5 if sm_scale is None else sm_scale,
+        causal=is_causal, softmax_scale=common.scale_of(sm_scale, "sm_scale", q, function),
         precision=Int8(smooth_k=smooth_k), names=_NAMES,
     )  # fmt: skip
     return out if out.shape[-1] == dim_v else out[..., :dim_v]
@@ -294,6 +295,7 @@ def _attend(
     common.check_tensors(function, q=q, k=k, v=v)
     for name, x in (("q", q), ("k", k), ("v", v)):
         common.check_rank(x, name, "(batch, heads, seqlen, head_dim)", function)
+    common.check_channels(q, k, function)
     _choose(layout, "tensor_layout", ("HND", "NHD"), function)
     return_lse = common.flag(return_lse, "return_lse", function)
     causal, window = common.flag(is_causal, "is_causal", function), None
@@ -306,10 +308,10 @@ def _attend(
             mask = mask[..., :queries]
     elif causal and queries > keys:
         causal, window = False, (-1, queries - keys)
-    dim, dim_v = q.shape[-1], v.shape[-1]
+    dim_v = v.shape[-1]
     results = common.call(
         function, attention, *common.padded(q, k, v), layout=layout, causal=causal, window=window,
-        softmax_scale=dim**-0.5 if sm_scale is None else sm_scale, mask=mask, precision=precision,
+        softmax_scale=common.scale_of(sm_scale, "sm_scale", q, function), mask=mask, precision=precision,
         return_lse=return_lse, names=_NAMES,
     )  # fmt: skip
     out, lse = results if return_lse else (results, None)

@@ -206,6 +206,8 @@ def _checked(
             raise ArgumentError(name, "a tensor", type(x).__name__, function=FUNCTION)
         if x.dim() != 4 or x.shape[-1] == 0:
             raise ShapeError(name, "(batch, heads, seq, head_dim)", tuple(x.shape), function=FUNCTION)
+    if key.shape[3] != query.shape[3]:  # which padding could make as many
+        raise ShapeError("key", f"head_dim {query.shape[3]}, like query", key.shape[3], function=FUNCTION)
     if key.shape[1] != query.shape[1] and not enable_gqa:
         raise ShapeError("key", f"{query.shape[1]} heads as the query, without enable_gqa", key.shape[1],
                          function=FUNCTION)  # fmt: skip

@@ -348,6 +348,10 @@ def test_errors_name_the_function_and_its_own_arguments() -> None:
         (fa2.flash_attn_func, (q, k, v), {"softmax_scale": "1"}, "softmax_scale"),
         (fa2.flash_attn_qkvpacked_func, (qkv.int(),), {}, "qkv"),
         (fa2.flash_attn_kvpacked_func, (q, kv.float()), {}, "kv"),
+        # Padded, both have 8 channels.
+        (fa2.flash_attn_func, (q[..., :7], k, v), {}, "k"),
+        (fa2.flash_attn_kvpacked_func, (q, kv[..., :7]), {}, "kv"),
+        (fa2.flash_attn_varlen_func, (packed[0][..., :5], *packed[1:], cu, cu, 10, 10), {}, "k"),
         (fa2.flash_attn_varlen_func, (*packed, cu, cu, 9, 10), {}, "max_seqlen_q"),
         (fa2.flash_attn_varlen_qkvpacked_func, (torch.stack(packed, 1), cu, 9), {}, "max_seqlen"),
         (fa2.flash_attn_varlen_qkvpacked_func, (torch.stack(packed, 1), cu.long(), 10), {}, "cu_seqlens"),

@@ -180,6 +180,9 @@ def test_errors_name_the_function_and_its_own_arguments() -> None:
         (sage.sageattn_varlen, (*packed, cu, cu, 8, 8), {"sm_scale": "1"}, "sm_scale"),
         (sage.sageattn_varlen, (*packed, cu, cu, 7, 8), {}, "max_seqlen_q"),
         (sage.sageattn_varlen, (*packed, cu + 0.7, cu, 8, 8), {}, "cu_seqlens_q"),
+        # Padded, both have 64 channels.
+        (sage.sageattn, (x[0][..., :60], *x[1:]), {}, "k"),
+        (sage.sageattn_varlen, (packed[0], packed[1][..., :63], packed[2], cu, cu, 8, 8), {}, "k"),
         (sage.sageattn_varlen, (*packed, cu, cu.short(), 8, 8), {}, "cu_seqlens_k"),
     ):
         with pytest.raises(ArgumentError) as caught:

@@ -176,6 +176,12 @@ def test_gradients(name: str) -> None:
         torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5)
 
 
+def test_channels_of_query_and_key_are_compared_before_they_are_padded() -> None:
+    q, k, v = tensors()
+    with pytest.raises(ShapeError, match=r"flex_attention\(\): argument 'key': expected head_dim 15, like query"):
+        ours.flex_attention(q[..., :15], k, v)
+
+
 AT_ZERO: dict[str, Function] = {
     "relu": lambda s, b, h, q, k: F.relu(s) * (k + 1) * 0.01,
     "power of a table": lambda s, b, h, q, k: s ** (k % 3 * 1.0) * 0.1,
