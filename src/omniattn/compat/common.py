@@ -68,6 +68,11 @@ def check_tensors(function: str, **given: Any) -> None:
             raise UnsupportedError(
                 f"{function}(): argument {name!r} has layout {layout}", instead="strided tensors: tensor.to_dense()"
             )
+        if x.is_nested:
+            raise UnsupportedError(
+                f"{function}(): argument {name!r} is a nested tensor",
+                instead="packed sequences, or a padded tensor: torch.nested.to_padded_tensor",
+            )
 
 
 @contextlib.contextmanager
@@ -265,13 +270,20 @@ def alibi_of(function: str, q: torch.Tensor, k: torch.Tensor, slopes: Any, packe
     if packed is not None:
         cu_q, cu_k = packed["cu_seqlens_q"], packed["cu_seqlens_k"]
         paged = "block_table" in packed
-        check_tensors(function, cu_seqlens_q=cu_q, **({} if paged else {"cu_seqlens_k": cu_k}))
+        starts = {"cu_seqlens_q": cu_q} | ({} if paged else {"cu_seqlens_k": cu_k})
+        check_tensors(function, **starts)
+        for name, x in starts.items():
+            if x.ndim != 1:
+                raise ShapeError(name, "shape (batch + 1,)", f"{tuple(x.shape)}", function=function)
         if not paged and cu_q.shape != cu_k.shape:
             expected = f"shape {tuple(cu_q.shape)}, like cu_seqlens_q"
             raise ShapeError("cu_seqlens_k", expected, f"{tuple(cu_k.shape)}", function=function)
-        lengths = (cu_q.diff(), packed["seqused_k"] if paged else cu_k.diff())
         used = {name: packed[name] for name in ("seqused_q", "seqused_k") if name in packed}
         check_tensors(function, **used)
+        for name, x in (starts | used).items():
+            if x.device != q.device:
+                raise DeviceError(name, f"{q.device}, like q", x.device, function=function)
+        lengths = (cu_q.diff(), packed["seqused_k"] if paged else cu_k.diff())
         for name, x in used.items():
             if x.shape != lengths[0].shape:
                 raise ShapeError(name, f"shape {tuple(lengths[0].shape)}", f"{tuple(x.shape)}", function=function)
@@ -345,6 +357,9 @@ def _counted(cu_seqlens_q: Any, cu_seqlens_k: Any, function: str) -> torch.Tenso
     if cu_seqlens_k.ndim != 1 or cu_seqlens_k.shape != cu_seqlens_q.shape:
         expected = f"shape {tuple(cu_seqlens_q.shape)}, like cu_seqlens_q"
         raise ShapeError(name, expected, f"{tuple(cu_seqlens_k.shape)}", function=function)
+    if cu_seqlens_k.device != cu_seqlens_q.device:
+        expected = f"{cu_seqlens_q.device}, like cu_seqlens_q"
+        raise DeviceError(name, expected, cu_seqlens_k.device, function=function)
     counts = cu_seqlens_k.diff()
     on_cpu = cu_seqlens_k.device.type == "cpu" and not torch.compiler.is_compiling()
     if on_cpu and (bool((cu_seqlens_k[:1] != 0).any()) or bool((counts < 0).any())):
@@ -424,8 +439,10 @@ def backward(
         raise ArgumentError("dq", "a tensor to write, in dq, dk or dv", "None in all of them", function=function)
     check_tensors(function, **given)
     dims = "(batch, seqlen, heads, head_dim)" if packed is None else "(total, heads, head_dim)"
-    for name, x in (("q", q), ("k", k), ("v", v)):
+    for name, x in (("q", q), ("k", k), ("v", v), ("out", out)):
         check_rank(x, name, dims, function)
+    if lse.dtype != torch.float32:
+        raise DtypeError("softmax_lse", "torch.float32", lse.dtype, function=function)
     options = options_of(function, q, *score) | dropout
     if dropout:
         options["dropout_rng"] = rng_state

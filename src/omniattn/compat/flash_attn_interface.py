@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from .. import arguments
-from ..errors import ArgumentError, DtypeError, ShapeError
+from ..errors import ArgumentError, DeviceError, DtypeError, ShapeError
 from ..ops import merge_states
 from . import common
 from .cached import attend_cached
@@ -210,6 +210,10 @@ def flash_attn_varlen_func(
     )  # fmt: skip
 
 
+#: What `flash_attn_combine` calls arguments of `merge_states`.
+_OF_PARTS = {"o_a": "out_partial", "o_b": "out_partial", "lse_a": "lse_partial", "lse_b": "lse_partial"}
+
+
 def flash_attn_combine(
     out_partial: Any, lse_partial: Any, out: Any = None, out_dtype: Any = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -239,8 +243,14 @@ def flash_attn_combine(
     if lse_partial.shape != out_partial.shape[:-1] or not lse_partial.shape[0]:
         expected = f"shape {tuple(out_partial.shape[:-1])} of at least one split, like out_partial"
         raise ShapeError("lse_partial", expected, f"{tuple(lse_partial.shape)}", function=function)
+    for name, x in (("lse_partial", lse_partial), *(() if out is None else (("out", out),))):
+        if isinstance(x, torch.Tensor) and x.device != out_partial.device:
+            raise DeviceError(name, f"{out_partial.device}, like out_partial", x.device, function=function)
     if out_dtype is not None and not isinstance(out_dtype, torch.dtype):
         raise ArgumentError("out_dtype", "a torch.dtype", repr(out_dtype), function=function)
+    for name, dtype in (("out_dtype", out_dtype), ("out", getattr(out, "dtype", None))):
+        if dtype is not None and not dtype.is_floating_point:
+            raise DtypeError(name, "a floating-point type", dtype, function=function)
     if out is not None:
         common.check_tensors(function, out=out)
         if out.shape != out_partial.shape[1:]:
@@ -258,7 +268,7 @@ def flash_attn_combine(
     states = zip(out_partial.contiguous().unbind(0), lse_partial.transpose(-1, -2).contiguous().unbind(0), strict=True)
     o, lse = next(states)
     for other, other_lse in states:
-        o, lse = merge_states(o, lse, other, other_lse)
+        o, lse = common.call(function, merge_states, o, lse, other, other_lse, names=_OF_PARTS)
     if out_partial.shape[0] == 1:  # the output of a split that has seen no key may be anything
         o = o.masked_fill((lse == -torch.inf).transpose(-1, -2)[..., None], 0)
     o, lse = o.unflatten(-2, (heads, parts)).flatten(-2)[..., :dim], lse[:, ::parts]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from .. import arguments
-from ..errors import ArgumentError, ShapeError
+from ..errors import ArgumentError, DtypeError, ShapeError
 from . import common
 
 
@@ -30,6 +30,8 @@ def rotation(
     for name, x in (("rotary_cos", cos), ("rotary_sin", sin)):
         if x.device != q.device:
             raise ArgumentError(name, f"a tensor on {q.device}, like q", f"{x.device}", function=function)
+        if not x.is_floating_point():  # others would be taken without a word, complex ones without half of them
+            raise DtypeError(name, "a floating-point type", x.dtype, function=function)
     return functools.partial(_rotate, cos=cos, sin=sin, interleaved=interleaved)
 
 

@@ -138,7 +138,7 @@ def sageattn_qk_int8_pv_fp16_cuda(
     """
     function = "sageattn_qk_int8_pv_fp16_cuda"
     _choose(qk_quant_gran, "qk_quant_gran", ("per_warp", "per_thread"), function)
-    if pv_accum_dtype == "fp16":
+    if isinstance(pv_accum_dtype, str) and pv_accum_dtype == "fp16":
         raise UnsupportedError(
             f"{function}(): pv_accum_dtype='fp16'; the sum of all keys may overflow float16",
             instead="'fp16+fp32' or 'fp32'",

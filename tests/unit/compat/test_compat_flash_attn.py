@@ -344,6 +344,7 @@ def test_errors_name_the_function_and_its_own_arguments() -> None:
     o, lse, _ = fa2.flash_attn_func(q, k, v, return_attn_probs=True)
     grads = [torch.empty_like(x) for x in (q, k, v)]
     score = (0.0, 1.0, False, -1, -1, 0.0, None, False)
+    slopes, states, lses = {"alibi_slopes": torch.zeros(4)}, torch.zeros(2, 1, 3, 4, 8), torch.zeros(2, 1, 3, 4)
     for function, arguments, options, named in (
         (fa2.flash_attn_func, (q, k, v), {"softmax_scale": "1"}, "softmax_scale"),
         (fa2.flash_attn_qkvpacked_func, (qkv.int(),), {}, "qkv"),
@@ -355,6 +356,14 @@ def test_errors_name_the_function_and_its_own_arguments() -> None:
         (fa2.flash_attn_varlen_func, (*packed, cu, cu, 9, 10), {}, "max_seqlen_q"),
         (fa2.flash_attn_varlen_qkvpacked_func, (torch.stack(packed, 1), cu, 9), {}, "max_seqlen"),
         (fa2.flash_attn_varlen_qkvpacked_func, (torch.stack(packed, 1), cu.long(), 10), {}, "cu_seqlens"),
+        (fa2.flash_attn_varlen_qkvpacked_func, (torch.stack(packed, 1), cu[0], 10), slopes, "cu_seqlens"),
+        (fa2.flash_attn_varlen_func, (*packed, cu, cu.to("meta"), 10, 10), slopes, "cu_seqlens_k"),
+        (fa2._flash_attn_backward, (q, q, k, v, o.sum(), lse, *grads, *score), {}, "out"),
+        (fa2._flash_attn_backward, (q, q, k, v, o, lse.int(), *grads, *score), {}, "softmax_lse"),
+        (fa3.flash_attn_combine, (states, lses.to("meta")), {}, "lse_partial"),
+        (fa3.flash_attn_combine, (states, lses, states[0].to("meta")), {}, "out"),
+        (fa3.flash_attn_combine, (states, lses, states[0].int()), {}, "out"),
+        (fa3.flash_attn_combine, (states, lses), {"out_dtype": torch.int32}, "out_dtype"),
         (fa2.flash_attn_varlen_kvpacked_func, (*rows, *last), {"softmax_scale": "1"}, "softmax_scale"),
         (fa2._flash_attn_backward, (q.float(), q, k, v, o, lse, *grads, *score), {}, "dout"),
         (fa2._flash_attn_backward, (q, q, k, v, o, lse[:, :2], *grads, *score), {}, "softmax_lse"),
@@ -376,6 +385,8 @@ def test_more_errors_of_fa2() -> None:
         fa2._flash_attn_varlen_forward(*call, 0.0, 1.0, False, leftpad_k=table)
     with pytest.raises(ShapeError, match=r"'k': expected 4 dimensions \(blocks, tokens, heads, head_dim\)"):
         fa2.flash_attn_varlen_func(*call, block_table=table)
+    with pytest.raises(UnsupportedError, match=r"flash_attn_func\(\): argument 'k' is a nested tensor"):
+        fa2.flash_attn_func(q[None], torch.nested.nested_tensor([k]), v[None])
     with pytest.raises(UnsupportedError, match="return_softmax=True"):
         fa2._flash_attn_varlen_forward(*call, 0.0, 1.0, False, return_softmax=True)
     with pytest.raises(ShapeError, match="cu_seqlens_k"):

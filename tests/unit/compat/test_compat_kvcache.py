@@ -273,6 +273,7 @@ def test_no_gradients_and_parameters() -> None:
 
 CALL = {"cache_seqlens": int32(3, 4)}
 NEW = torch.zeros(2, 1, 2, 24)
+ONES = torch.ones(8, 4)
 
 
 @pytest.mark.parametrize(
@@ -301,6 +302,8 @@ NEW = torch.zeros(2, 1, 2, 24)
         ({"rotary_cos": torch.ones(8, 4)}, ArgumentError, "rotary_cos"),
         ({"rotary_cos": torch.ones(8, 4), "rotary_sin": torch.ones(8, 4)}, ArgumentError, "rotary_cos"),
         ({"k": NEW, "v": NEW, "rotary_cos": torch.ones(7, 4), "rotary_sin": torch.ones(7, 4)}, ShapeError, "positions"),
+        ({"k": NEW, "v": NEW, "rotary_cos": ONES * 1j, "rotary_sin": ONES}, DtypeError, "'rotary_cos'.*complex64"),
+        ({"k": NEW, "v": NEW, "rotary_cos": ONES, "rotary_sin": ONES.int()}, DtypeError, "'rotary_sin'.*int32"),
         ({"rotary_interleaved": None}, ArgumentError, "rotary_interleaved"),
         ({"k": NEW, "v": NEW, "return_softmax_lse": "no"}, ArgumentError, "'return_softmax_lse': expected True or"),
         ({"k": NEW, "v": NEW, "return_softmax_lse": torch.ones(2)}, ArgumentError, "'return_softmax_lse': expected"),

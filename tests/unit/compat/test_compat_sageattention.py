@@ -179,6 +179,7 @@ def test_errors_name_the_function_and_its_own_arguments() -> None:
         (sage.sageattn_qk_int8_pv_fp8_cuda, x, {"sm_scale": torch.zeros(2)}, "sm_scale"),
         (sage.sageattn_varlen, (*packed, cu, cu, 8, 8), {"sm_scale": "1"}, "sm_scale"),
         (sage.sageattn_varlen, (*packed, cu, cu, 7, 8), {}, "max_seqlen_q"),
+        (sage.sageattn_qk_int8_pv_fp16_cuda, x, {"pv_accum_dtype": torch.zeros(2)}, "pv_accum_dtype"),
         (sage.sageattn_varlen, (*packed, cu + 0.7, cu, 8, 8), {}, "cu_seqlens_q"),
         # Padded, both have 64 channels.
         (sage.sageattn, (x[0][..., :60], *x[1:]), {}, "k"),
