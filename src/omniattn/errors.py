@@ -6,7 +6,8 @@ All classes survive pickling, because an error raised in a worker process has to
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import re
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 __all__ = [
@@ -171,6 +172,17 @@ def telling(function: str, do: Callable[..., Any], *arguments: Any) -> Any:
         if not error.what.startswith("argument "):
             raise
         raise UnsupportedError(f"{function}(): {error.what}", instead=error.instead) from error.__cause__
+
+
+def told_of(error: ArgumentError | UnsupportedError, function: str, names: Mapping[str, str]) -> OmniattnError:
+    """An error of a function that ``function`` has called, told of that one: ``names`` is what it calls arguments."""
+    if isinstance(error, ArgumentError):
+        return error.named(function, **names)
+    name, of_function, what = error.what.partition("(): ")
+    if not of_function or name == function or not name.isidentifier():
+        return error
+    what = re.sub(r"argument '(\w+)'", lambda found: f"argument {names.get(found[1], found[1])!r}", what)
+    return UnsupportedError(f"{function}(): {what}", instead=error.instead)
 
 
 class OutOfBlocksError(OmniattnError):

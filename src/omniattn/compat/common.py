@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from .. import arguments
 from ..checks.dropout import check_p
-from ..errors import ArgumentError, DeviceError, DtypeError, ShapeError, UnsupportedError
+from ..errors import ArgumentError, DeviceError, DtypeError, ShapeError, UnsupportedError, told_of
 from ..frameworks.torch.dropout import rng_of, undo_of_draw
 from ..ops import ScoreMod, attention, attention_backward, attention_varlen, attention_varlen_backward
 from ..ops.dropout import undone_on_error
@@ -95,13 +95,8 @@ def call(
         return do(*args, **options)
     try:
         return do(*args, **options)
-    except ArgumentError as error:
-        raise error.named(function, **names) from None
-    except UnsupportedError as error:
-        name, of_function, what = error.what.partition("(): ")
-        if not of_function or name == function or not name.isidentifier():
-            raise
-        raise UnsupportedError(f"{function}(): {what}", instead=error.instead) from None
+    except (ArgumentError, UnsupportedError) as error:
+        raise told_of(error, function, names) from None
 
 
 def check_rank(x: torch.Tensor, name: str, dims: str, function: str) -> None:

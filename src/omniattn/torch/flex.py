@@ -10,6 +10,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from .. import arguments
 from ..errors import ArgumentError, DeviceError, ShapeError, UnsupportedError
 from ..ops import ScoreMod, attention
 from . import score_graph as graph
@@ -73,10 +74,17 @@ def trace_score_mod(
     """
     if score_mod is None and mask_mod is None:
         raise ArgumentError("score_mod", "a function, without mask_mod", "None", function="trace_score_mod")
-    trace = Trace(torch.device("cpu" if device is None else device))
+    try:
+        at = torch.device("cpu" if device is None else device)
+    except (RuntimeError, TypeError, ValueError):
+        raise ArgumentError("device", "a torch.device, or its name", repr(device), function="trace_score_mod") from None
+    made: ScoreMod = shapes.call("trace_score_mod", _traced, Trace(at), score_mod, mask_mod)
+    return made
+
+
+def _traced(trace: Trace, score_mod: Any, mask_mod: Any) -> ScoreMod:
     score = _score_of(trace, score_mod)
-    mask = None if mask_mod is None else _mask_of(trace, mask_mod)
-    return _made(trace, score, mask)
+    return _made(trace, score, None if mask_mod is None else _mask_of(trace, mask_mod))
 
 
 def _score_of(trace: Trace, function: ScoreFunction | None) -> Node:
@@ -173,10 +181,15 @@ def flex_attention(
     call of `attention` with the result of `trace_score_mod` is none. Gradients go to query, key and value; tensors that
     a function reads have none, and one that requires a gradient raises.
     """
-    if kernel_options:
+    enable_gqa, return_lse = (
+        arguments.check_bool(x, name, FUNCTION) for name, x in (("enable_gqa", enable_gqa), ("return_lse", return_lse))
+    )
+    if not (kernel_options is None or (isinstance(kernel_options, dict) and not kernel_options)):
         raise UnsupportedError(
             f"{FUNCTION}(): kernel_options are of Triton's kernels", instead="none: these kernels choose for themselves"
         )
+    if return_aux is not None and not hasattr(return_aux, "lse"):
+        raise ArgumentError("return_aux", "an AuxRequest, or None", type(return_aux).__name__, function=FUNCTION)
     if getattr(return_aux, "max_scores", False):
         raise UnsupportedError(f"{FUNCTION}(): max_scores is not computed", instead="AuxRequest(lse=True)")
     key, value = _checked(query, key, value, enable_gqa)
@@ -186,9 +199,10 @@ def flex_attention(
         shapes.readable(F.pad(x, (0, shapes.padded_head_dim(x.shape[-1]) - x.shape[-1])) if x.shape[-1] % 8 else x)
         for x in (query, key, value)
     ]
-    o, lse = attention(
-        *tensors, layout="HND", softmax_scale=head_dim**-0.5 if scale is None else scale, return_lse=True, **options
-    )
+    o, lse = shapes.call(
+        FUNCTION, attention, *tensors, layout="HND", softmax_scale=head_dim**-0.5 if scale is None else scale,
+        return_lse=True, **options,
+    )  # fmt: skip
     o = o[..., :head_dim_v]
     if return_aux is not None:
         from torch.nn.attention.flex_attention import AuxOutput
@@ -204,6 +218,10 @@ def _checked(
     for name, x in (("query", query), ("key", key), ("value", value)):
         if not isinstance(x, torch.Tensor):
             raise ArgumentError(name, "a tensor", type(x).__name__, function=FUNCTION)
+        if x.layout is not torch.strided or x.is_nested:
+            raise UnsupportedError(
+                f"{FUNCTION}(): argument {name!r} is a sparse or nested tensor", instead="strided tensors"
+            )
         if x.dim() != 4 or x.shape[-1] == 0:
             raise ShapeError(name, "(batch, heads, seq, head_dim)", tuple(x.shape), function=FUNCTION)
     if key.shape[3] != query.shape[3]:  # which padding could make as many

@@ -16,7 +16,7 @@ from torch.nn.attention import bias as torch_bias
 from ..arguments import MAX_HEAD_DIM
 from ..checks import values
 from ..checks.dropout import MOST_CHANNELS
-from ..errors import AlignmentError, StrideError
+from ..errors import AlignmentError, ArgumentError, StrideError, UnsupportedError, told_of
 from ..ops import attention
 from ..problems import Auto, Fp8, Int4, Int8
 from . import shapes
@@ -127,7 +127,7 @@ def fallback_reason(
         One sentence; None where this package's kernels run the call, or raise.
     """
     for name, x in (("query", query), ("key", key), ("value", value), ("attn_mask", attn_mask)):
-        if x is None or x.__class__ in _PLAIN or (name == "attn_mask" and isinstance(x, torch_bias.CausalBias)):
+        if x.__class__ in _PLAIN or (name == "attn_mask" and (x is None or isinstance(x, torch_bias.CausalBias))):
             continue
         if not isinstance(x, torch.Tensor):
             return f"{name} is not a tensor"
@@ -235,7 +235,7 @@ def _sdpa(
     # The common call costs a microsecond more than `attention`, which raises for what is not plain in it.
     if (
         attn_mask is None
-        and not dropout_p
+        and dropout_p == 0.0
         and query.__class__ in _PLAIN
         and key.__class__ in _PLAIN
         and value.__class__ in _PLAIN
@@ -253,6 +253,8 @@ def _sdpa(
             )
         except (StrideError, AlignmentError):
             pass
+        except (ArgumentError, UnsupportedError) as error:
+            raise told_of(error, FUNCTION, shapes.NAMES) from None
     return _general(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, precision, before)
 
 
@@ -280,7 +282,7 @@ def _general(
     query: Any, key: Any, value: Any, attn_mask: Any, dropout_p: Any, is_causal: Any, scale: Any, enable_gqa: Any,
     precision: Any, before: Sdpa,
 ) -> torch.Tensor:  # fmt: skip
-    shapes.check_arguments(attn_mask, dropout_p, is_causal)
+    shapes.check_arguments(attn_mask, dropout_p, is_causal, enable_gqa)
     reason = fallback_reason(query, key, value, attn_mask, precision=precision)
     if reason is not None or _drops_elsewhere(query, value, dropout_p):
         values.check_precision(precision, FUNCTION)
@@ -308,9 +310,10 @@ def _general(
     q, k, v = map(shapes.readable, (q, k, v))
     # The result lies in memory as the query does: models take (batch, seq, heads, head_dim) out of it.
     if q.stride(1) < q.stride(2):
-        o = attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), layout="NHD", **options).transpose(1, 2)
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        o = shapes.call(FUNCTION, attention, q, k, v, layout="NHD", **options).transpose(1, 2)
     else:
-        o = attention(q, k, v, layout="HND", **options)
+        o = shapes.call(FUNCTION, attention, q, k, v, layout="HND", **options)
     if o.shape[-1] != head_dim_v:
         o = o[..., :head_dim_v]
     return o if len(lead) == 2 else o.reshape(*lead, *o.shape[-2:])

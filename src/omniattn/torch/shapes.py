@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch.nn.attention.bias import CausalBias
 
-from ..errors import ArgumentError, DeviceError, DtypeError, ShapeError
+from .. import arguments
+from ..errors import ArgumentError, DeviceError, DtypeError, ShapeError, UnsupportedError, told_of
 
 FUNCTION = "sdpa"
+#: What torch's functions call arguments of `attention`.
+NAMES = {
+    "q": "query", "k": "key", "v": "value", "mask": "attn_mask", "softmax_scale": "scale", "causal": "is_causal",
+}  # fmt: skip
 
 
 class Operands(NamedTuple):
@@ -204,9 +209,27 @@ def _address(x: torch.Tensor) -> int:
         return x.storage_offset() * x.element_size()
 
 
-def check_arguments(attn_mask: Any, dropout_p: Any, is_causal: Any) -> None:
-    """Arguments that exclude each other, and numbers out of range."""
+def check_arguments(attn_mask: Any, dropout_p: Any, is_causal: Any, enable_gqa: Any) -> None:
+    """Flags and numbers, as torch takes them; arguments that exclude each other."""
+    if not isinstance(dropout_p, (float, torch.SymFloat)):
+        dropout_p = arguments.check_number(dropout_p, "dropout_p", FUNCTION)
     if not 0.0 <= dropout_p <= 1.0:
         raise ArgumentError("dropout_p", "a probability", dropout_p, function=FUNCTION)
+    for name, x in (("is_causal", is_causal), ("enable_gqa", enable_gqa)):
+        if not isinstance(x, (bool, torch.SymBool)):
+            arguments.check_bool(x, name, FUNCTION)
     if is_causal and isinstance(attn_mask, CausalBias):
         raise ArgumentError("attn_mask", "no CausalBias, because is_causal is True", "one", function=FUNCTION)
+
+
+def call(function: str, do: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """``do(*args, **options)``, whose errors name torch's arguments, and ``function``.
+
+    torch.compile, which does not read such a block, shows them with the line of the caller.
+    """
+    if torch.compiler.is_compiling():
+        return do(*args, **options)
+    try:
+        return do(*args, **options)
+    except (ArgumentError, UnsupportedError) as error:
+        raise told_of(error, function, NAMES) from None

@@ -148,6 +148,7 @@ def test_training() -> None:
     ("name", "arguments", "error", "text"),
     [
         ("sageattn", {"dropout_p": 0.5}, UnsupportedError, "dropout_p=0.5"),
+        ("sageattn", {"attn_mask": torch.ones(8, 8).to_sparse()}, UnsupportedError, r"sageattn\(\): .*'attn_mask' has"),
         ("sageattn", {"scale": 0.5}, TypeError, "scale"),
         ("sageattn", {"enable_gqa": True}, TypeError, "enable_gqa"),
         ("sageattn", {"tensor_layout": "BHSD"}, ArgumentError, "tensor_layout"),

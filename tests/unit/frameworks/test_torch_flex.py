@@ -349,10 +349,21 @@ def test_wrong_arguments_are_named() -> None:
         ((q, k, v, None, torch.ones(2, 2)), {}, "block_mask"),
         ((q[0], k, v), {}, "query"),
         ((q, k[:, :2], v[:, :2]), {}, "key"),
+        ((q, k, v.double()), {}, "value"),
+        ((q, k, v), {"scale": "1"}, "scale"),
+        ((q, k, v), {"enable_gqa": "no"}, "enable_gqa"),
+        ((q, k, v), {"return_lse": torch.ones(2)}, "return_lse"),
+        ((q, k, v), {"return_aux": True}, "return_aux"),
     ):
         with pytest.raises(ArgumentError) as raised:
             ours.flex_attention(*arguments, **options)
-        assert raised.value.argument == name
+        assert (raised.value.function, raised.value.argument) == ("flex_attention", name)
+    with pytest.raises(UnsupportedError, match=r"flex_attention\(\): argument 'key' is a sparse"):
+        ours.flex_attention(q, k.to_sparse(), v)
+    for call, name in (({"score_mod": 3}, "score_mod"), ({"score_mod": SCORES["alibi"], "device": "x"}, "device")):
+        with pytest.raises(ArgumentError) as raised:
+            ours.trace_score_mod(**call)
+        assert (raised.value.function, raised.value.argument) == ("trace_score_mod", name)
     blocks = theirs.create_block_mask(MASKS["causal"], 1, 1, 64, KEYS, device="cpu")
     with pytest.raises(ShapeError, match="block_mask"):
         ours.flex_attention(q, k, v, block_mask=blocks)

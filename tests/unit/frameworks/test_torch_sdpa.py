@@ -177,7 +177,15 @@ def _call(**changes: Any) -> Callable[[], Any]:
             "divides query's 4",
         ),
         ({"key": torch.randn(5, 8), "enable_gqa": True}, ShapeError, "at least 3 dimensions"),
-        ({"precision": "int9"}, ArgumentError, "'precision'"),
+        ({"precision": "int9"}, ArgumentError, "sdpa(): argument 'precision'"),
+        # What `attention` says, of its own arguments, is told of these.
+        ({"scale": "1"}, ArgumentError, "sdpa(): argument 'scale': expected a finite number"),
+        ({"scale": float("nan")}, ArgumentError, "sdpa(): argument 'scale'"),
+        ({"attn_mask": torch.ones(5, 5).to_sparse()}, UnsupportedError, "sdpa(): argument 'attn_mask' has layout"),
+        ({"is_causal": 1}, ArgumentError, "sdpa(): argument 'is_causal': expected True or False"),
+        ({"is_causal": "no"}, ArgumentError, "sdpa(): argument 'is_causal'"),
+        ({"enable_gqa": "no"}, ArgumentError, "sdpa(): argument 'enable_gqa'"),
+        ({"dropout_p": None}, ArgumentError, "sdpa(): argument 'dropout_p': expected a finite number"),
     ],
 )
 def test_errors(changes: dict[str, Any], error: type[Exception], text: str) -> None:
@@ -185,6 +193,13 @@ def test_errors(changes: dict[str, Any], error: type[Exception], text: str) -> N
         _call(**changes)()
     assert text in str(caught.value)
     assert isinstance(caught.value, RuntimeError)
+
+
+@pytest.mark.parametrize("name", ["query", "key", "value"])
+def test_no_tensor_is_torch_s_error(name: str) -> None:
+    for wrong in (None, 3, [1.0]):
+        with pytest.raises(TypeError, match=f"argument '{name}'.*must be Tensor"):
+            _call(**{name: wrong})()
 
 
 def test_the_signature_is_sdpa_s() -> None:
