@@ -179,7 +179,7 @@ def told_of(error: ArgumentError | UnsupportedError, function: str, names: Mappi
     if isinstance(error, ArgumentError):
         return error.named(function, **names)
     name, of_function, what = error.what.partition("(): ")
-    if not of_function or name == function or not name.isidentifier():
+    if not of_function or name == function or not name.replace(".", "").isidentifier():
         return error
     what = re.sub(r"argument '(\w+)'", lambda found: f"argument {names.get(found[1], found[1])!r}", what)
     return UnsupportedError(f"{function}(): {what}", instead=error.instead)

@@ -7,6 +7,10 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from .. import arguments
+from ..errors import ShapeError
+from . import common
+
 __all__ = [
     "IndexFirstAxis",
     "IndexFirstAxisResidual",
@@ -114,6 +118,8 @@ def unpad_input(
     -----
     Waits for the GPU, since the shape of the result depends on the mask.
     """
+    masks = {"attention_mask": attention_mask} | ({} if unused_mask is None else {"unused_mask": unused_mask})
+    _check_masks("unpad_input", hidden_states, **masks)
     kept = attention_mask if unused_mask is None else attention_mask + unused_mask
     lengths = kept.sum(dim=-1, dtype=torch.int32)
     hidden, indices, starts, longest = _take(hidden_states, kept.flatten().nonzero().flatten(), lengths)
@@ -137,10 +143,21 @@ def unpad_input_for_concatenated_sequences(
     hidden_states, indices, cu_seqlens, max_seqlen_in_batch
         As `unpad_input`, of the sequences.
     """
+    function = "unpad_input_for_concatenated_sequences"
+    _check_masks(function, hidden_states, attention_mask_in_length=attention_mask_in_length)
     lengths = attention_mask_in_length[attention_mask_in_length != 0]
     places = torch.arange(attention_mask_in_length.shape[-1], device=lengths.device)
     filled = places < attention_mask_in_length.sum(dim=-1, keepdim=True)
     return _take(hidden_states, filled.flatten().nonzero().flatten(), lengths)
+
+
+def _check_masks(function: str, hidden_states: Any, **masks: Any) -> None:
+    """Masks of another batch would take other tokens."""
+    common.check_tensors(function, hidden_states=hidden_states, **masks)
+    for name, x in masks.items():
+        if x.ndim != 2 or hidden_states.shape[:2] != x.shape:
+            expected = f"(batch, seqlen) = {tuple(hidden_states.shape[:2])}, like hidden_states"
+            raise ShapeError(name, expected, f"{tuple(x.shape)}", function=function)
 
 
 def _take(
@@ -154,4 +171,9 @@ def _take(
 
 def pad_input(hidden_states: torch.Tensor, indices: torch.Tensor, batch: int, seqlen: int) -> torch.Tensor:
     """(total, ...) back to (batch, seqlen, ...), zeros in the padding: the inverse of `unpad_input`."""
+    common.check_tensors("pad_input", hidden_states=hidden_states, indices=indices)
+    batch, seqlen = (arguments.check_int(x, n, "pad_input") for x, n in ((batch, "batch"), (seqlen, "seqlen")))
+    if indices.ndim != 1 or hidden_states.shape[:1] != indices.shape:
+        expected = f"shape {tuple(hidden_states.shape[:1])}, one for each row of hidden_states"
+        raise ShapeError("indices", expected, f"{tuple(indices.shape)}", function="pad_input")
     return index_put_first_axis(hidden_states, indices, batch * seqlen).unflatten(0, (batch, seqlen))

@@ -359,7 +359,7 @@ def merge_states(v: Any, s: Any) -> tuple[torch.Tensor, torch.Tensor]:
         return outs[0].masked_fill((sums[0] == -torch.inf)[..., None], 0).to(v.dtype), sums[0].clone()
     made, lse = outs[0], sums[0]
     for other, other_lse in zip(outs[1:], sums[1:], strict=True):
-        made, lse = merge_state(made, lse, other, other_lse)
+        made, lse = common.call(function, merge_state, made, lse, other, other_lse, names=plans.OF_STATES)
     return made.to(v.dtype), lse
 
 
@@ -475,12 +475,13 @@ def append_paged_kv_cache(
     ):  # fmt: skip
         if x.shape != shape:
             raise ShapeError(name, f"shape {tuple(shape)}", f"{tuple(x.shape)}", function=function)
-    for name, x in (("kv_indptr", starts), ("kv_indices", pages), ("batch_indices", batch_indices)):
+    placed = {"kv_indptr": starts, "kv_indices": pages, "batch_indices": batch_indices, "positions": positions}
+    for name, x in placed.items():
         if x.device != append_key.device:
             expected = f"a tensor on {append_key.device}, like append_key"
             raise ArgumentError(name, expected, f"{x.device}", function=function)
     k, v = plans.planes(paged_kv_cache, layout, function)
-    cache = PagedKVCache.from_arrays(k, v, layout=layout)
+    cache = common.call(function, PagedKVCache.from_arrays, k, v, layout=layout, names=plans.OF_CACHE)
     page = cache.block_size
     if not pages.shape[0] or not batch:
         slots = torch.full(tokens, -1, dtype=torch.int64, device=append_key.device)

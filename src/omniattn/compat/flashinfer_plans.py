@@ -25,6 +25,11 @@ E4M3 = torch.float8_e4m3fn
 _ENTRIES = 2**20
 
 
+#: What functions of pages, and of states, call arguments of those that they call.
+OF_CACHE = {"k": "paged_kv_cache", "v": "paged_kv_cache"}
+OF_STATES = {"v_a": "v", "v_b": "v", "s_a": "s", "s_b": "s"}
+
+
 class Shape(NamedTuple):
     """What plan() says of the tensors of run()."""
 
@@ -53,7 +58,7 @@ def check_backend(backend: Any, function: str) -> None:
 
 def check_encoding(pos_encoding_mode: Any, function: str) -> None:
     """Positions are not encoded here. rope_scale and rope_theta mean nothing then, as in the original."""
-    if pos_encoding_mode != "NONE":
+    if not isinstance(pos_encoding_mode, str) or pos_encoding_mode != "NONE":
         raise UnsupportedError(
             f"{function}(): pos_encoding_mode={pos_encoding_mode!r}; the kernels take q and k as they are",
             instead="omniattn.append(cos=, sin=), which rotates k; for ALiBi a ScoreMod of omniattn",

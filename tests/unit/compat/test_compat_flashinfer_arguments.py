@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from omniattn.errors import ArgumentError
+from omniattn.errors import ArgumentError, UnsupportedError
 
 torch = pytest.importorskip("torch")
 from omniattn.compat import flashinfer as fi  # noqa: E402
@@ -202,6 +202,28 @@ def test_defaults_are_taken(function: Any) -> None:
 def test_more_positional_arguments() -> None:
     with pytest.raises(ValueError, match="1 more positional"):
         run_prefill(args=(X,))
+
+
+def test_errors_of_functions_that_call_others() -> None:
+    q, cache, at = torch.zeros(3, 2, 64).half(), torch.zeros(2, 2, 4, 2, 64).half(), int32(0, 0, 1)
+    states, sums = torch.zeros(3, 2, 2, 64), torch.zeros(3, 2, 2)
+
+    def append(paged_kv_cache: Any, positions: Any) -> None:
+        fi.append_paged_kv_cache(q, q, at, positions, paged_kv_cache, int32(0, 1), int32(0, 1, 2), int32(2, 1))
+
+    append(cache, at)
+    for function, arguments, name, named in (
+        (append, (cache.double(), at), "append_paged_kv_cache", "paged_kv_cache"),
+        (append, (cache[..., :63], at), "append_paged_kv_cache", "paged_kv_cache"),
+        (append, (cache, at.to("meta")), "append_paged_kv_cache", "positions"),
+        (fi.merge_states, (states[..., :63], sums), "merge_states", "v"),
+        (fi.merge_states, (states, sums.to("meta")), "merge_states", "s"),
+    ):
+        with pytest.raises(ArgumentError) as caught:
+            function(*arguments)
+        assert (caught.value.function, caught.value.argument) == (name, named), str(caught.value)
+    with pytest.raises(UnsupportedError, match="pos_encoding_mode"):
+        fi.single_decode_with_kv_cache(q[0], q, q, pos_encoding_mode=torch.ones(2))
 
 
 def test_run_before_plan() -> None:

@@ -362,3 +362,24 @@ def test_rows_and_their_gradients() -> None:
         for a, b in zip(got, want, strict=True):
             assert (a is None) == (b is None)
             assert a is None or torch.allclose(a, b, rtol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "named"),
+    [
+        ("unpad_input", (torch.zeros(2, 4, 8), torch.ones(2, 3)), "attention_mask"),
+        ("unpad_input", (torch.zeros(2, 4, 8), torch.ones(2, 4), torch.ones(1, 4)), "unused_mask"),
+        ("unpad_input", (torch.zeros(2, 4, 8), None), "attention_mask"),
+        ("unpad_input", (None, torch.ones(2, 4)), "hidden_states"),
+        (
+            "unpad_input_for_concatenated_sequences", (torch.zeros(2, 4, 8), torch.ones(2, 2).int()),
+            "attention_mask_in_length",
+        ),
+        ("pad_input", (torch.zeros(3, 8), torch.tensor([0, 1]), 2, 4), "indices"),
+        ("pad_input", (torch.zeros(3, 8), torch.tensor([0, 1, 2]), 2, "4"), "seqlen"),
+    ],
+)  # fmt: skip
+def test_masks_of_another_batch_are_refused(name: str, arguments: tuple[Any, ...], named: str) -> None:
+    with pytest.raises(ArgumentError) as caught:
+        getattr(bert_padding, name)(*arguments)
+    assert (caught.value.function, caught.value.argument) == (name, named)
