@@ -8,11 +8,13 @@ from typing import Any
 import jax
 from jax import numpy as jnp
 
-from .. import ops
-from ..errors import ArgumentError, DtypeError, ShapeError
+from .. import arguments, ops
+from ..errors import ArgumentError, DtypeError, ShapeError, UnsupportedError, told_of
 from ..problems import Auto, Fp8, Int4, Int8
 
 _NAME = "dot_product_attention"
+#: What it calls arguments of `attention`.
+_ARGUMENTS = {"q": "query", "k": "key", "v": "value", "softmax_scale": "scale"}
 
 
 def dot_product_attention(
@@ -81,6 +83,9 @@ def dot_product_attention(
     GPUs: compute capability 8.0 and newer; on the CPU NumPy computes. Masks that are the same for all queries, those of
     key_value_seq_lengths too, are packed to bits before the kernel.
     """
+    if implementation is not None and not isinstance(implementation, str):
+        expected = "None, 'omniattn', 'xla' or 'cudnn'"
+        raise ArgumentError("implementation", expected, repr(implementation), function=_NAME)
     if implementation in ("xla", "cudnn"):
         if precision != "exact":
             expected = f"'exact' with implementation={implementation!r}"
@@ -94,6 +99,8 @@ def dot_product_attention(
     if implementation not in (None, "omniattn"):
         expected = "None, 'omniattn', 'xla' or 'cudnn'"
         raise ArgumentError("implementation", expected, repr(implementation), function=_NAME)
+    is_causal = arguments.check_bool(is_causal, "is_causal", _NAME)
+    return_residual = arguments.check_bool(return_residual, "return_residual", _NAME)
     q, k, v = (_rows(x, name) for x, name in ((query, "query"), (key, "key"), (value, "value")))
     shape = jnp.shape(query)
     rows, keys = q.shape[1], k.shape[1]
@@ -106,11 +113,16 @@ def dot_product_attention(
     seeing = rows if left is None else min(rows, seen + left)
     shift = seen - seeing
     window = (-1 if left is None else left + shift, -1 if right is None else right - shift)
-    visible = _visible(mask, key_value_seq_lengths, q.shape[0], seeing, seen)
-    results = ops.attention(
-        q[:, :seeing], k[:, :seen], v[:, :seen], window=None if window == (-1, -1) else window, softmax_scale=scale,
-        mask=_with_bias(bias, visible, q.dtype, seeing, seen), precision=precision, return_lse=return_residual,
-    )  # fmt: skip
+    scores = (q.shape[0], q.shape[2], rows, keys)
+    visible = _visible(mask, key_value_seq_lengths, scores, seeing, seen)
+    added = _with_bias(bias, visible, q.dtype, scores, seeing, seen)
+    try:
+        results = ops.attention(
+            q[:, :seeing], k[:, :seen], v[:, :seen], window=None if window == (-1, -1) else window,
+            softmax_scale=scale, mask=added, precision=precision, return_lse=return_residual,
+        )  # fmt: skip
+    except (ArgumentError, UnsupportedError) as error:
+        raise told_of(error, _NAME, _ARGUMENTS) from None
     o = results[0] if return_residual else results
     if seeing < rows:
         o = jnp.pad(o, ((0, 0), (0, rows - seeing), (0, 0), (0, 0)))
@@ -125,9 +137,16 @@ def dot_product_attention(
     return o, jax.lax.stop_gradient(residual)
 
 
+def _array(x: Any, name: str) -> Any:
+    try:
+        return jnp.asarray(x)
+    except (TypeError, ValueError):
+        raise ArgumentError(name, "an array", type(x).__name__, function=_NAME) from None
+
+
 def _rows(x: Any, name: str) -> Any:
     """An operand with its batch."""
-    x = jnp.asarray(x)
+    x = _array(x, name)
     if x.ndim not in (3, 4):
         expected = "4 dimensions (batch, seq, heads, head_dim), or 3 without the batch"
         raise ShapeError(name, expected, f"shape {tuple(x.shape)}", function=_NAME)
@@ -150,7 +169,7 @@ def _window(size: Any) -> tuple[int | None, int | None]:
 
 
 def _lengths(lengths: Any, name: str, batch: int) -> Any:
-    lengths = jnp.asarray(lengths)
+    lengths = _array(lengths, name)
     if lengths.dtype != jnp.int32:
         raise DtypeError(name, "int32", str(lengths.dtype), function=_NAME)
     if lengths.shape != (batch,):
@@ -158,36 +177,40 @@ def _lengths(lengths: Any, name: str, batch: int) -> Any:
     return lengths
 
 
-def _broadcastable(x: Any, name: str, seeing: int, seen: int) -> Any:
+def _broadcastable(x: Any, name: str, scores: tuple[int, ...], seeing: int, seen: int) -> Any:
     """A mask or bias in four dimensions, cut to the queries and keys that are looked at."""
-    x = jnp.asarray(x)
+    x = _array(x, name)
     if x.ndim > 4:
         raise ShapeError(name, "at most 4 dimensions", f"shape {tuple(x.shape)}", function=_NAME)
-    x = x.reshape((1,) * (4 - x.ndim) + x.shape)
+    own = tuple(x.shape)
+    x = x.reshape((1,) * (4 - x.ndim) + own)
+    if any(n not in (1, of_scores) for n, of_scores in zip(x.shape, scores, strict=True)):
+        expected = f"a shape that broadcasts to (batch, num_q_heads, T, S) = {scores}"
+        raise ShapeError(name, expected, f"{own}", function=_NAME)
     if x.shape[2] > 1:
         x = x[:, :, :seeing]
     return x[..., :seen] if x.shape[3] > 1 else x
 
 
-def _visible(mask: Any, lengths: Any, batch: int, seeing: int, seen: int) -> Any:
+def _visible(mask: Any, lengths: Any, scores: tuple[int, ...], seeing: int, seen: int) -> Any:
     """Which keys are visible: the mask and the lengths together; None for all."""
     visible = None
     if mask is not None:
-        visible = _broadcastable(mask, "mask", seeing, seen)
+        visible = _broadcastable(mask, "mask", scores, seeing, seen)
         if visible.dtype != jnp.bool_:
             raise DtypeError("mask", "bool (True: visible); bias= is added", str(visible.dtype), function=_NAME)
     if lengths is not None:
-        lengths = _lengths(lengths, "key_value_seq_lengths", batch)
+        lengths = _lengths(lengths, "key_value_seq_lengths", scores[0])
         there = jnp.arange(seen) < lengths[:, None, None, None]
         visible = there if visible is None else visible & there
     return visible
 
 
-def _with_bias(bias: Any, visible: Any, dtype: Any, seeing: int, seen: int) -> Any:
+def _with_bias(bias: Any, visible: Any, dtype: Any, scores: tuple[int, ...], seeing: int, seen: int) -> Any:
     """The mask of `omniattn.attention`: bool, or the bias with -inf where nothing is visible."""
     if bias is None:
         return visible
-    bias = _broadcastable(bias, "bias", seeing, seen)
+    bias = _broadcastable(bias, "bias", scores, seeing, seen)
     if not jnp.issubdtype(bias.dtype, jnp.floating):
         raise DtypeError("bias", "a floating type; mask= takes booleans", str(bias.dtype), function=_NAME)
     if bias.dtype not in (dtype, jnp.float32):

@@ -156,6 +156,17 @@ def test_other_implementations_are_those_of_jax() -> None:
         ({"mask": np.ones((1, 1, 6, 6), np.float32)}, "argument 'mask': expected bool (True: visible)"),
         ({"bias": np.ones((1, 1, 6, 6), bool)}, "argument 'bias': expected a floating type"),
         ({"bias": np.ones((1, 1, 1, 6, 6), np.float32)}, "argument 'bias': expected at most 4 dimensions"),
+        # Not one that is cut to what is looked at.
+        ({"mask": np.ones((1, 1, 1, 7), bool)}, "argument 'mask': expected a shape that broadcasts to (batch,"),
+        ({"mask": np.ones((1, 1, 9, 6), bool)}, "argument 'mask': expected a shape that broadcasts"),
+        ({"bias": np.ones((3, 1, 6, 6), np.float32)}, "argument 'bias': expected a shape that broadcasts"),
+        ({"bias": "x"}, "argument 'bias': expected an array, received str"),
+        ({"query_seq_lengths": {}}, "argument 'query_seq_lengths': expected an array"),
+        ({"scale": "1"}, "dot_product_attention(): argument 'scale': expected a finite number"),
+        ({"is_causal": "no"}, "argument 'is_causal': expected True or False"),
+        ({"return_residual": 2}, "argument 'return_residual': expected True or False"),
+        ({"implementation": np.ones(2)}, "argument 'implementation': expected None"),
+        ({"precision": "int9"}, "dot_product_attention(): argument 'precision'"),
         ({"query_seq_lengths": np.ones(3, np.int32)}, "argument 'query_seq_lengths': expected shape (2,)"),
         ({"key_value_seq_lengths": np.ones(2, np.float32)}, "argument 'key_value_seq_lengths': expected int32"),
     ],
@@ -168,5 +179,9 @@ def test_errors(options: dict[str, Any], text: str) -> None:
 
 def test_rank() -> None:
     q, k, v = _inputs(6, 6)
+    for given, name in (((q, None, v), "key"), ((q, k, v.astype(np.float16)), "value"), ((q[..., :5], k, v), "query")):
+        with pytest.raises(oa.errors.ArgumentError) as caught:
+            _attention()(*given)
+        assert (caught.value.function, caught.value.argument) == ("dot_product_attention", name)
     with pytest.raises(oa.errors.ShapeError, match=r"argument 'key': expected 4 dimensions"):
         _attention()(q, k[0, 0], v)
