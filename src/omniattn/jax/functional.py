@@ -13,6 +13,7 @@ from ..errors import ArgumentError, DtypeError, ShapeError, UnsupportedError, to
 from ..problems import Auto, Fp8, Int4, Int8
 
 _NAME = "dot_product_attention"
+_IMPLEMENTATIONS = ("omniattn", "xla", "cudnn")
 #: What it calls arguments of `attention`.
 _ARGUMENTS = {"q": "query", "k": "key", "v": "value", "softmax_scale": "scale"}
 
@@ -83,7 +84,7 @@ def dot_product_attention(
     GPUs: compute capability 8.0 and newer; on the CPU NumPy computes. Masks that are the same for all queries, those of
     key_value_seq_lengths too, are packed to bits before the kernel.
     """
-    if implementation is not None and not isinstance(implementation, str):
+    if implementation is not None and str(implementation) not in _IMPLEMENTATIONS:  # str: an array is equal to none
         expected = "None, 'omniattn', 'xla' or 'cudnn'"
         raise ArgumentError("implementation", expected, repr(implementation), function=_NAME)
     if implementation in ("xla", "cudnn"):
@@ -96,9 +97,6 @@ def dot_product_attention(
             key_value_seq_lengths=key_value_seq_lengths, local_window_size=local_window_size,
             implementation=implementation, **more,
         )  # fmt: skip
-    if implementation not in (None, "omniattn"):
-        expected = "None, 'omniattn', 'xla' or 'cudnn'"
-        raise ArgumentError("implementation", expected, repr(implementation), function=_NAME)
     is_causal = arguments.check_bool(is_causal, "is_causal", _NAME)
     return_residual = arguments.check_bool(return_residual, "return_residual", _NAME)
     q, k, v = (_rows(x, name) for x, name in ((query, "query"), (key, "key"), (value, "value")))
