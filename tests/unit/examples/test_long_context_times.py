@@ -10,9 +10,10 @@ import pytest
 
 from build_tools import context_parallel_tables
 
-from .test_long_context import run
-
 pytest.importorskip("torch")
+
+from .test_long_context import run  # noqa: E402
+
 pytestmark = pytest.mark.frameworks
 
 PROGRAM = "times.py"
