@@ -12,7 +12,7 @@ from build_tools import context_parallel_tables
 
 pytest.importorskip("torch")
 
-from .test_long_context import run  # noqa: E402
+from .test_long_context import run
 
 pytestmark = pytest.mark.frameworks
 
