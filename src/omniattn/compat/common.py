@@ -126,10 +126,13 @@ def check_window(window_size: Any, function: str) -> tuple[int, int] | None:
     return None if (left, right) == (-1, -1) else (left, right)
 
 
-def scale_of(scale: Any, name: str, q: torch.Tensor, function: str) -> float:
-    """The number that multiplies scores: 1 / sqrt(head_dim) unless given."""
+def scale_of(scale: Any, name: str, q: torch.Tensor, function: str) -> Any:
+    """The number that multiplies scores: 1 / sqrt(head_dim) unless given.
+
+    torch.compile, which cannot read every scalar, leaves the check to the operator.
+    """
     if scale is not None:
-        return arguments.check_number(scale, name, function)
+        return scale if torch.compiler.is_compiling() else arguments.check_number(scale, name, function)
     return float(max(q.shape[-1], 1) ** -0.5)  # without channels: an error of the shape comes later
 
 
