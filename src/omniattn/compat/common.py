@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,12 +14,12 @@ from torch.nn import functional
 
 from .. import arguments
 from ..checks.dropout import check_p
-from ..errors import ArgumentError, DeviceError, DtypeError, ShapeError, UnsupportedError, told_of
+from ..errors import ArgumentError, DeviceError, DtypeError, ShapeError, UnsupportedError
 from ..frameworks.torch.dropout import rng_of, undo_of_draw
+from ..frameworks.torch.told import call
 from ..ops import ScoreMod, attention, attention_backward, attention_varlen, attention_varlen_backward
 from ..ops.dropout import undone_on_error
 
-_NO_NAMES: dict[str, str] = {}
 #: What the functions of FlashAttention call our arguments.
 NAMES = {
     "window": "window_size", "descale_q": "q_descale", "descale_k": "k_descale", "descale_v": "v_descale",
@@ -82,21 +82,6 @@ def told(function: str, **names: str) -> Iterator[None]:
         yield
     except ArgumentError as error:
         raise error.named(function, **names) from None
-
-
-def call(
-    function: str, do: Callable[..., Any], *args: Any, names: Mapping[str, str] = _NO_NAMES, **options: Any
-) -> Any:
-    """``do(*args, **options)``, whose errors are `told` of ``function``: ``names`` has what it calls our arguments.
-
-    torch.compile, which does not read such a block, shows them with the line of the caller.
-    """
-    if torch.compiler.is_compiling():
-        return do(*args, **options)
-    try:
-        return do(*args, **options)
-    except (ArgumentError, UnsupportedError) as error:
-        raise told_of(error, function, names) from None
 
 
 def check_rank(x: torch.Tensor, name: str, dims: str, function: str) -> None:

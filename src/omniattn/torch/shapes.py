@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch.nn.attention.bias import CausalBias
 
 from .. import arguments
-from ..errors import ArgumentError, DeviceError, DtypeError, ShapeError, UnsupportedError, told_of
+from ..errors import ArgumentError, DeviceError, DtypeError, ShapeError
+from ..frameworks.torch import told
 
 FUNCTION = "sdpa"
 #: What torch's functions call arguments of `attention`.
@@ -223,13 +224,5 @@ def check_arguments(attn_mask: Any, dropout_p: Any, is_causal: Any, enable_gqa: 
 
 
 def call(function: str, do: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """``do(*args, **options)``, whose errors name torch's arguments, and ``function``.
-
-    torch.compile, which does not read such a block, shows them with the line of the caller.
-    """
-    if torch.compiler.is_compiling():
-        return do(*args, **options)
-    try:
-        return do(*args, **options)
-    except (ArgumentError, UnsupportedError) as error:
-        raise told_of(error, function, NAMES) from None
+    """``do(*args, **options)``, whose errors name torch's arguments, and ``function``."""
+    return told.call(function, do, *args, names=NAMES, **options)
