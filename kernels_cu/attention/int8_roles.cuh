@@ -173,7 +173,7 @@ class Int8Consumer : public ForwardConsumer<Config, Derived> {
             if (has_bias()) {
 #pragma unroll
                 for (int r = 0; r < 2; ++r) {
-                    if constexpr (Config::kRawQ) {
+                    if constexpr (Config::kRawQ && !Config::kBlockScales) {
                         float of_row = 0.0f;
                         if constexpr (Config::kLse) of_row = raw_bias(r) * p_.softmax_scale;
                         bias[r] = marks() >> r & 1 ? quiet_nan() : of_row;
@@ -239,7 +239,10 @@ class Int8Consumer : public ForwardConsumer<Config, Derived> {
     // makes is read.
     template <typename Queries>
     OA_DEVICE void note_queries(const Queries& q, const FwdTile& t, int32 warp_row, float (&scales)[2]) const {
-        if constexpr (Config::kRawQ) {
+        if constexpr (Config::kRawQ && Config::kBlockScales) {
+            scales[0] = q.scale[0], scales[1] = q.scale[1];
+            wait_for_kernel_ahead();
+        } else if constexpr (Config::kRawQ) {
             // As scale_of_queries.
             scales[0] = scales[1] = uint32(warp_row) < uint32(t.seqlen_q) ? q.scale : kScaleOfNoRow;
             marks() = uint8(q.bad);
@@ -281,7 +284,9 @@ class Int8Consumer : public ForwardConsumer<Config, Derived> {
     // Q of this warpgroup, where it has come, or to registers.
     template <typename T, typename Queries>
     OA_DEVICE void take_queries(const T& t, Queries& q) const {
-        if constexpr (Config::kRawQ && !Config::kRingQ) {
+        if constexpr (Config::kRawQ && Config::kBlockScales) {
+            q.take(raw_queries(), group_, lane_, params_.rotation);
+        } else if constexpr (Config::kRawQ && !Config::kRingQ) {
             q.take(raw_queries(), group_, lane_, rows_of_warp(t));
         } else {
             q.take(smem_addr_at(&Storage::q) + outer_at_.stage * Tile::kQBytes, group_, lane_);
@@ -420,7 +425,7 @@ class Int8Consumer : public ForwardConsumer<Config, Derived> {
     }
     // Of this lane's two rows.
     OA_DEVICE void scales_of_scores(const float (&q_scale)[2], int32 n, float (&c)[2]) const {
-        if constexpr (Config::kSplitKeys) {
+        if constexpr (Config::kSplitKeys || (Config::kRawQ && Config::kBlockScales)) {  // a scale for each row
             float of_keys = scale_of_keys(n);
             c[0] = without_rounding(q_scale[0] * of_keys);
             c[1] = without_rounding(q_scale[1] * of_keys);

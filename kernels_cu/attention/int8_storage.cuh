@@ -8,11 +8,12 @@
 #include "scheduler/persistent_roles.cuh"
 #include "tile/int8_queries.cuh"
 #include "tile/raw_queries.cuh"
+#include "tile/raw_queries_fp8.cuh"
 
 struct NoMasks {};
 // q . k_mean of the rows of a tile, where the kernel that attends makes them.
 struct NoRawBias {};
-template <typename Config, bool kPresent = Config::kRawQ && Config::kLse>
+template <typename Config, bool kPresent = Config::kRawQ && Config::kLse && !Config::kBlockScales>
 struct RawBias : NoRawBias {};
 template <typename Config>
 struct RawBias<Config, true> {
@@ -47,7 +48,8 @@ struct Int8Tile {
     static constexpr uint32 kKBytes = Config::kBlockN * Config::kHeadDim;
     static constexpr uint32 kDeltaBytes = Config::kBlockN * 4;
     using IntQueries = typename Select<Config::kRegisterQ, RegisterQueries<Config>, SharedQueries<Config>>::Type;
-    using Queries = typename Select<Config::kRawQ && !Config::kRingQ, RawQueries<Config>, IntQueries>::Type;
+    using RawOnes = typename Select<Config::kBlockScales, RawFp8Queries<Config>, RawQueries<Config>>::Type;
+    using Queries = typename Select<Config::kRawQ && !Config::kRingQ, RawOnes, IntQueries>::Type;
     using Scores = typename Config::Score[Config::kNTiles * 4];
     using Output = float[Config::kOutputs];
     using RowSums = float[4];

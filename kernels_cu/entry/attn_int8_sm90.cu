@@ -59,6 +59,7 @@
 #include "attention/int8_walk.cuh"
 #include "attention/integer_powers.cuh"
 #include "attention/value_factors.cuh"
+#include "params/attn_fp8_raw.cuh"
 #include "pipeline/warp_roles.cuh"
 #include "ptx/barrier_vote.cuh"
 #include "ptx/uniform.cuh"
@@ -112,7 +113,8 @@ struct Config {
     static_assert(kHeadDim == 64 || kHeadDim == 128 || kHeadDim == 256, "rows of 64 or 128 bytes");
     static_assert(!kFactors || (kBlockScales && kLse && !kDelta), "arrays in e4m3");
     static_assert(!kSplitKeys || !kDelta || kScoreMods, "mods know the head of delta_s");
-    static_assert(!kRawQ || !(kBlockScales || kSplitKeys || kScoreMods || kDelta), "int8, all keys in a CTA");
+    static_assert(!kRawQ || !(kSplitKeys || kScoreMods || kDelta || kFactors), "all keys in a CTA");
+    static_assert(!kRawQ || !kBlockScales || !(kVarlen || kRingQ), "e4m3 of batches, up to 128 channels");
     static_assert(!kSplitKeys || !kVarlen || !(kScoreMods || kFactors), "packed sequences without mods and factors");
     static_assert(!kSplitKeys || !(kScoreMods || kVarlen) || kLse, "these make the sums for the LSE");
     static_assert(kPowers == kNoPowers || ((kRawQ || kRegisterQ) && kEarlyChannels),
@@ -122,7 +124,8 @@ struct Config {
     static_assert(kBlockN == 64, "rows of V have the length of their swizzle; two tiles to a tile of scales");
 };
 
-using WholeParams = Select<Config::kFactors, AttnFp8FactorsSm90Params, AttnInt8Sm90Params>::Type;
+using RawParams = Select<Config::kRawQ && Config::kBlockScales, AttnFp8RawSm90Params, AttnInt8Sm90Params>::Type;
+using WholeParams = Select<Config::kFactors, AttnFp8FactorsSm90Params, RawParams>::Type;
 using PackedSplitParams = Select<Config::kVarlen, AttnInt8StreamKSm90Params, AttnInt8SplitSm90Params>::Type;
 using SplitParams = Select<Config::kFactors, AttnFp8SplitFactorsSm90Params, PackedSplitParams>::Type;
 using PlainParams = Select<Config::kSplitKeys, SplitParams, WholeParams>::Type;

@@ -25,8 +25,23 @@ struct RawPanels {
     OA_DEVICE uint32 at(int panel) const { return panel < 2 ? first + panel * kBytes : panel == 2 ? third : fourth; }
 };
 
+// Where a lane finds its two rows.
 template <typename Config>
-struct RawQueries {
+struct RawRows {
+    OA_DEVICE static uint32 row_of(int32 group, int lane) {
+        return group * 64 + (threadIdx.x >> 5 & 3) * 16 + (lane >> 2);
+    }
+    // Channels 4(l%4) + 0..3 of unit u, of row l/4 + 8r.
+    OA_DEVICE static uint2 load_unit(const RawPanels<Config>& tile, int32 group, int lane, int u, int r) {
+        const uint32 swizzle = (lane >> 2) << 4, byte = 32 * u;
+        const uint32 first = row_of(group, lane) * 128 + ((8 * (lane & 3)) ^ (swizzle & 16));
+        return load_shared2(tile.at(byte / 128) + first + r * 8 * 128 + ((byte % 128) ^ (swizzle & 0x60)));
+    }
+};
+
+template <typename Config>
+struct RawQueries : RawRows<Config> {
+    using RawRows<Config>::load_unit, RawRows<Config>::row_of;
     static constexpr bool kTaken = true;
     static constexpr int kUnits = Config::kHeadDim / 16;  // of 32 bytes, of a row
     uint32 words[Config::kHeadDim / 32][4];
@@ -136,16 +151,5 @@ struct RawQueries {
                     first + byte / 128 * RawPanels<Config>::kBytes + (x & 1) * 8 * 128 + ((byte % 128) ^ swizzle),
                     words[step][x]);
             }
-    }
-
-  private:
-    OA_DEVICE static uint32 row_of(int32 group, int lane) {
-        return group * 64 + (threadIdx.x >> 5 & 3) * 16 + (lane >> 2);
-    }
-    // Channels 4(l%4) + 0..3 of unit u, of row l/4 + 8r.
-    OA_DEVICE static uint2 load_unit(const RawPanels<Config>& tile, int32 group, int lane, int u, int r) {
-        const uint32 swizzle = (lane >> 2) << 4, byte = 32 * u;
-        const uint32 first = row_of(group, lane) * 128 + ((8 * (lane & 3)) ^ (swizzle & 16));
-        return load_shared2(tile.at(byte / 128) + first + r * 8 * 128 + ((byte % 128) ^ (swizzle & 0x60)));
     }
 };

@@ -1,4 +1,7 @@
-"""Kernels that quantize Q themselves, and K and V in two launches: the bits of the quantizers for anything."""
+"""Kernels that quantize Q themselves, and K and V in two launches: the bits of the quantizers for anything.
+
+To e4m3 Q has a scale for each row, ahead of attention one for 128 rows: the same bits where those are equal.
+"""
 
 from __future__ import annotations
 
@@ -147,6 +150,49 @@ def test_strides(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = rows.split(64, dim=-1)
     same_bits(q, k, v, monkeypatch=monkeypatch)
     same_bits(q[:1].expand(2, -1, -1, -1), k, v, monkeypatch=monkeypatch)
+
+
+def both_fp8(arrays: list[Any], monkeypatch: pytest.MonkeyPatch, fp8: Any, **options: Any) -> list[tuple[Any, Any]]:
+    """(o, LSE) with Q in e4m3 ahead of attention, and inside; the second one's O has the same bits without an LSE."""
+    base, found = f"attn_fp8_sm90_{width_of(arrays[0])}", []
+    for inside in ("", "_q16"):
+        monkeypatch.setenv(VARIABLE, f"{base}{inside}_lse")
+        PLANS.clear()
+        found.append(oa.attention(*arrays, precision=fp8, return_lse=True, **options))
+    monkeypatch.setenv(VARIABLE, f"{base}_q16")
+    PLANS.clear()
+    alone = oa.attention(*arrays, precision=fp8, **options)
+    assert torch.equal(alone.view(torch.int16), found[1][0].view(torch.int16))
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape[-1] <= 128], ids=str)
+def test_e4m3_of_rows_with_one_scale(shape: tuple[int, ...], dtype: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for kind in ("normal", "nan", "odd keys"):
+        arrays = inputs(shape, dtype, kind)
+        q = arrays[0]
+        q.copy_(torch.where(q.isfinite(), q.clamp(-3, 3), q))
+        q[..., shape[-1] // 2] = torch.where(q[..., shape[-1] // 2] < 0, -3.0, 3.0)
+        for causal in (False, True):
+            ahead, inside = both_fp8(arrays, monkeypatch, oa.Fp8(hadamard=False), causal=causal)
+            for x, expected in zip(inside, ahead, strict=True):
+                assert torch.equal(torch.nan_to_num(x, nan=77.0), torch.nan_to_num(expected, nan=77.0))
+
+
+@pytest.mark.parametrize("hadamard", [True, False])
+@pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape[-1] <= 128 and shape[2] >= 128], ids=str)
+def test_e4m3_is_no_less_accurate(shape: tuple[int, ...], hadamard: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    for kind in ("normal", "nan", "inf", "zeros", "tiny"):
+        arrays = inputs(shape, torch.bfloat16, kind)
+        exact = oa.attention(*arrays, causal=True).float()
+        ahead, inside = both_fp8(arrays, monkeypatch, oa.Fp8(hadamard=hadamard, seed=5), causal=True)
+        for x, expected in zip(inside, ahead, strict=True):
+            assert torch.equal(torch.isnan(x), torch.isnan(expected))
+        good = ~(torch.isnan(exact) | torch.isnan(ahead[0]))
+        assert good.sum() > good.numel() / 2
+        errors = [float((o.float() - exact)[good].abs().sum() / exact[good].abs().sum()) for o, _ in (ahead, inside)]
+        assert errors[1] <= 1.1 * errors[0] + 1e-3, (kind, errors)
 
 
 def test_no_keys_and_no_queries() -> None:

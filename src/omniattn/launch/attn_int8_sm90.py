@@ -13,8 +13,15 @@ from .attn_fwd_sm90 import mapped, tile_values
 from .attn_int8 import OperandPlaces
 from .host_struct import At, member
 from .masks import MaskPlaces
+from .quantize import rotation_values
 from .score_mods import bias_map, score_mod_values
-from .structs import ATTN_FP8_FACTORS_SM90, ATTN_FP8_MODS_FACTORS_SM90, ATTN_INT8_MODS_SM90, ATTN_INT8_SM90
+from .structs import (
+    ATTN_FP8_FACTORS_SM90,
+    ATTN_FP8_MODS_FACTORS_SM90,
+    ATTN_FP8_RAW_SM90,
+    ATTN_INT8_MODS_SM90,
+    ATTN_INT8_SM90,
+)
 
 #: Keys whose products with V the tensor cores sum by themselves, with 13 bits and by truncation. If V has one sign,
 #: outputs shrink by 0.4 % over 256 keys, by 4 % over 2048. V without its mean has no such loss
@@ -107,14 +114,22 @@ def build(
     if factors:
         values |= member("factors", places.value_factors())
     layout = _LAYOUTS[score_mods, factors]
+    if spec.quantizes_q and spec.qk == "fp8":
+        values |= member("rotation", rotation_values(places.problem))
+        layout = ATTN_FP8_RAW_SM90
     grid = (order.ctas, 1, 1)
     # Where it reads q as it comes, quantizers of k and v are ahead of it, and ahead of those what makes q has ended.
     return (LaunchRecord(spec, grid, 32 * spec.num_warps, *layout.pack(values), overlap=spec.quantizes_q),)
 
 
 def _operands(spec: KernelSpec, places: OperandPlaces) -> dict[str, object]:
-    """The fields of QuantizedOperands; a kernel that quantizes q multiplies it by K's mean, instead of reading that."""
-    return places.values() | ({"row_bias": places.at.get("k_mean")} if spec.quantizes_q else {})
+    """The fields of QuantizedOperands; a kernel that quantizes q multiplies it by K's mean, instead of reading that.
+
+    To e4m3 there is no mean.
+    """
+    if not spec.quantizes_q:
+        return places.values()
+    return places.values() | {"row_bias": places.at.get("k_mean") if spec.qk == "int8" else None}
 
 
 def _map(at: At, dims: tuple[int, int, int, int], strides: Strides3, box: tuple[int, int]) -> TensorMap:

@@ -263,6 +263,43 @@ ATTN_FP8_SPLIT_MODS_FACTORS_SM90 = HostStruct(
     (BLOCK_SCALES, "scales"), ("P", "partial_o partial_ml"), (VALUE_FACTORS, "factors"),
 )
 
+# params/quantize.cuh
+
+QUANTIZE_ITEM = HostStruct(
+    "QuantizeItem", ("i", "kind batch_idx head unit slot index begin len"), ("P", "rows"), ("q", "stride_bytes"),
+)
+
+QUANTIZE = HostStruct(
+    "QuantizeParams",
+    ("P", "q k v cu_seqlens_q cu_seqlens_k seqused_q seqused_k q_int k_int q_scale k_scale row_bias q_mean"
+     " k_mean v_out v_scale v_mean partials v_error ticket k_ready v_ready v_bad v_done k_amax k_amax_done"
+     " q_amax q_amax_done starts_q starts_k item_table"),
+    ("q", "q_stride_b q_stride_s q_stride_h k_stride_b k_stride_s k_stride_h v_stride_b v_stride_s v_stride_h"),
+    ("i", "batch num_q_heads num_kv_heads seqlen_q seqlen_k head_dim head_dim_pad slots_q slots_k slots_r"
+     " key_tile tiles_k bits q_group_rows granularity flags packed units units_per_group num_groups"
+     " per_unit_r per_unit_a per_unit_q per_unit_kv last_base num_items clear_vectors delta_columns levels"),
+    ("f", "v_levels"),
+)
+
+ROTATION = HostStruct(
+    "Rotation", ("8I", "signs"), ("i", "channels"), ("f", "norm"), ("i", "to_e4m3 reserved"),
+)
+
+QUANTIZE_ROTATED = HostStruct(
+    "QuantizeRotatedParams", (QUANTIZE, "quantize"), (ROTATION, "rotation"),
+)
+
+QUANTIZE_DELTA = HostStruct(
+    "QuantizeDeltaParams", (QUANTIZE, "quantize"), ("P", "delta_s"),
+)
+
+# params/attn_fp8_raw.cuh
+
+ATTN_FP8_RAW_SM90 = HostStruct(
+    "AttnFp8RawSm90Params", ("M", "map_q map_k map_v"), (ATTN_FWD, "fwd"), (QUANTIZED_OPERANDS, "operands"),
+    (TILE_LIST, "tiles"), ("i", "flush_keys reserved"), (BLOCK_SCALES, "scales"), (ROTATION, "rotation"),
+)
+
 # params/clear_unused.cuh
 
 CLEAR_UNUSED = HostStruct(
@@ -386,36 +423,6 @@ MERGE_STATES = HostStruct(
 MLA_DECODE = HostStruct(
     "MlaDecodeParams", ("M", "map map_q"), (DECODE, "decode"), ("P", "row_max"),
     ("i", "box_rows_log2 slot_rows lists_rows listed_tokens cluster"),
-)
-
-# params/quantize.cuh
-
-QUANTIZE_ITEM = HostStruct(
-    "QuantizeItem", ("i", "kind batch_idx head unit slot index begin len"), ("P", "rows"), ("q", "stride_bytes"),
-)
-
-QUANTIZE = HostStruct(
-    "QuantizeParams",
-    ("P", "q k v cu_seqlens_q cu_seqlens_k seqused_q seqused_k q_int k_int q_scale k_scale row_bias q_mean"
-     " k_mean v_out v_scale v_mean partials v_error ticket k_ready v_ready v_bad v_done k_amax k_amax_done"
-     " q_amax q_amax_done starts_q starts_k item_table"),
-    ("q", "q_stride_b q_stride_s q_stride_h k_stride_b k_stride_s k_stride_h v_stride_b v_stride_s v_stride_h"),
-    ("i", "batch num_q_heads num_kv_heads seqlen_q seqlen_k head_dim head_dim_pad slots_q slots_k slots_r"
-     " key_tile tiles_k bits q_group_rows granularity flags packed units units_per_group num_groups"
-     " per_unit_r per_unit_a per_unit_q per_unit_kv last_base num_items clear_vectors delta_columns levels"),
-    ("f", "v_levels"),
-)
-
-ROTATION = HostStruct(
-    "Rotation", ("8I", "signs"), ("i", "channels"), ("f", "norm"), ("i", "to_e4m3 reserved"),
-)
-
-QUANTIZE_ROTATED = HostStruct(
-    "QuantizeRotatedParams", (QUANTIZE, "quantize"), (ROTATION, "rotation"),
-)
-
-QUANTIZE_DELTA = HostStruct(
-    "QuantizeDeltaParams", (QUANTIZE, "quantize"), ("P", "delta_s"),
 )
 
 # params/quantize_fp8.cuh

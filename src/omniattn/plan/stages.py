@@ -141,7 +141,8 @@ def _whole_of(row: KernelSpec, problem: AttentionProblem) -> QuantizeProblem:
         grouping=row.grouping, pv=row.pv, pv_accumulator=row.pv_accumulator, unpacked=row.qk == "int8"
     )
     # Without Q there is nothing to mark, and the kernel makes the products of Q and K's mean itself.
-    return replace(found, rows_q=0, row_bias="marks") if row.quantizes_q else found
+    bias = "none" if found.e4m3 else "marks"
+    return replace(found, rows_q=0, row_bias=bias) if row.quantizes_q else found
 
 
 def _attend(

@@ -152,8 +152,8 @@ class QuantizeProblem:
 
     @property
     def has_values(self) -> bool:
-        """Whether besides there is V, in e4m3 around its mean, and something of all three."""
-        rows = self.batch * self.heads_q * self.rows_q * self.heads_kv * self.rows_k
+        """Whether besides there is V, in e4m3 around its mean, and something of K and V."""
+        rows = self.batch * self.heads_kv * self.rows_k
         return self.v and self.smooth_v and self.v_dtype == "float8_e4m3" and rows > 0
 
     @property

@@ -183,7 +183,7 @@ def _attn_int8_sm90(tile: _Int8Sm90Tile, dtype: str, varlen: bool, kind: str, qk
     barriers_bytes = 16 * (tile.num_q_stages + tile.num_stages)
     tiles_bytes += 512  # ones, which P is multiplied by for its sums
     smem_bytes = tiles_bytes + delta_bytes + sums_bytes + channels_bytes + barriers_bytes
-    smem_bytes += 4 * block_m * (kind == "q16_lse")  # products of Q and K's mean
+    smem_bytes += 4 * block_m * (kind == "q16_lse" and qk == "int8")  # products of Q and K's mean
     smem_bytes += (80 if packed_split else 36) * tile.num_q_stages + 640
     return _int8_sm90_row(
         tile,
@@ -391,6 +391,13 @@ def quantized_attention_rows() -> Iterator[KernelSpec]:
         for kind in ("", "lse", "smoothq" if qk == "int8" else "factors")
         for varlen in (False, True)
         for tile in _INT8_SM90_TILES
+        for dtype in ("float16", "bfloat16")
+    )
+    yield from (
+        _attn_int8_sm90(tile, dtype, False, kind, "fp8")
+        for kind in ("q16", "q16_lse")
+        for tile in _INT8_SM90_TILES
+        if tile.head_dim < 256  # half of Q in 16 bits would come by a stage of K and V
         for dtype in ("float16", "bfloat16")
     )
     yield from (

@@ -307,7 +307,9 @@ def _unfit_raw_queries(row: KernelSpec, problem: AttentionProblem) -> str | None
     wanted = problem.precision
     if problem.operands is not None or problem.descales is not None:
         return "it quantizes q itself, and this q comes quantized"
-    if (wanted.qk, wanted.granularity, wanted.hadamard) != ("int8", "per_thread", False):
+    if wanted.qk == "fp8" and (wanted.granularity, wanted.smooth_k) != ("per_block", False):
+        return "it quantizes q itself, to e4m3 with a scale a row, and knows no mean of k"
+    if wanted.qk != "fp8" and (wanted.qk, wanted.granularity, wanted.hadamard) != ("int8", "per_thread", False):
         return "it quantizes q itself, to 8-bit integers with a scale a lane, without a rotation"
     if not _maps_queries(problem):
         return "it reads q by a tensor map, which cannot describe these strides"

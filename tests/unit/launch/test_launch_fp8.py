@@ -15,6 +15,7 @@ from omniattn.errors import StrideError
 from omniattn.launch import quantize
 from omniattn.launch.host_struct import At
 from omniattn.launch.structs import (
+    ATTN_FP8_RAW_SM90,
     ATTN_INT8_MODS_SM90,
     ATTN_INT8_SM80,
     ATTN_INT8_SM90,
@@ -24,6 +25,7 @@ from omniattn.launch.structs import (
     QUANTIZE_FP8_SUMS,
 )
 from omniattn.plan.attention import plan_attention
+from omniattn.plan.engine import Launches
 from omniattn.plan.others import plan_quantize
 from omniattn.problems import (
     FP8_ARRAYS,
@@ -56,6 +58,11 @@ def problem(precision: Any = None, **changes: Any) -> AttentionProblem:
     return dataclasses.replace(made, **changes)
 
 
+def with_queries(**changes: Any) -> Launches:
+    """Launches by the kernel whose Q is quantized by one before it."""
+    return plan_attention(problem(**changes), HOPPER, "attn_fp8_sm90_bf16_d128")
+
+
 def arrays(kind: str = "none", **changes: Any) -> AttentionProblem:
     steps = {"none": [(0, 0, 0)] * 3, "scalar": [(0, 0, 0)] * 3, "per_head": [(2, 1, 0)] * 3,
              "per_block": [(12, 3, 1), (8, 4, 1), (2, 1, 0)]}[kind]  # fmt: skip
@@ -67,6 +74,8 @@ def arrays(kind: str = "none", **changes: Any) -> AttentionProblem:
 def test_quantizer_layout_and_kernel_follow_each_other() -> None:
     names = [record.spec.name for record in unsplit(problem(), HOPPER).records]
     quantizers = ["quantize_fp8_sm80_bf16_d128_sums", "quantize_values_sm80_bf16_d128"]
+    assert names == [*quantizers, "attn_fp8_sm90_bf16_d128_q16"]
+    names = [record.spec.name for record in with_queries().records]
     assert names == [*quantizers, "attn_fp8_sm90_bf16_d128"]
     names = [record.spec.name for record in unsplit(problem(), ADA).records]
     assert names == ["quantize_fp8_sm80_bf16_d128", *["quantize_sm80_bf16_d128"] * 2, "attn_fp8_sm89_bf16_d128_acc16"]
@@ -138,7 +147,7 @@ def test_factors_are_read_where_they_are(kind: str, target: Target) -> None:
 
 
 def test_own_scales_are_one_behind_the_other() -> None:
-    found = fields_of_record(unsplit(problem(), HOPPER).records[-1], ATTN_INT8_SM90)
+    found = fields_of_record(with_queries().records[-1], ATTN_INT8_SM90)
     assert tuple(found[f"scales.q_stride_{x}"] for x in ("b", "h", "block")) == (12, 3, 1)
     assert tuple(found[f"scales.k_stride_{x}"] for x in ("b", "h", "block")) == (8, 4, 1)
     assert (found["scales.by_slot"], found["scales.q_heads"], found["scales.drift"]) == (0, 1, None)
@@ -183,17 +192,44 @@ def test_cases_of_layouts_are_told_apart_by_width() -> None:
 
 def test_queries_keys_and_values_in_two_launches() -> None:
     """500 keys: a chunk of 256 and one of 244; sums in front of 40 blocks of Q and K; four blocks of V a head."""
-    sums, values, attention = unsplit(problem(), HOPPER).records
+    sums, values, attention = with_queries().records
     assert [x.spec.op for x in (sums, values, attention)] == ["quantize_fp8_sums", "quantize_values", "attention"]
     assert (sums.grid, values.grid) == ((8 + 40, 1, 1), (16, 1, 1))
     assert (sums.overlap, values.overlap) == (False, True)
     first, second = fields_of_record(sums, QUANTIZE_FP8_SUMS), fields_of_record(values, QUANTIZE)
     assert {name: first[f"values.{name}"] for name in second} == second
     assert (first["chunks"], second["slots_r"], second["slots_k"], second["units"]) == (8, 2, 4, 4)
-    alone = fields_of_record(plan_attention(problem(), HOPPER, "quantize_fp8_sm80_bf16_d128").records[0], QUANTIZE_FP8)
+    names = "attn_fp8_sm90_bf16_d128,quantize_fp8_sm80_bf16_d128"
+    alone = fields_of_record(plan_attention(problem(), HOPPER, names).records[0], QUANTIZE_FP8)
     assert {name: first[f"rows.{name}"] for name in alone} == alone
     found = fields_of_record(attention, ATTN_INT8_SM90)
     assert (found["operands.v_scale"], found["operands.v_mean"]) == (second["v_scale"], second["v_mean"])
+
+
+def test_queries_that_attention_quantizes() -> None:
+    """The same launches without Q's 24 blocks, and the rotation for the kernel that attends."""
+    sums, values, attention = unsplit(problem(oa.Fp8(seed=9)), HOPPER).records
+    assert attention.spec.name == "attn_fp8_sm90_bf16_d128_q16"
+    assert (sums.grid, values.grid) == ((8 + 16, 1, 1), (16, 1, 1))
+    assert (sums.overlap, values.overlap, attention.overlap) == (False, True, True)
+    found = fields_of_record(attention, ATTN_FP8_RAW_SM90)
+    assert (found["rotation.channels"], found["rotation.norm"]) == (128, pytest.approx(128**-0.5))
+    assert tuple(found["rotation.signs"]) == quantize.sign_words(9)
+    assert found["operands.row_bias"] is None
+    by_operand = {found.operand: found for found in attention.tensor_maps}
+    assert by_operand["q"].dims == (256, 300, 4, 2)  # bytes
+    plain = fields_of_record(unsplit(problem(oa.Fp8(hadamard=False)), HOPPER).records[-1], ATTN_FP8_RAW_SM90)
+    assert (plain["rotation.channels"], plain["rotation.norm"]) == (0, 1.0)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"precision": oa.Fp8(smooth_k=True)}, {"precision": oa.Fp8(granularity="per_tensor")}, {"head_dim": 256},
+     {"varlen": True, "max_seqlen_q": 300, "max_seqlen_k": 500}],
+    ids=["mean of k", "one scale", "256 channels", "packed"],
+)  # fmt: skip
+def test_what_needs_queries_quantized_ahead(changes: dict[str, Any]) -> None:
+    assert not unsplit(problem(**changes), HOPPER).selection.spec.quantizes_q
 
 
 def test_scratch_of_values_lies_apart() -> None:

@@ -216,7 +216,9 @@ def test_low_precision_gets_a_row_on_hopper(dtype: str, low: Int8 | Int4) -> Non
 def low_of(spec: KernelSpec, **knobs: Any) -> Precision:
     """The knobs that only this row's product serves."""
     if spec.qk == "fp8":
-        return dataclasses.replace(Fp8().precision, pv_accumulator=spec.pv_accumulator)
+        # Kernels that quantize q themselves know no mean of k.
+        low = Fp8(smooth_k=spec.arch_specific and not spec.quantizes_q and not spec.score_mods).precision
+        return dataclasses.replace(low, pv_accumulator=spec.pv_accumulator)
     kind = Int4 if spec.qk == "int4" else Int8
     # Kernels that quantize q themselves have one scale a lane.
     if spec.arch_specific and not spec.quantizes_q:
