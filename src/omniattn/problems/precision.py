@@ -219,7 +219,8 @@ class Fp8:
     Attributes
     ----------
     granularity : str
-        Rows of Q and K that share a scale: "per_block" (128) or "per_tensor" (a head; CPU reference only).
+        Rows of Q and K that share a scale: "per_block" (128; in Hopper's kernel for batches each row of Q has its own)
+        or "per_tensor" (a head; CPU reference only).
     hadamard : bool
         Rotate Q and K before they are quantized, as `Int8` has it: the incoherent processing of FlashAttention-3.
     smooth_k : bool
