@@ -6,10 +6,10 @@
 // A row that holds NaN or infinity becomes NaN. The strides of the transform come in the order 1, 2, 4, .., and its
 // norm goes into the scale, so that last bits of R q differ from those of quantize_fp8; without R they are the same.
 #pragma once
+#include "params/quantize.cuh"
 #include "ptx/cvt_quant.cuh"
 #include "ptx/types.cuh"
 #include "ptx/wgmma_e4m3.cuh"
-#include "quantize/rotation.cuh"
 #include "tile/raw_queries.cuh"
 
 // Config as of RawQueries, with kHeadDim up to 128; a lane has the same channels of the same rows.
@@ -48,7 +48,7 @@ struct RawFp8Queries : RawRows<Config> {
             for (int u = 0; u < kUnits; ++u) {
                 const uint32 low = pack_e4m3x2(fmaf(x[u][0], inverse, 0.0f), fmaf(x[u][1], inverse, 0.0f));
                 const uint32 high = pack_e4m3x2(fmaf(x[u][2], inverse, 0.0f), fmaf(x[u][3], inverse, 0.0f));
-                words[u / 2][2 * (u & 1) + r] = bad ? kE4m3Nans : low | high << 16;
+                words[u / 2][2 * (u & 1) + r] = bad ? kE4m3Nan * 0x01010101u : low | high << 16;
             }
         }
     }
