@@ -61,7 +61,7 @@ def _moved(options: dict[str, Any]) -> dict[str, Any]:
     return {name: x.cuda() if isinstance(x, torch.Tensor) else x for name, x in options.items()}
 
 
-def _compare(tensors: list[Any], **options: Any) -> None:
+def _compare(tensors: list[Any], bounds: dict[str, float] | None = None, **options: Any) -> None:
     call = oa.attention_varlen if "cu_seqlens_q" in options else oa.attention
     on_gpu = _moved(options)
     got = call(*(t.cuda() for t in tensors), return_lse=True, **on_gpu)
@@ -70,7 +70,7 @@ def _compare(tensors: list[Any], **options: Any) -> None:
     assert torch.equal(alone.view(torch.int16), got[0].view(torch.int16))
     want = call(*tensors, return_lse=True, **options)
     # The tensor cores keep about 13 bits of a sum of products of Q and K.
-    check(got, tuple(to_numpy(x) for x in want), lse_atol=2e-2)
+    check(got, tuple(to_numpy(x) for x in want), **({"lse_atol": 2e-2} | (bounds or {})))
 
 
 @pytest.mark.parametrize("feature", FEATURES)
@@ -79,7 +79,10 @@ def _compare(tensors: list[Any], **options: Any) -> None:
 def test_features(family: str, head_dim: int, feature: str) -> None:
     dtype = "float16" if head_dim in (72, 192) else "bfloat16"
     tensors = inputs(dtype, batch=2, seqlen_q=150, seqlen_k=203, heads_q=4, heads_kv=2, head_dim=head_dim, seed=1)
-    _compare(tensors, **({"precision": "fp8"} | FEATURES[feature]))
+    # Hopper's kernel makes e4m3 of q itself, with a scale for each row: two roundings of q, independent of each other.
+    inside = family == FAMILIES[0] and head_dim <= 128
+    bounds = {"lse_atol": 0.2, "cosine": 0.9975, "relative_l1": 0.08} if inside else {}
+    _compare(tensors, bounds, **({"precision": "fp8"} | FEATURES[feature]))
 
 
 @pytest.mark.parametrize("mask", ["bool", "keys", "bias"])
