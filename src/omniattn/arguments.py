@@ -65,7 +65,8 @@ def kind_of(value: Any) -> str:
 def listed(value: Any) -> Any:
     """A list, or an array with dimensions, as a tuple of its numbers, which calls are found again by.
 
-    Anything else, and a tracer, comes as it is. Reading an array that lies on a GPU waits for that GPU.
+    Anything else, a tracer, and an array that cannot be read, come as they are. Reading an array that lies on a GPU
+    waits for that GPU.
     """
     if value is None or isinstance(value, (bool, int, float, str, tuple)):
         return value
@@ -75,7 +76,10 @@ def listed(value: Any) -> Any:
         return value
     if getattr(value, "requires_grad", False):  # what checks the argument says so
         return value
-    found = value.tolist()
+    try:
+        found = value.tolist()
+    except (RuntimeError, TypeError):  # nested, sparse, or without memory: what checks the argument says so
+        return value
     return tuple(found) if isinstance(found, list) else found
 
 

@@ -83,7 +83,7 @@ def dtype_name(dtype: Any) -> str:
 
     try:
         return str(np.dtype(dtype).name)
-    except TypeError:
+    except (TypeError, ValueError):  # the latter of an array
         return repr(dtype)
 
 

@@ -150,7 +150,7 @@ def token_list(tokens: Any, function: str) -> list[Any]:
     try:
         found = list(tokens.tolist() if hasattr(tokens, "tolist") else tokens)  # a text of NumPy has a tolist(), too
         hash(tuple(found))
-    except TypeError:
+    except (TypeError, RuntimeError):  # the latter of tensors that cannot be read: nested, sparse, without memory
         expected = "a sequence of hashable tokens, or a one-dimensional array"
         received = f"{type(tokens).__name__} {tokens!r}"
         raise ArgumentError("tokens", expected, received, function=f"BlockManager.{function}") from None

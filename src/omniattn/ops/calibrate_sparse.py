@@ -109,6 +109,8 @@ def calibrate_sparse(
     similarity = arguments.check_number(similarity, "similarity", _NAME)
     first = arguments.check_int(keep_first, "keep_first", _NAME, most=arguments.MAX_ROWS)
     causal = arguments.check_bool(causal, "causal", _NAME)
+    if file is not None and not isinstance(file, (str, os.PathLike)):
+        raise ArgumentError("file", "None, or the path of a file", repr(file), function=_NAME)
     if file is not None and (Path(file).is_dir() or not Path(file).resolve().parent.is_dir()):
         raise ArgumentError("file", "a file in a folder that exists", repr(file), function=_NAME)
     options = {"causal": causal, "layout": layout}
@@ -136,7 +138,7 @@ def _ladder(shares: Any, by: str) -> tuple[float, ...]:
 
 
 def _is_triple(x: Any) -> bool:
-    return isinstance(x, (tuple, list)) and len(x) == 3 and all(hasattr(y, "shape") for y in x)
+    return isinstance(x, (tuple, list)) and len(x) == 3 and all(arguments.shape_of(y) is not None for y in x)
 
 
 def _entries(tensors: Any) -> Iterator[tuple[str, Iterable[Triple]]]:
@@ -153,7 +155,7 @@ def _entries(tensors: Any) -> Iterator[tuple[str, Iterable[Triple]]]:
         given = named[name]
         if _is_triple(given):
             return [tuple(given)]
-        if isinstance(given, str) or not isinstance(given, Iterable) or hasattr(given, "shape"):
+        if isinstance(given, str) or not isinstance(given, Iterable) or arguments.shape_of(given) is not None:
             raise ArgumentError("tensors", expected, f"{type(given).__name__} of {name!r}", function=_NAME)
         if isinstance(given, Iterator):
             again = f"{expected}, that can be run through more than once"

@@ -26,16 +26,27 @@ _SHARE = "a number above 0, at most 1, or one for each query head"
 
 def make_plain(knobs: Any) -> None:
     """Python numbers and flags in place of scalars of other libraries, as the options of `attention` may be."""
+    function = type(knobs).__name__
     for field in dataclasses.fields(knobs):
-        value = getattr(knobs, field.name)
-        plain = tuple(map(_plain, value)) if isinstance(value, tuple) else _plain(value)
+        name, value = field.name, getattr(knobs, field.name)
+        plain = tuple(_plain(x, name, function) for x in value) if isinstance(value, tuple) else None
+        plain = _plain(value, name, function) if plain is None else plain
         if plain is not value:
-            object.__setattr__(knobs, field.name, plain)
+            object.__setattr__(knobs, name, plain)
 
 
-def _plain(value: Any) -> Any:
-    is_scalar = getattr(value, "shape", None) == () and hasattr(value, "item")
-    return value.item() if is_scalar and not getattr(value, "requires_grad", False) else value
+def _plain(value: Any, argument: str, function: str) -> Any:
+    try:
+        is_scalar = getattr(value, "shape", None) == () and hasattr(value, "item")
+    except RuntimeError:  # a nested tensor, which the check of the knob refuses
+        return value
+    if not is_scalar or getattr(value, "requires_grad", False):
+        return value
+    try:
+        return value.item()
+    except Exception as error:
+        expected = "a plain value, or an array of one that can be read now"
+        raise ArgumentError(argument, expected, repr(value), function=function) from error
 
 
 def shares_of(value: Any, argument: str, function: str) -> Shares | None:
@@ -44,13 +55,17 @@ def shares_of(value: Any, argument: str, function: str) -> Shares | None:
     Raises
     ------
     ArgumentError
-        Anything else but None; NaN too.
+        Anything else but None; NaN too, and an array that cannot be read: nested, sparse, without memory.
     """
     if value is None:
         return None
     # A share that is learned would lose its gradient.
     has_numbers = hasattr(value, "tolist") and not getattr(value, "requires_grad", False)
-    found = value.tolist() if has_numbers else value
+    try:
+        found = value.tolist() if has_numbers else value
+    except Exception as error:  # a nested or a sparse tensor, and one without memory
+        expected = f"None, or {_SHARE}, in an array that can be read now"
+        raise ArgumentError(argument, expected, repr(value), function=function) from error
     each = tuple(found) if isinstance(found, (tuple, list)) else (found,)
     # Written so that NaN fails.
     if not each or not all(_is_number(x) and 0.0 < x <= 1.0 for x in each):

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import warnings
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -157,6 +161,49 @@ def test_nested_tensors_are_refused_wherever_they_come() -> None:
     ):
         with pytest.raises((ArgumentError, UnsupportedError), match=f"argument '{name}'"):
             call()
+
+
+UNREADABLE: dict[str, Callable[[], Any]] = {
+    "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+    "jagged": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
+    "sparse": lambda: torch.tensor([0.5, 0.5]).to_sparse(),
+    "meta": lambda: torch.full((2,), 0.5, device="meta"),
+    "meta scalar": lambda: torch.tensor(0.5, device="meta"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested")
+@pytest.mark.parametrize("kind", UNREADABLE)
+def test_options_that_cannot_be_read_are_named(kind: str) -> None:
+    given = UNREADABLE[kind]()
+    x, seqs = torch.zeros(1, 128, 2, 64), omniattn.BlockManager(4, 4)
+    seqs.add("a")
+    options: dict[str, Callable[..., Any]] = {
+        "sparse_blocks": functools.partial(omniattn.sparse_blocks, x, x),
+        "attention": functools.partial(omniattn.attention, x, x, x),
+        "calibrate_sparse": functools.partial(omniattn.calibrate_sparse, (x, x, x), max_error=0.1),
+    }
+    calls: list[tuple[str, str, Callable[..., Any]]] = [
+        *(("sparse_blocks", name, options["sparse_blocks"]) for name in ("topk", "cdf")),
+        ("attention", "out_dtype", options["attention"]),
+        ("calibrate_sparse", "file", options["calibrate_sparse"]),
+        ("calibrate_sparse", "tensors", lambda tensors: omniattn.calibrate_sparse(tensors, max_error=0.1)),
+        ("calibrate_sparse", "tensors", lambda tensors: omniattn.calibrate_sparse((x, tensors, x), max_error=0.1)),
+        ("BlockManager.match_prefix", "tokens", lambda tokens: seqs.match_prefix("b", tokens)),
+        ("BlockManager.commit", "tokens", lambda tokens: seqs.commit("a", tokens)),
+    ]
+    for knobs in (omniattn.Int8, omniattn.Int4, omniattn.Fp8, omniattn.Sparse, omniattn.Auto):
+        for field in dataclasses.fields(knobs):
+            rest = {} if field.name in ("topk", "cdf", "file") or knobs is not omniattn.Sparse else {"topk": 0.5}
+            calls.append((knobs.__name__, field.name, functools.partial(knobs, **rest)))
+    for function, name, call in calls:
+        with pytest.raises((ArgumentError, UnsupportedError), match=rf"{function}\(\).* '{name}'") as caught:
+            call(**{name: given})
+        if isinstance(caught.value, ArgumentError):
+            assert caught.value.argument == name
+            assert caught.value.expected
+            assert caught.value.received
+    assert seqs.sequences == ("a",)
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR", "ignore:The PyTorch API of nested")
