@@ -13,6 +13,7 @@ import torch
 import omniattn
 
 from ..checks import values
+from ..errors import ArgumentError
 from ..problems import Auto, Fp8, Int4, Int8
 from .masks import taken
 
@@ -48,7 +49,7 @@ def make_override(
     Raises
     ------
     ArgumentError
-        precision is not one of attention's.
+        precision is not one of attention's, or devices is no tuple of str.
 
     Notes
     -----
@@ -67,6 +68,8 @@ def make_override(
     itself are raised; nothing is tried again with func.
     """
     values.check_precision(precision, "make_override")
+    if not isinstance(devices, (tuple, list, set, frozenset)) or not all(isinstance(x, str) for x in devices):
+        raise ArgumentError("devices", "a tuple of str", repr(devices), function="make_override")
 
     def attention(
         func: Callable[..., torch.Tensor],

@@ -54,6 +54,8 @@ def register(*, ignore: Iterable[str] = ()) -> None:
 
     Raises
     ------
+    ArgumentError
+        ignore is no iterable of str; one str is none.
     UnsupportedError
         This version of transformers passes masks in another way than the versions that this was made for.
 
@@ -71,7 +73,10 @@ def register(*, ignore: Iterable[str] = ()) -> None:
     5.20, 5.23 and 5.24.
     """
     _check_version()
-    IGNORED.update(ignore)
+    names = None if isinstance(ignore, (str, bytes)) or not isinstance(ignore, Iterable) else tuple(ignore)
+    if names is None or not all(isinstance(x, str) for x in names):
+        raise ArgumentError("ignore", "an iterable of str", repr(ignore), function="register")
+    IGNORED.update(names)
     for name, precision in (("omniattn", "exact"), ("omniattn_int8", "int8"), ("omniattn_auto", "auto")):
         AttentionInterface.register(name, _attention_function(precision))
         AttentionMaskInterface.register(name, attention_mask)

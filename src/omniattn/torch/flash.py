@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..errors import UnsupportedError
+from ..errors import ArgumentError, UnsupportedError
 from .context_parallel import MergePatch
 from .operators import HAS_IMPLEMENTATIONS, Handlers
 
@@ -49,10 +49,12 @@ def register_flash_impl(name: str = NAME) -> None:
     Parameters
     ----------
     name : str
-        What ``torch.nn.attention.activate_flash_attention_impl`` takes.
+        What ``torch.nn.attention.activate_flash_attention_impl`` takes; not empty.
 
     Raises
     ------
+    ArgumentError
+        A name that is no str, or an empty one.
     UnsupportedError
         torch before 2.11, which has no registry of implementations.
 
@@ -66,6 +68,8 @@ def register_flash_impl(name: str = NAME) -> None:
     ``alibi_slopes``, block tables, ``seqused_k`` without packed sequences, other dtypes, head dimensions.
     ``torch.nn.attention.restore_flash_attention_impl()`` undoes it.
     """
+    if not isinstance(name, str) or not name:
+        raise ArgumentError("name", "a str that is not empty", repr(name), function="register_flash_impl")
     if not HAS_IMPLEMENTATIONS:
         raise UnsupportedError(
             f"torch {torch.__version__} has no registry of flash-attention implementations, which came with 2.11",

@@ -194,7 +194,8 @@ def test_options_that_cannot_be_read_are_named(kind: str) -> None:
     ]
     for knobs in (omniattn.Int8, omniattn.Int4, omniattn.Fp8, omniattn.Sparse, omniattn.Auto):
         for field in dataclasses.fields(knobs):
-            rest = {} if field.name in ("topk", "cdf", "file") or knobs is not omniattn.Sparse else {"topk": 0.5}
+            whole = knobs is not omniattn.Sparse or field.name in ("topk", "cdf", "file")
+            rest: dict[str, Any] = {} if whole else {"topk": 0.5}
             calls.append((knobs.__name__, field.name, functools.partial(knobs, **rest)))
     for function, name, call in calls:
         with pytest.raises((ArgumentError, UnsupportedError), match=rf"{function}\(\).* '{name}'") as caught:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from omniattn.errors import UnsupportedError
+from omniattn.errors import ArgumentError, UnsupportedError
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.frameworks
@@ -368,3 +368,12 @@ def test_older_torch_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registration, "HAS_IMPLEMENTATIONS", False)
     with pytest.raises(UnsupportedError, match=r"came with 2\.11"):
         oat.register_flash_impl()
+
+
+@pytest.mark.parametrize("name", [None, 3, b"omniattn", ["omniattn"], "", torch.zeros(1)], ids=repr)
+def test_names_that_are_none(name: Any) -> None:
+    listed = getattr(torch.nn.attention, "list_flash_attention_impls", list)
+    before = list(listed())
+    with pytest.raises(ArgumentError, match=r"register_flash_impl\(\): argument 'name': expected a str .*received"):
+        oat.register_flash_impl(name)
+    assert list(listed()) == before

@@ -195,3 +195,11 @@ def test_the_node_of_the_example() -> None:
         options = patched.model_options["transformer_options"]
         assert options == {"kept": 1, "optimized_attention_override": expected}
     assert model.model_options == {"transformer_options": {"kept": 1}}
+
+
+@pytest.mark.parametrize("devices", ["cuda", None, 3, ("cuda", 0)], ids=repr)
+def test_devices_that_are_no_tuple_of_str(devices: Any) -> None:
+    with pytest.raises(
+        ArgumentError, match=r"make_override\(\): argument 'devices': expected a tuple of str, received"
+    ):
+        integration.make_override(devices=devices)

@@ -285,6 +285,14 @@ def test_keywords_that_do_not_concern_attention(monkeypatch: pytest.MonkeyPatch)
     assert torch.equal(_attend(q, k, v, **others), want)
 
 
+@pytest.mark.parametrize("ignore", ["something", None, 3, ["something", 1]], ids=repr)
+def test_keywords_that_are_no_iterable_of_str(ignore: Any) -> None:
+    before = set(integration.IGNORED)
+    with pytest.raises(ArgumentError, match=r"register\(\): argument 'ignore': expected an iterable of str, received"):
+        integration.register(ignore=ignore)
+    assert before == integration.IGNORED
+
+
 def test_another_version_of_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     def sdpa_mask(batch_size: int, cache_position: Any) -> None: ...
 
