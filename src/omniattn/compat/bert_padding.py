@@ -158,6 +158,7 @@ def _check_masks(function: str, hidden_states: Any, **masks: Any) -> None:
         if x.ndim != 2 or hidden_states.shape[:2] != x.shape:
             expected = f"(batch, seqlen) = {tuple(hidden_states.shape[:2])}, like hidden_states"
             raise ShapeError(name, expected, f"{tuple(x.shape)}", function=function)
+    common.check_one_device(function, hidden_states=hidden_states, **masks)
 
 
 def _take(
@@ -172,8 +173,12 @@ def _take(
 def pad_input(hidden_states: torch.Tensor, indices: torch.Tensor, batch: int, seqlen: int) -> torch.Tensor:
     """(total, ...) back to (batch, seqlen, ...), zeros in the padding: the inverse of `unpad_input`."""
     common.check_tensors("pad_input", hidden_states=hidden_states, indices=indices)
-    batch, seqlen = (arguments.check_int(x, n, "pad_input") for x, n in ((batch, "batch"), (seqlen, "seqlen")))
+    batch, seqlen = (
+        arguments.check_int(x, n, "pad_input", most=arguments.MAX_ROWS)
+        for x, n in ((batch, "batch"), (seqlen, "seqlen"))
+    )
     if indices.ndim != 1 or hidden_states.shape[:1] != indices.shape:
         expected = f"shape {tuple(hidden_states.shape[:1])}, one for each row of hidden_states"
         raise ShapeError("indices", expected, f"{tuple(indices.shape)}", function="pad_input")
+    common.check_one_device("pad_input", hidden_states=hidden_states, indices=indices)
     return index_put_first_axis(hidden_states, indices, batch * seqlen).unflatten(0, (batch, seqlen))

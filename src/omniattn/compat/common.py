@@ -75,6 +75,14 @@ def check_tensors(function: str, **given: Any) -> None:
             )
 
 
+def check_one_device(function: str, **given: Any) -> None:
+    """Tensors on the device of the first one; None is no tensor."""
+    (like, first), *others = given.items()
+    for name, x in others:
+        if x is not None and x.device != first.device:
+            raise DeviceError(name, f"{first.device}, like {like}", x.device, function=function)
+
+
 @contextlib.contextmanager
 def told(function: str, **names: str) -> Iterator[None]:
     """Errors of our functions, told of ``function``, which calls some arguments otherwise: ``ours="theirs"``."""

@@ -318,6 +318,7 @@ def merge_state_in_place(v: Any, s: Any, v_other: Any, s_other: Any, mask: Any =
         common.check_tensors(function, mask=mask)
         if mask.shape != v.shape[:1]:
             raise ShapeError("mask", f"shape ({v.shape[0]},)", f"{tuple(mask.shape)}", function=function)
+        common.check_one_device(function, v=v, mask=mask)
     made, lse = common.call(function, merge_state, v, s, v_other, s_other, names=_IN_PLACE)
     if mask is not None:
         rows = mask != 0
@@ -353,6 +354,7 @@ def merge_states(v: Any, s: Any) -> tuple[torch.Tensor, torch.Tensor]:
     if s.shape != v.shape[:3] or not v.shape[1]:
         expected = f"shape {tuple(v.shape[:3])} of at least one state, like v"
         raise ShapeError("s", expected, f"{tuple(s.shape)}", function=function)
+    common.check_one_device(function, v=v, s=s)
     wide = v if v.dtype == torch.float64 else v.float()
     outs, sums = wide.unbind(1), s.float().unbind(1)
     if len(outs) == 1:  # the output of a state that has seen no key may be anything
@@ -381,6 +383,7 @@ def get_seq_lens(kv_indptr: Any, kv_last_page_len: Any, page_size: int) -> torch
     if kv_last_page_len.shape != (batch,):
         expected = f"shape ({batch},), one less than kv_indptr"
         raise ShapeError("kv_last_page_len", expected, f"{tuple(kv_last_page_len.shape)}", function=function)
+    common.check_one_device(function, kv_indptr=kv_indptr, kv_last_page_len=kv_last_page_len)
     page = arguments.check_int(page_size, "page_size", function, least=1, most=arguments.MAX_ROWS)
     made: torch.Tensor = (kv_indptr.diff() - 1).clamp(min=0) * page + kv_last_page_len
     return made
@@ -398,6 +401,7 @@ def get_batch_indices_positions(
     seq_lens : tensor, (batch,)
         Tokens of each request, the new ones included.
     nnz : int
+        0 to 2^31 - 512.
     batch_indices, positions : tensor, (nnz,), int32, optional
         Where the results go.
 
@@ -405,16 +409,24 @@ def get_batch_indices_positions(
     -------
     batch_indices, positions : tensor, (nnz,), int32
         -1 and 0 of rows that belong to no request.
+
+    Raises
+    ------
+    ArgumentError
+        Another shape or type, a bad count, a tensor that is not on append_indptr's device.
     """
     function = "get_batch_indices_positions"
     common.check_tensors(function, append_indptr=append_indptr, seq_lens=seq_lens)
-    starts, rows = append_indptr, arguments.check_int(nnz, "nnz", function)
+    starts, rows = append_indptr, arguments.check_int(nnz, "nnz", function, most=arguments.MAX_ROWS)
     if starts.ndim != 1 or seq_lens.shape != (starts.shape[0] - 1,):
         expected = f"shape ({max(starts.numel() - 1, 0)},), one less than append_indptr"
         raise ShapeError("seq_lens", expected, f"{tuple(seq_lens.shape)}", function=function)
     for name, x in (("batch_indices", batch_indices), ("positions", positions)):
         if x is not None:
             plans.check_numbers(x, name, rows, function)
+    common.check_one_device(
+        function, append_indptr=starts, seq_lens=seq_lens, batch_indices=batch_indices, positions=positions
+    )
     row = torch.arange(rows, dtype=starts.dtype, device=starts.device)
     request = torch.bucketize(row, starts[1:].contiguous(), right=True)
     ends = torch.nn.functional.pad(seq_lens - starts[1:], (0, 1))

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from omniattn.errors import ArgumentError, UnsupportedError
+from omniattn.errors import ArgumentError, DeviceError, UnsupportedError
 
 torch = pytest.importorskip("torch")
 from omniattn.compat import flashinfer as fi  # noqa: E402
@@ -375,3 +375,34 @@ def test_every_public_name_is_held_to_a_signature() -> None:
         assert wrapper.begin_forward is wrapper.plan
         old, new = (inspect.signature(getattr(wrapper, f"forward{end}")) for end in ("", "_return_lse"))
         assert str(old) == str(new)
+
+
+PLACED: dict[str, dict[str, Any]] = {
+    "get_batch_indices_positions": {
+        "append_indptr": int32(0, 2, 3), "seq_lens": int32(3, 4), "nnz": 3, "batch_indices": int32(0, 0, 0),
+        "positions": int32(0, 0, 0),
+    },
+    "get_seq_lens": {"kv_indptr": int32(0, 2, 3), "kv_last_page_len": int32(3, 4), "page_size": 4},
+    "merge_states": {"v": torch.zeros(3, 1, 2, 64), "s": torch.zeros(3, 1, 2)},
+    "merge_state_in_place": {
+        "v": torch.zeros(3, 2, 64), "s": torch.zeros(3, 2), "v_other": torch.zeros(3, 2, 64),
+        "s_other": torch.zeros(3, 2), "mask": torch.ones(3, dtype=torch.bool),
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PLACED)
+def test_tensors_on_several_devices(name: str) -> None:
+    given = PLACED[name]
+    like, *others = (x for x in given if isinstance(given[x], torch.Tensor))
+    for other in [x for x in others if name != "merge_state_in_place" or x == "mask"]:
+        with pytest.raises(DeviceError) as caught:
+            getattr(fi, name)(**given | {other: given[other].to("meta")})
+        text = f"{name}(): argument {other!r}: expected cpu, like {like}, received meta"
+        assert str(caught.value).startswith(text)
+
+
+@pytest.mark.parametrize("nnz", [2**31, 2**60, 2**70, -1])
+def test_tokens_beyond_32_bits(nnz: int) -> None:
+    with pytest.raises(ArgumentError, match=r"argument 'nnz': expected an integer from 0 to 2147483136"):
+        fi.get_batch_indices_positions(int32(0, 2), int32(3), nnz)

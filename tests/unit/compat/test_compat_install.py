@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from omniattn import compat
-from omniattn.errors import ArgumentError
+from omniattn.errors import ArgumentError, DeviceError
 
 torch = pytest.importorskip("torch")
 from omniattn.compat import bert_padding  # noqa: E402
@@ -383,3 +383,26 @@ def test_masks_of_another_batch_are_refused(name: str, arguments: tuple[Any, ...
     with pytest.raises(ArgumentError) as caught:
         getattr(bert_padding, name)(*arguments)
     assert (caught.value.function, caught.value.argument) == (name, named)
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "named"),
+    [
+        ("unpad_input", (torch.ones(2, 3),), "attention_mask"),
+        ("unpad_input", (torch.ones(2, 3), torch.zeros(2, 3)), "unused_mask"),
+        ("unpad_input_for_concatenated_sequences", (torch.ones(2, 3),), "attention_mask_in_length"),
+    ],
+)
+def test_masks_on_another_device_are_refused(name: str, arguments: tuple[Any, ...], named: str) -> None:
+    *others, last = arguments
+    with pytest.raises(DeviceError, match=rf"{name}\(\): argument '{named}': expected cpu, like hidden_states.*meta"):
+        getattr(bert_padding, name)(torch.ones(2, 3, 4), *others, last.to("meta"))
+
+
+def test_places_on_another_device_and_huge_batches_are_refused() -> None:
+    rows, places = torch.ones(2, 4), torch.tensor([0, 1])
+    with pytest.raises(DeviceError, match=r"pad_input\(\): argument 'indices': expected cpu, like hidden_states.*meta"):
+        bert_padding.pad_input(rows, places.to("meta"), 2, 3)
+    for batch, seqlen, named in ((2**60, 3, "batch"), (2, 2**60, "seqlen")):
+        with pytest.raises(ArgumentError, match=rf"argument '{named}': expected an integer from 0 to 2147483136"):
+            bert_padding.pad_input(rows, places, batch, seqlen)
