@@ -33,12 +33,12 @@ class BlockManager(Swapping, Sharing):
     Parameters
     ----------
     num_blocks : int
-        Blocks of the cache.
+        Blocks of the cache, at most 2^31 - 1, because tables name them in int32. Each takes some tens of bytes here.
     block_size : int
-        Tokens of a block.
+        Tokens of a block, at most 2^31 - 1.
     num_slots : int
         Of a cache with a recent window its ``recent_slots``: each sequence then has a slot of its own, also while it is
-        swapped out. 0: there are none.
+        swapped out. 0: there are none. At most 2^31 - 1.
     swap_space : SwapSpace, optional
         Where `swap_out` moves sequences to; of this manager alone.
 
@@ -50,6 +50,8 @@ class BlockManager(Swapping, Sharing):
         From `extend` and `swap_in`: more blocks are needed than no sequence has. Nothing has changed then.
     OutOfHostBlocksError
         From `swap_out`: the swap space has too little room. Nothing has changed then.
+    MemoryError
+        From the constructor: the host has too little memory for counts within these limits.
     OutOfSlotsError
         From `add` and `fork`: all slots belong to sequences. Nothing has changed then.
 

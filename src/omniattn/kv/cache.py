@@ -218,7 +218,7 @@ class KVCache(OnArrays, WithLeaves):
         numbers = []
         for value, argument in zip((*extents, heads), (*names, "num_kv_heads"), strict=True):
             numbers.append(arguments.check_int(value, argument, name, least=1))
-        for number, argument in zip(numbers, names, strict=False):
+        for number, argument in zip(numbers, (*names, "num_kv_heads"), strict=True):
             if number > arguments.MAX_ROWS:
                 raise ArgumentError(argument, f"at most {arguments.MAX_ROWS}", f"{number}", function=name)
         if numbers[0] * numbers[1] * numbers[2] > MAX_CACHE_ROWS:

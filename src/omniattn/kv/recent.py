@@ -36,7 +36,7 @@ def check_recent(cache: Any, name: str, window: Any, dtype: Any, slots: Any) -> 
         raise ArgumentError("recent_dtype", expected, repr(dtype), function=name)
     if slots is None:
         raise ArgumentError("recent_slots", "an integer >= 1, with recent_window", "None", function=name)
-    count = arguments.check_int(slots, "recent_slots", name, least=1)
+    count = arguments.check_int(slots, "recent_slots", name, least=1, most=arguments.MAX_ROWS)
     ring = tokens + RECENT_SPARE
     if ring > arguments.MAX_ROWS or count * ring * cache.num_kv_heads > MAX_CACHE_ROWS:
         expected = f"at most {MAX_CACHE_ROWS} rows in all (slots x ({tokens} + {RECENT_SPARE}) x heads)"

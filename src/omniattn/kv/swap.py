@@ -61,7 +61,7 @@ class SwapSpace:
         All caches that the manager's blocks are of, a layer each: of equal num_blocks and block_size, on one device.
         They may lie on arrays of the caller (`PagedKVCache.from_arrays`), of any strides.
     num_blocks : int
-        Blocks that there is room for, in all caches alike.
+        Blocks that there is room for, in all caches alike; at most 2^31 - 1.
 
     Attributes
     ----------

@@ -16,6 +16,7 @@ from omniattn import arrays
 from omniattn.errors import ArgumentError
 from omniattn.kv.blocks import BlockManager
 from omniattn.kv.cache import KVCache, PagedKVCache
+from omniattn.kv.swap import SwapSpace
 from omniattn.ops import append, copy_blocks, decode
 from omniattn.plan import engine
 
@@ -90,6 +91,7 @@ def test_a_cache_stays_what_it_is(name: str) -> None:
         ({"batch": -1}, "batch", "an integer >= 1"),
         ({"batch": 2**31}, "batch", "at most 2147483136"),
         ({"max_seqlen": 2**31}, "max_seqlen", "at most 2147483136"),
+        ({"num_kv_heads": 2**60}, "num_kv_heads", "at most 2147483136"),
         ({"group_size": True}, "group_size", "None or one of 32, 64"),
         ({"group_size": 64.0}, "group_size", "None or one of 32, 64"),
         ({"k_dtype": "fp16", "v_dtype": "bf16"}, "v_dtype", "'fp16' or an 8- or 4-bit type"),
@@ -270,6 +272,20 @@ def test_wrong_calls_of_the_manager_change_nothing(call: Callable[[BlockManager]
     assert caught.value.argument == argument
     assert str(caught.value).startswith("BlockManager.")
     assert state(m) == before
+
+
+@pytest.mark.parametrize("count", [2**31, 2**60, 2**70])
+def test_counts_beyond_int32_are_named_with_their_limit(count: int) -> None:
+    for argument, least in (("num_blocks", 1), ("block_size", 1), ("num_slots", 0)):
+        with pytest.raises(ArgumentError) as caught:
+            BlockManager(**{"num_blocks": 4, "block_size": 4, argument: count})
+        assert caught.value.argument == argument
+        assert f"expected an integer from {least} to {2**31 - 1}, received {count}" in str(caught.value)
+    with pytest.raises(ArgumentError, match=rf"SwapSpace\(\): argument 'num_blocks': .* to {2**31 - 1}, rec"):
+        SwapSpace(PagedKVCache(4, 4, 1, 64, like=LIKE), count)
+    m = manager()
+    with pytest.raises(ArgumentError, match=rf"argument 'max_blocks': .* to {2**31 - 1}, received {count}"):
+        m.block_table(["a"], count)
 
 
 def test_small_integers_do_not_overflow_in_the_manager() -> None:

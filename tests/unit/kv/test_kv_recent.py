@@ -279,6 +279,7 @@ CACHE: dict[str, Any] = {
         ({"v_dtype": "fp16", "recent_dtype": "bf16"}, "recent_dtype"),
         ({"recent_slots": None}, "recent_slots"),
         ({"recent_slots": 0}, "recent_slots"),
+        ({"recent_slots": 2**60}, "recent_slots"),
         ({"recent_window": 0}, "recent_slots"),
         ({"recent_window": 0, "recent_slots": None, "recent_dtype": "fp16"}, "recent_dtype"),
     ],
