@@ -277,8 +277,9 @@ def test_wrong_calls_of_the_manager_change_nothing(call: Callable[[BlockManager]
 @pytest.mark.parametrize("count", [2**31, 2**60, 2**70])
 def test_counts_beyond_int32_are_named_with_their_limit(count: int) -> None:
     for argument, least in (("num_blocks", 1), ("block_size", 1), ("num_slots", 0)):
+        counts: dict[str, Any] = {"num_blocks": 4, "block_size": 4, argument: count}
         with pytest.raises(ArgumentError) as caught:
-            BlockManager(**{"num_blocks": 4, "block_size": 4, argument: count})
+            BlockManager(**counts)
         assert caught.value.argument == argument
         assert f"expected an integer from {least} to {2**31 - 1}, received {count}" in str(caught.value)
     with pytest.raises(ArgumentError, match=rf"SwapSpace\(\): argument 'num_blocks': .* to {2**31 - 1}, rec"):
