@@ -79,7 +79,11 @@ class BwdFinish<Config, true> {
             if (!after.is_empty()) end = min_of(end, after.first);
         }
         if (end <= rows.first) return;
-        while (uint32(uniform(load_acquire_shared2(StepsStorage::ended(group_)).x)) < tile.w) {
+#pragma unroll
+        for (int32 i = 0; i < (Config::kAlternate ? Config::kConsumers : 1); ++i) {
+            const uint32 writer = StepsStorage::ended(Config::kAlternate ? i : group_);
+            while (uint32(uniform(load_acquire_shared2(writer).x)) < tile.w) {
+            }
         }
         __syncwarp();
         const int32 heads = (fwd.num_q_heads + late_zero()) / fwd.num_kv_heads, first_head = int32(tile.z) * heads;

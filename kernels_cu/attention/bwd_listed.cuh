@@ -56,6 +56,7 @@ class BwdListedWriter {
                     const int32 entry = *++list;  // on its way while dQ is
                     if (Config::kAlternate && (step & 1) != group_) continue;
                     mbarrier_wait(full_, phase);
+                    if constexpr (Config::kReadersFence) fence_proxy_async();
                     phase ^= 1;
                     if (bwd.dq_accum != nullptr) {
                         bulk_reduce_add(of_head + listed_tile(entry) * int64(Config::kBlockM * Config::kHeadDim),

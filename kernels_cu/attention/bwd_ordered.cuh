@@ -12,8 +12,7 @@
 //   add, commit, wait for the shared memory     -> before
 //   arrive dq_empty
 //   wait for the addition
-//   d128: red.release steps(n)                                              ld.acquire steps(n) -> before -> add
-//   d64: -> asked, with a step less           asked -> red.release steps(n)
+//   red.release steps(n)                                                    ld.acquire steps(n) -> before -> add
 //
 // The keeper asks global memory for the writers: an answer takes about a microsecond, as long as a step. It hands on
 // tiles as well.
@@ -35,10 +34,6 @@ class BwdOrderedWriter {
     using Barriers = BwdBarriers<Config>;
     using Rows = QueryTiles<Config::kBlockM, Config::kBlockN>;
     static constexpr uint32 kPollNs = 32;
-    // A release waits until L2 has the additions; the end of a bulk group alone does not say so. At d64 a step has no
-    // time for that: the keeper publishes, and what it is told of ends with the step before.
-    static constexpr bool kTells = Config::kHeadDim == 64;
-    static constexpr uint32 kLag = kTells ? 1 : 0;
 
   public:
     OA_DEVICE BwdOrderedWriter(const typename Config::Params& params, const Barriers& bars, int32 group)
@@ -54,17 +49,21 @@ class BwdOrderedWriter {
             const Rows rows(bwd.fwd, t);
             if (rows.is_empty()) continue;
             const uint32 all = uint32((rows.end - rows.first) * heads_of(bwd.fwd)), firsts = first_steps(t, rows);
-            const uint32 place = place_of(t);
-            uint32* steps = step_counters(bwd) + place;
-            tell(place, 0);
+            const uint32 own = place_of(t);
+            uint32* steps = step_counters(bwd) + own;
+            // Of the writer of the tile before that has this one's tiles of queries, more by 2.
+            const uint32 place = Config::kAlternate ? own ^ (firsts & 1) : own;
+            tell(place);
             BwdStepSums<Config> sums(bwd, t, rows);
             uint32 known = 0;  // steps of the tile of keys before
 #pragma unroll 1
             for (uint32 done = 1; done <= all; ++done, sums.advance()) {
+                if (Config::kAlternate && (done & 1) == group_) continue;
                 mbarrier_wait(full_, phase);
+                if constexpr (Config::kReadersFence) fence_proxy_async();
                 phase ^= 1;
                 const uint32 from = smem_addr_at(&SharedStorage::dq) + group_ * Layout::kDqBytes;
-                float* to = sums.at() + group_ * (64 * Config::kDqWidth);
+                float* to = sums.at() + (Config::kAlternate ? 0 : group_ * (64 * Config::kDqWidth));
                 if (done <= firsts) {
                     bulk_store(to, from, Layout::kDqBytes);
                 } else {
@@ -79,22 +78,12 @@ class BwdOrderedWriter {
                 bulk_commit();
                 bulk_wait_read<0>();
                 mbarrier_arrive(empty_);
-                bulk_wait<kLag>();
-                if (done > kLag) {
-                    if constexpr (kTells)
-                        tell(place, done - kLag);
-                    else
-                        publish(steps, done);
-                }
-            }
-            if constexpr (kTells) {
-                // Not by the keeper, which may look when the next tile has begun.
                 bulk_wait<0>();
-                publish(steps, all);
+                publish(steps, done);
             }
             if constexpr (Config::kFinishes) store_release_shared2(StepsStorage::ended(group_), ++ended, 0);
         }
-        tell(kStepsEnded, 0);
+        tell(kStepsEnded);
     }
 
   private:
@@ -116,12 +105,11 @@ class BwdOrderedWriter {
         const int32 head = Config::kVarlen ? t.kv_head_idx : t.batch_idx * bwd.fwd.num_kv_heads + t.kv_head_idx;
         return 2 * (uint32(head) * bwd.num_n_blocks + sequence + t.n0 / Config::kBlockN) + group_;
     }
-    // What this thread's bulk groups have written comes before, in both.
-    OA_DEVICE void tell(uint32 place, uint32 done) const {
+    OA_DEVICE void tell(uint32 place) const {
         random_delay();
-        fence_proxy_async_global();
-        store_release_shared2(StepsStorage::asked(group_), place, done);
+        store_release_shared2(StepsStorage::asked(group_), place, 0);
     }
+    // What this thread's bulk groups have written comes before.
     OA_DEVICE static void publish(uint32* steps, uint32 done) {
         random_delay();
         fence_proxy_async_global();
@@ -133,19 +121,13 @@ class BwdOrderedWriter {
     const int32 group_;
 };
 
-// Lane g, for writer g: publishes what it tells, and asks what the tile before its tile has done. False behind the last
-// tile. told: the steps that were told last.
-OA_DEVICE bool ask_for_steps(uint32* counters, int32 group, uint2& told) {
-    const uint2 now = load_acquire_shared2(StepsStorage::asked(group));
-    if (now.x == kStepsEnded) return false;
-    if (now.x == kNoStepsYet) return true;
-    if (now.y != 0 && (now.x != told.x || now.y != told.y)) {
-        random_delay();
-        reduce_max_release(counters + now.x, now.y);
-    }
-    told = now;
+// Lane g, for writer g: asks what the tile before its tile has done. False behind the last tile.
+OA_DEVICE bool ask_for_steps(const uint32* counters, int32 group) {
+    const uint32 place = load_acquire_shared2(StepsStorage::asked(group)).x;
+    if (place == kStepsEnded) return false;
+    if (place == kNoStepsYet) return true;
     // Of a head's first tile: some number that nobody asks for.
-    store_release_shared2(StepsStorage::before(group), now.x, load_acquire(counters + now.x - 2));
+    store_release_shared2(StepsStorage::before(group), place, load_acquire(counters + place - 2));
     return true;
 }
 
@@ -154,7 +136,6 @@ OA_DEVICE void keep_order(const AttnBwdParams& p, Tiles tiles) {
     const int lane = threadIdx.x & 31;
     RingState<kTileStages> at;
     uint32 handed_on = 0;
-    uint2 told = make_uint2(kNoStepsYet, 0);
     bool more_tiles = true, more_steps = true;
     while (more_tiles || more_steps) {
         // Not a whole tile ahead: a tile that waits for a CTA holds up those behind it.
@@ -165,7 +146,7 @@ OA_DEVICE void keep_order(const AttnBwdParams& p, Tiles tiles) {
             at.advance();
             ++handed_on;
         }
-        const bool mine = lane < Config::kConsumers && ask_for_steps(step_counters(p), lane, told);
+        const bool mine = lane < Config::kConsumers && ask_for_steps(step_counters(p), lane);
         more_steps = __any_sync(0xffffffffu, mine);
     }
 }

@@ -9,14 +9,17 @@
 //     do_empty -> dO, delta           wait do_full(i)
 //                  -> do_full           dP(i) = V dO(i)^T;  dV += P(i)^T dO(i)
 //   writer g                            dS(i) = P (dP - delta), under the last one
-//     wait dq_full                    arrive do_empty(i);  wait ds_empty(i), store dS(i);  one fence
+//     wait dq_full                    arrive do_empty(i);  wait ds_empty(i), store dS(i)
 //     dQ added to global memory       arrive ds_full(i), dq_full
 //     arrive dq_empty
 //
+// wgmma and bulk copies read dS and dQ: a fence of the asynchronous proxy comes between, one of those who store, or one
+// of each that reads (kReadersFence).
+//
 // Config: kHeadDim, kPanels (of 64 columns), kConsumers, kBlockM queries and kBlockN keys of a tile, kQStages,
 // kDoStages, kDsStages, kDqWidth (columns of dQ that a warpgroup computes), kAlternate (dQ of every second step),
-// kVarlen (packed sequences), kKeyMask, kOrdered (attention/bwd_ordered.cuh), kLists (attention/bwd_listed.cuh),
-// kWalker (one of the three), Params.
+// kReadersFence, kVarlen (packed sequences), kKeyMask, kOrdered (attention/bwd_ordered.cuh), kLists
+// (attention/bwd_listed.cuh), kWalker (one of the three), Params.
 #pragma once
 #include "attention/bwd_stray.cuh"
 #include "attention/query_tiles.cuh"
@@ -360,6 +363,7 @@ class BwdWriter {
             for (int32 i = 0; i < steps; ++i, to.advance()) {
                 if (Config::kAlternate && (i & 1) != group_) continue;
                 mbarrier_wait(full_, phase);
+                if constexpr (Config::kReadersFence) fence_proxy_async();
                 phase ^= 1;
                 if (wanted) {
                     bulk_reduce_add(to.at() + (Config::kAlternate ? 0 : group_ * (64 * Config::kDqWidth)),

@@ -41,9 +41,11 @@ struct Config {
     using Params = BwdSm90Params<kSoftcap>::Type;
     static constexpr int kThreads = 128 * (1 + kConsumers);
     static constexpr int kPanels = kHeadDim / 64;
-    // dK before dQ, whose operands are in shared memory; and warpgroup g makes dQ of tiles g, g + 2 .. of queries of a
-    // tile of keys, not half of the columns of each.
-    static constexpr bool kDkFirst = !kVarlen && !kOrdered && !kExponents, kAlternate = kDkFirst && kHeadDim == 64;
+    // Warpgroup g makes dQ of tiles g, g + 2 .. of queries of a tile of keys, not half of the columns of each; and dK
+    // before dQ, whose operands are in shared memory.
+    static constexpr bool kAlternate = kHeadDim == 64, kDkFirst = kAlternate || !kVarlen;
+    // Each warpgroup reads every second tile of dS: fences of the readers are half as many as of those who store.
+    static constexpr bool kReadersFence = kAlternate;
     static constexpr int kDqWidth = kAlternate ? kHeadDim : kHeadDim / kConsumers;  // columns of dQ that it computes
     static constexpr int kProducerRegisters = kHeadDim == 64 ? 40 : 24;
     static constexpr int kConsumerRegisters = kHeadDim == 64 ? 232 : 240;
@@ -225,9 +227,13 @@ class Consumer : BwdProducts<Config>, Dropping {
             ds_read_.advance();
     }
 
+    OA_DEVICE void wait_ds() const {
+        bars_.ds.wait(ds_read_);
+        if constexpr (Config::kReadersFence) fence_proxy_async();
+    }
     // Of the oldest tile of dS in shared memory.
     OA_DEVICE void finish_dq(Work& w) {
-        bars_.ds.wait(ds_read_);
+        wait_ds();
         wgmma_discard(w.dq);
         wgmma_fence();
         issue_dq(w.dq, ds_read_.stage);
@@ -250,7 +256,7 @@ class Consumer : BwdProducts<Config>, Dropping {
                                      __float_as_uint(w.dq[4 * j + 2]), __float_as_uint(w.dq[4 * j + 3])));
     }
     OA_DEVICE void announce_dq() {
-        fence_proxy_async();
+        if constexpr (!Config::kReadersFence) fence_proxy_async();
         __syncwarp();
         if (lane_ == 0) mbarrier_arrive(bars_.dq_full + 8 * group_);
         dq_phase_ ^= 1;
@@ -316,7 +322,7 @@ class Consumer : BwdProducts<Config>, Dropping {
 #pragma unroll
         for (int x = 0; x < Config::kBlockM / 16; ++x)
             stmatrix_x4<true>(ds_store_ + ds_write_.stage * Layout::kDsBytes + x * 16 * 128, w.ds16[x]);
-        fence_proxy_async();
+        if constexpr (!Config::kReadersFence) fence_proxy_async();
         __syncwarp();
         if (lane_ == 0) {
             mbarrier_arrive(bars_.ds.full + 8 * ds_write_.stage);
@@ -343,7 +349,7 @@ class Consumer : BwdProducts<Config>, Dropping {
         RingState<Config::kQStages> q_now = q_at_;
         if (kBefore > 0) q_now.advance();
         bars_.q.wait(q_now);
-        if constexpr (kDq) bars_.ds.wait(ds_read_);
+        if constexpr (kDq) wait_ds();
         [[maybe_unused]] const uint32 entry = entry_of_step<Config>(q_now.stage);
         wgmma_discard(w.s);
         if constexpr (kDq) wgmma_discard(w.dq);
@@ -427,33 +433,13 @@ class Consumer : BwdProducts<Config>, Dropping {
         }
     }
 
-    // Rows of dK or dV times `scale`, 16 bytes a lane: a transpose inside each quad, as in attention/warp_epilogue.cuh.
+    // dK or dV times `scale`.
     OA_DEVICE void store(const Gradient& d, float scale, uint16* to, int64 stride_b, int64 stride_s, int64 stride_h,
                          const BwdTile& t) const {
         to += t.batch_idx * stride_b + t.kv_head_idx * stride_h;
         if constexpr (Config::kVarlen) to += t.k_begin * stride_s;
-        const int quad_lane = lane_ & 3;
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            int32 row = t.n0 + group_ * 64 + warp_ * 16 + (lane_ >> 2) + r * 8;
-#pragma unroll
-            for (int j = 0; j < Config::kHeadDim / 8; j += 4) {
-                uint32 w[4];
-#pragma unroll
-                for (int x = 0; x < 4; ++x)
-                    w[x] = pack2(Config::Io{}, d[4 * (j + x) + 2 * r] * scale, d[4 * (j + x) + 2 * r + 1] * scale);
-                bool odd = quad_lane & 1, upper = quad_lane & 2;
-                uint32 x0 = __shfl_xor_sync(0xffffffffu, odd ? w[0] : w[1], 1);
-                uint32 x1 = __shfl_xor_sync(0xffffffffu, odd ? w[2] : w[3], 1);
-                uint32 a0 = odd ? x0 : w[0], a1 = odd ? w[1] : x0, b0 = odd ? x1 : w[2], b1 = odd ? w[3] : x1;
-                uint32 y0 = __shfl_xor_sync(0xffffffffu, upper ? a0 : b0, 2);
-                uint32 y1 = __shfl_xor_sync(0xffffffffu, upper ? a1 : b1, 2);
-                uint4 out = upper ? make_uint4(y0, y1, b0, b1) : make_uint4(a0, a1, y0, y1);
-                int32 column = (j + quad_lane) * 8;
-                if (row < t.seqlen_k && column < p_.head_dim)
-                    *reinterpret_cast<uint4*>(to + int64(row) * stride_s + column) = out;
-            }
-        }
+        store_gradient<Config::Io>(d, scale, to, stride_s, t.n0 + group_ * 64 + warp_ * 16 + (lane_ >> 2), t.seqlen_k,
+                                   p_.head_dim, lane_);
     }
 
     const Config::Params& params_;

@@ -196,8 +196,8 @@ def _attn_bwd_sm90(
     do_stages = 3 if head_dim == 64 else 2
     # K and V, Q and dO, dS, dQ on its way, a number a row of Q and of dO, barriers.
     smem_bytes = 2 * 2 * block_n * head_dim + (q_stages + do_stages) * block_m * (2 * head_dim + 4)
-    whole_tiles = head_dim == 64 and not (varlen or ordered or mod)  # two dQ tiles in flight, not halves
-    smem_bytes += 2 * ds_stages * block_m * block_n + 4 * block_m * head_dim * (1 + whole_tiles)
+    dq_tiles = 2 if head_dim == 64 else 1  # on their way, or two halves of one
+    smem_bytes += 2 * ds_stages * block_m * block_n + 4 * block_m * head_dim * dq_tiles
     smem_bytes += 8 * (3 + 2 * q_stages + 2 * do_stages + 2 * ds_stages + 5)
     # And where a warp walks over tiles a tile of 36 bytes, 32 sequences of 20 bytes, barriers, entries of a list.
     smem_bytes = _up(smem_bytes) + (1024 if varlen or ordered or lists else 0)
