@@ -162,8 +162,7 @@ class Int8Consumer : public ForwardConsumer<Config, Derived> {
         float bias[2] = {0.0f, 0.0f};
         if constexpr (Config::kFactors) {
             sum_of_quad(state.lse_sum);
-            state.softmax.l[0] = state.lse_sum[0];
-            state.softmax.l[1] = state.lse_sum[1];
+            state.softmax.l[0] = state.lse_sum[0], state.softmax.l[1] = state.lse_sum[1];
         }
         if (state.attended) {
             if (!Config::kEarlyChannels) {
@@ -241,14 +240,13 @@ class Int8Consumer : public ForwardConsumer<Config, Derived> {
     OA_DEVICE void note_queries(const Queries& q, const FwdTile& t, int32 warp_row, float (&scales)[2]) const {
         if constexpr (Config::kRawQ && Config::kBlockScales) {
             scales[0] = q.scale[0], scales[1] = q.scale[1];
-            wait_for_kernel_ahead();
         } else if constexpr (Config::kRawQ) {
             // As scale_of_queries.
             scales[0] = scales[1] = uint32(warp_row) < uint32(t.seqlen_q) ? q.scale : kScaleOfNoRow;
             marks() = uint8(q.bad);
-            wait_for_kernel_ahead();
-            if constexpr (Config::kLse) note_bias(t, raw_queries());
         }
+        if constexpr (Config::kRawQ) wait_for_kernel_ahead();
+        if constexpr (RawBias<Config>::kMade) note_bias(t, raw_queries());
     }
     // kRingQ: makes integers of a tile's Q, in its own place, and gives back the stage of K and V that has half of it.
     // The scale of this lane's two rows.

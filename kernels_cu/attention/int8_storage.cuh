@@ -12,11 +12,14 @@
 
 struct NoMasks {};
 // q . k_mean of the rows of a tile, where the kernel that attends makes them.
-struct NoRawBias {};
+struct NoRawBias {
+    static constexpr bool kMade = false;
+};
 template <typename Config, bool kPresent = Config::kRawQ && Config::kLse && !Config::kBlockScales>
 struct RawBias : NoRawBias {};
 template <typename Config>
 struct RawBias<Config, true> {
+    static constexpr bool kMade = true;
     float of_row[Config::kBlockM];
 };
 template <typename Config, bool kPresent = Config::kScoreMods && !Config::kVarlen && !Config::kBlocks>
