@@ -81,7 +81,7 @@ def test_features(family: str, head_dim: int, feature: str) -> None:
     tensors = inputs(dtype, batch=2, seqlen_q=150, seqlen_k=203, heads_q=4, heads_kv=2, head_dim=head_dim, seed=1)
     # Hopper's kernel makes e4m3 of q itself, with a scale for each row: two roundings of q, independent of each other.
     inside = family == FAMILIES[0] and head_dim <= 128
-    bounds = {"lse_atol": 0.2, "cosine": 0.9975, "relative_l1": 0.08} if inside else {}
+    bounds = {"lse_atol": 0.5, "cosine": 0.9975, "relative_l1": 0.08} if inside else {}
     _compare(tensors, bounds, **({"precision": "fp8"} | FEATURES[feature]))
 
 
