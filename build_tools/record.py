@@ -3,6 +3,10 @@
 Hosted CI has no GPU. ``pytest -m gpu`` on a machine that has one writes ``tests/gpu/record.json`` with a digest of all
 code that can change a kernel's result or its launch; CI recomputes the digest, so that no such change lands that has
 not run on silicon.
+
+Tests that did not pass because the tests were wrong need no second run of all others: ``pytest -m gpu --record-out
+PART FILE ..`` runs them again on the same code, and ``python -m build_tools.record --again PART --why REASON`` puts
+their outcomes into the record, which keeps what they were before, the reason, and the machine.
 """
 
 from __future__ import annotations
@@ -128,7 +132,8 @@ def _outcomes(path: Path) -> str:
     of: dict[str, list[str]] = {}
     for name, (outcome, _) in tests.items():
         of.setdefault(outcome, []).append(name)
-    parts = [f"{len(of['passed'])} passed"]
+    again = sum(len(entry["before"]) for entry in json.loads(path.read_text(encoding="utf-8")).get("again", []))
+    parts = [f"{len(of['passed'])} passed" + (f" ({again} of them when they ran again)" if again else "")]
     if "skipped" in of:
         files = sorted({name.partition("::")[0].rpartition("/")[2] for name in of["skipped"]})
         parts.append(f"{len(of['skipped'])} skipped ({', '.join(files)})")
@@ -178,6 +183,42 @@ def versions() -> dict[str, str]:
             except PackageNotFoundError:
                 continue
     return found
+
+
+def run_again(record: dict[str, Any], part: Mapping[str, Any], reason: str) -> dict[str, Any]:
+    """Return ``record`` with outcomes of ``part`` in place of those that were not passed or skipped.
+
+    Raises
+    ------
+    ValueError
+        ``part`` is of other code, or holds none of those tests; the reason is empty.
+    """
+    if part.get("digest") != record["digest"] or part.get("format") != FORMAT:
+        raise ValueError(f"what ran again is of other code than {RECORD}, or has another format")
+    if not reason.strip():
+        raise ValueError("without a reason why the tests are to be believed now")
+    tests: dict[str, list[Any]] = dict(record["tests"])
+    before = {
+        name: outcome
+        for name, (outcome, _) in tests.items()
+        if outcome not in ("passed", "skipped") and name in part["tests"]
+    }
+    if not before:
+        raise ValueError("none of the tests that did not pass has run again")
+    tests.update({name: part["tests"][name] for name in before})
+    entry = {
+        "reason": reason.strip(),
+        **{key: part[key] for key in ("date", "device", "driver", "tuning", "versions") if key in part},
+        "before": before,
+    }
+    made = {**record, "summary": _summary(tests), "again": [*record.get("again", []), entry], "tests": tests}
+    return {key: made[key] for key in (*(key for key in made if key != "tests"), "tests")}
+
+
+def _summary(tests: Mapping[str, Sequence[Any]]) -> dict[str, int]:
+    """Return how many tests had each outcome that some had."""
+    counts = {kind: sum(outcome == kind for outcome, _ in tests.values()) for kind in _OUTCOMES}
+    return {kind: count for kind, count in counts.items() if count}
 
 
 class Recorder:
@@ -260,7 +301,6 @@ class Recorder:
             name: [outcome or "error", round(seconds, 3)]
             for name, (outcome, seconds) in sorted(self.tests.items())
         }
-        counts = {kind: sum(outcome == kind for outcome, _ in tests.values()) for kind in _OUTCOMES}
         return {
             "format": FORMAT,
             "digest": self.digest_at_start,
@@ -271,7 +311,7 @@ class Recorder:
             "driver": driver,
             "tuning": tuning(),
             "versions": versions(),
-            "summary": {kind: count for kind, count in counts.items() if count},
+            "summary": _summary(tests),
             "tests": tests,
         }
 
@@ -295,8 +335,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--check", action="store_true", help="fail unless the record is of this code and without failures"
     )
+    parser.add_argument("--again", metavar="PART", type=Path, help="put the outcomes of tests that ran again in")
+    parser.add_argument("--why", metavar="REASON", default="", help="why what did not pass is to be believed now")
     options = parser.parse_args(argv)
-    if not options.check:
+    if options.again:
+        try:
+            record, part = (json.loads(path.read_text(encoding="utf-8")) for path in (ROOT / RECORD, options.again))
+            made = run_again(record, part, options.why)
+        except (OSError, ValueError) as error:
+            parser.error(str(error))
+        (ROOT / RECORD).write_text(render(made), encoding="utf-8")
+    elif not options.check:
         print(digest())
         return 0
     verdict = check()

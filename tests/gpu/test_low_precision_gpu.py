@@ -130,7 +130,8 @@ def test_q_in_the_other_direction(name: str) -> None:
                                                        heads_kv=4, head_dim=128, seed=3))  # fmt: skip
     got = oa.attention(q[:, ::-1], k, v, precision=name).astype("float32")
     want = oa.attention(cupy.ascontiguousarray(q[:, ::-1]), k, v, precision=name).astype("float32")
-    assert cupy.linalg.norm(got - want) <= 0.05 * cupy.linalg.norm(want)
+    # To e4m3 the kernel that reads q by a tensor map rounds it with a scale for each row, the other for 128 rows.
+    assert cupy.linalg.norm(got - want) <= (0.05 if name == "int8" else 0.08) * cupy.linalg.norm(want)
 
 
 def test_no_keys_and_no_queries() -> None:

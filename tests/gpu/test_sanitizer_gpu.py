@@ -111,7 +111,7 @@ def fill_cache(folder: Path) -> None:
 
 def finish(process: subprocess.Popen[str]) -> Outcome:
     try:
-        text, _ = process.communicate(timeout=240)
+        text, _ = process.communicate(timeout=480)
     except subprocess.TimeoutExpired:
         process.kill()
         text, _ = process.communicate()

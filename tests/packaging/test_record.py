@@ -200,6 +200,41 @@ def test_unverified_beside_a_good_record_is_pointed_out(checkout: Path) -> None:
     assert "remove it" in verdict.text
 
 
+def test_tests_that_ran_again_replace_what_did_not_pass(checkout: Path) -> None:
+    write_record(checkout, tests={"a::x": ["passed", 1.0], "a::y": ["failed", 1.0], "a::z": ["error", 1.0]})
+    path = checkout / record.RECORD
+    whole = json.loads(path.read_text(encoding="utf-8"))
+    part = {**whole, "complete": False, "date": "later", "tests": {"a::x": ["failed", 2.0], "a::y": ["passed", 2.0]}}
+    made = record.run_again(whole, part, "the bound was too small")
+    assert made["tests"] == {"a::x": ["passed", 1.0], "a::y": ["passed", 2.0], "a::z": ["error", 1.0]}
+    (entry,) = made["again"]
+    assert (entry["before"], entry["date"], entry["reason"]) == ({"a::y": "failed"}, "later", "the bound was too small")
+    assert made["summary"] == {"passed": 2, "error": 1}
+    path.write_text(record.render(made), encoding="utf-8")
+    assert "holds 1 failed test(s), first a::z" in record.check(checkout).text
+    last = {**part, "tests": {"a::z": ["passed", 3.0]}}
+    path.write_text(record.render(record.run_again(made, last, "as y")), encoding="utf-8")
+    verdict = record.check(checkout)
+    assert verdict.ok
+    assert "3 passed (2 of them when they ran again)" in verdict.text
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason", "complaint"),
+    [
+        ({"digest": "other"}, "why", "of other code"),
+        ({"tests": {"a::x": ["passed", 1.0]}}, "why", "none of the tests"),
+        ({}, " ", "without a reason"),
+    ],
+)
+def test_what_ran_again_has_to_fit(checkout: Path, changes: dict[str, Any], reason: str, complaint: str) -> None:
+    write_record(checkout, tests={"a::x": ["passed", 1.0], "a::y": ["failed", 1.0]})
+    whole = json.loads((checkout / record.RECORD).read_text(encoding="utf-8"))
+    part = {**whole, "tests": {"a::y": ["passed", 1.0]}, **changes}
+    with pytest.raises(ValueError, match=complaint):
+        record.run_again(whole, part, reason)
+
+
 # A run inside a run: the plugin is tested on a suite of its own, with its root set there.
 CONFTEST = """
 from pathlib import Path

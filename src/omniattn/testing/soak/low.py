@@ -223,7 +223,10 @@ def check(m: Machine, problem: Problem) -> list[Grade]:
         results, grades = attention.call(m, problem, arrays)
         wanted = attention.expected(m, problem, attention.exact_operands(m, problem, views), rules, of)
         return grades + attention.compare(m, results, wanted, of)
-    of = limits.low(problem.dtype, precision.qk, precision.pv, precision.pv_accumulator, cpu=m.on_cpu)
+    rounds_q = not m.on_cpu and precision.qk == "fp8" and by_name(_said(arrays, options).kernel).quantizes_q
+    of = limits.low(
+        problem.dtype, precision.qk, precision.pv, precision.pv_accumulator, cpu=m.on_cpu, rounds_q=rounds_q
+    )
     results, grades = attention.call(m, problem, arrays)
     quantized = Quantized(m, problem, arrays, precision, grouping)
     operands = quantized.operands(attention.full_mask(m, problem, views), sinks, of.qk)
