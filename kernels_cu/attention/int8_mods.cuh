@@ -150,14 +150,22 @@ struct CapSeries {
     }
 };
 
-// Whether the series are for all of the warp's scores; not where scale is NaN.
+// As below_cap of floats. own: whether this lane's rows are the sequence's; of others there may be anything.
 template <int kScores>
-OA_DEVICE bool are_near(const float (&s)[kScores], const CapRow (&rows)[2], float scale) {
-    float limit = fminf(rows[0].limit, rows[1].limit) * rcp_approx(fabsf(scale));
-    float top[4] = {};  // four chains: one would wait for its own result at every step
+OA_DEVICE bool below_cap(const float (&s)[kScores], const ScoreModParams& f, const bool (&own)[2]) {
+    float tops[2];
+    largest_products(s, tops);
+    return __all_sync(0xffffffffu, fmaxf(own[0] ? tops[0] : 0.0f, own[1] ? tops[1] : 0.0f) <= f.cap_limit);
+}
+// Whether the series are for all of the warp's scores; not where scale is NaN. own: as for below_cap.
+template <int kScores>
+OA_DEVICE bool are_near(const float (&s)[kScores], const CapRow (&rows)[2], const bool (&own)[2], float scale) {
+    float tops[2], limit = -neg_inf(), top = 0.0f;
+    largest_products(s, tops);
 #pragma unroll
-    for (int i = 0; i < kScores; ++i) top[i & 3] = fmaxf(top[i & 3], fabsf(s[i]));
-    return __all_sync(0xffffffffu, fmaxf(fmaxf(top[0], top[1]), fmaxf(top[2], top[3])) <= limit);
+    for (int r = 0; r < 2; ++r)
+        if (own[r]) limit = fminf(limit, rows[r].limit), top = fmaxf(top, tops[r]);
+    return __all_sync(0xffffffffu, !(own[0] || own[1]) || top <= limit * rcp_approx(fabsf(scale)));
 }
 
 template <int kScores>

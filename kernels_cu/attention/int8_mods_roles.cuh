@@ -362,7 +362,7 @@ class Int8ModsConsumer : public Int8Consumer<Config, ModsParams<Config>, Int8Mod
     OA_DEVICE bool is_near(const Walk& w) const {
         float f[Config::kNTiles * 4];
         floats_of(w.s, f);
-        return are_near(f, w.cap, w.scale * w.mods.cap_scale);
+        return are_near(f, w.cap, w.own, w.scale * w.mods.cap_scale);
     }
 
     // P(i) anew, of scores that are floats, with the base raised to the largest.
@@ -405,7 +405,8 @@ class Int8ModsConsumer : public Int8Consumer<Config, ModsParams<Config>, Int8Mod
             c = {w.scale * c.natural, w.scale * c.base2};
         }
         if (capped) {
-            if (below_cap(f, mods)) {
+            // Of packed sequences, what hidden keys have there may be another thing in every call.
+            if (!(Config::kVarlen && mixed) && below_cap(f, mods, w.own)) {
                 c = {kLn2, 1.0f};
                 cap_near_scores(f, mods);
             } else {

@@ -378,3 +378,27 @@ def test_explain_names_the_kernel_and_4_bit_speed() -> None:
     assert oa.explain(q, k, v, precision="int8").kernel.startswith("attn_int8_sm90_bf16_d64")
     why = " ".join(oa.explain(q, k, v, precision="int4").why)
     assert "no faster" in why
+
+
+@pytest.mark.parametrize("precision", ["int4", "int8", "fp8"])
+def test_packed_softcap_does_not_depend_on_what_the_workspace_held(precision: str) -> None:
+    """Rows and keys that nobody uses have no say in how the softcap of a tile is computed."""
+    q, k, v = (torch.randn(10, 2, 192, device="cuda", generator=_seeded(i)).half() for i in range(3))
+    k[:, :, 7] *= 100.0
+    starts, used = (torch.tensor(x, dtype=torch.int32, device="cuda") for x in ([0, 4], [1]))
+    options = {
+        "cu_seqlens_q": starts, "cu_seqlens_k": starts, "seqused_q": used, "max_seqlen_q": 4, "max_seqlen_k": 4,
+        "causal": True, "softcap": 1000.0, "return_lse": True, "precision": precision,
+    }  # fmt: skip
+    found = []
+    for byte in (0, 1, 0x3F, 0x7F, 0x80, 0xFF):
+        for size in (1 << 12, 1 << 16, 1 << 20, 1 << 24):  # of the blocks that torch keeps for results and workspaces
+            torch.full((size,), byte, dtype=torch.uint8, device="cuda")
+        found.append(oa.attention_varlen(16 * q[:4], k, v, **options))
+    for o, lse in found[1:]:
+        assert torch.equal(o, found[0][0])
+        assert torch.equal(lse, found[0][1])
+
+
+def _seeded(seed: int) -> torch.Generator:
+    return torch.Generator("cuda").manual_seed(seed)
