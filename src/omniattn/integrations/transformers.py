@@ -21,7 +21,18 @@ import omniattn
 from ..errors import ArgumentError, ShapeError, UnsupportedError
 from . import transformers_paged as paged
 from .masks import PackedMask, PartedMask, StructuredMask, band, taken
-from .transformers_keywords import IGNORED, PACKED, TESTED, as_int32, check, of_dtype
+from .transformers_checks import (
+    addend,
+    check_addends,
+    check_broadcasts,
+    check_causal,
+    check_dropout,
+    check_tensors,
+    check_window,
+    longest,
+    starts_of,
+)
+from .transformers_keywords import IGNORED, PACKED, TESTED, check
 from .transformers_packed import packed_mask, packed_positions
 
 __all__ = ["attention_mask", "register"]
@@ -34,7 +45,7 @@ _SDPA_MASK = (
     "allow_is_causal_skip", "allow_is_bidirectional_skip", "device",
 )  # fmt: skip
 
-_KNOWN = frozenset(PACKED)
+_KNOWN = frozenset((*PACKED, "deterministic"))
 
 
 def register(*, ignore: Iterable[str] = ()) -> None:
@@ -64,8 +75,8 @@ def register(*, ignore: Iterable[str] = ()) -> None:
     Served: grouped-query and cross attention, causal and bidirectional, padding on both sides, sliding windows, chunks,
     softcap, sinks (``s_aux``), position biases with gradients, dynamic, sliding and static caches, packed sequences by
     ``position_ids`` or ``cu_seq_lens_*`` (`omniattn.attention_varlen`), 4-dimensional masks of the caller, boolean or
-    added, value heads of another size, gradients, autocast, attention dropout. Rows of padding are 0 where eager
-    attention gives a mean of values.
+    added, value heads of another size, gradients, autocast, attention dropout, ``deterministic``.
+    Rows of padding are 0 where eager attention gives a mean of values.
     ``generate_batch`` (continuous batching) is served under the same names, over the pages of its cache:
     docs/integrations/transformers.md says how, and what of transformers is wrapped for it. Not served, and raising:
     4-dimensional masks of integers (``mask != 0`` makes booleans of them; eager attention adds them as they are),
@@ -222,17 +233,24 @@ def _attention_function(precision: str) -> Callable[..., tuple[torch.Tensor, Non
     ) -> tuple[torch.Tensor, None]:
         """o of one layer, (batch, q_len, num_q_heads, head_dim), for q, k, v of (batch, heads, length, head_dim)."""
         check(0.0, kwargs, _KNOWN)
+        check_tensors(query, key, value)
         packed = _packed(kwargs)
+        sliding_window = check_window(sliding_window)
+        shape = (max(query.shape[0], key.shape[0]), query.shape[1], query.shape[2], key.shape[2])
+        check_addends(attention_mask, position_bias, shape, query.device)
         query, key, value = _cast(query, key, value)
         options: dict[str, Any] = {
             "softmax_scale": scaling,
             "softcap": 0.0 if softcap is None else softcap,
-            "sinks": of_dtype(s_aux, query),
+            "sinks": addend(s_aux, query, "s_aux"),
             "precision": "exact" if query.shape[2] == 1 else precision,
         }
-        if dropout > 0:
+        if check_dropout(dropout) > 0:
             options["dropout_p"] = dropout
-        causal = bool(getattr(module, "is_causal", True)) if is_causal is None else bool(is_causal)
+        if kwargs.get("deterministic") is not None:
+            options["deterministic"] = kwargs["deterministic"]
+        is_causal = check_causal(is_causal)
+        causal = bool(getattr(module, "is_causal", True)) if is_causal is None else is_causal
         if packed is not None:
             if attention_mask is not None and attention_mask.dtype != torch.bool:
                 raise UnsupportedError(
@@ -263,11 +281,11 @@ def _packed(kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
 
 
 def _cast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """q, k and v in the dtype of autocast, where that is on."""
+    """q, k and v in the dtype of autocast, where that is on; as torch it leaves integers and float64 as they are."""
     device = tensors[0].device.type
-    if torch.is_autocast_enabled(device):
+    if device != "meta" and torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
-        return tuple(x.to(dtype) for x in tensors)
+        return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors)
     return tensors
 
 
@@ -285,9 +303,7 @@ def _attend(
     left = right = -1
     mask: torch.Tensor | None = given
     if type(given) is StructuredMask:
-        if given.shape[2] != q_len or given.shape[3] != kv_len:
-            expected = f"a mask of {q_len} queries and {kv_len} keys"
-            raise ShapeError("attention_mask", expected, tuple(given.shape), function=_FUNCTION)
+        _check_parted(given, max(query.shape[0], key.shape[0]), q_len, kv_len)
         if given.full is None:
             left, right = given.left, given.right
             mask = given.rows[:, None, None, :] if given.rows.dim() == 2 else None
@@ -315,7 +331,7 @@ def _attend(
         position_bias = None if position_bias is None else position_bias[..., :kv_len]
     mask = taken(mask, query, "attention_mask", _FUNCTION)
     if position_bias is not None:
-        mask = _with_bias(of_dtype(position_bias, query), mask)
+        mask = _with_bias(addend(position_bias, query, "position_bias"), mask)
     if query.shape[0] != key.shape[0]:
         batch = max(query.shape[0], key.shape[0])
         query, key, value = (x.expand(batch, -1, -1, -1) for x in (query, key, value))
@@ -323,6 +339,13 @@ def _attend(
         query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2),
         mask=mask, window=None if left < 0 and right < 0 else (left, right), **options,
     )  # fmt: skip
+
+
+def _check_parted(mask: PartedMask, batch: int, q_len: int, kv_len: int) -> None:
+    """Refuse the mask of another call: its parts are of no shape that attention could look at."""
+    if mask.shape[0] not in (1, batch) or mask.shape[2] != q_len or mask.shape[3] != kv_len:
+        expected = f"a mask of {q_len} queries and {kv_len} keys, for a batch of {batch}"
+        raise ShapeError("attention_mask", expected, tuple(mask.shape), function=_FUNCTION)
 
 
 def _with_bias(bias: Any, mask: torch.Tensor | None) -> torch.Tensor:
@@ -350,24 +373,26 @@ def _attend_packed(
         raise UnsupportedError("position_bias with cu_seq_lens_q", instead="position_ids, which give a full mask")
     if query.shape[0] != 1 or key.shape[0] != 1:
         raise ShapeError("query", "a batch of 1 with cu_seq_lens_q", tuple(query.shape), function=_FUNCTION)
-    starts_q, starts_k, longest_q, longest_k = packed
+    starts_q, starts_k = (starts_of(x, name) for x, name in zip(packed[:2], PACKED[:2], strict=True))
+    longest_q, longest_k = (longest(x, name) for x, name in zip(packed[2:], PACKED[2:], strict=True))
+    if isinstance(given, PartedMask):
+        _check_parted(given, 1, query.shape[2], key.shape[2])
     left = -1 if sliding_window is None else sliding_window - 1
     right = 0 if causal else left
-    if isinstance(given, PartedMask) and given.full is None:
+    has_padding = isinstance(given, StructuredMask) and given.full is None and given.rows.dim() == 2
+    if isinstance(given, PartedMask) and given.full is None and not has_padding:
         # Some models tell only the mask how long a window is.
         left, right = given.left, given.right
-    elif given is not None and _says_more(module):
+    elif given is not None and (has_padding or _says_more(module)):
+        check_broadcasts(given, "attention_mask", (1, query.shape[1], query.shape[2], key.shape[2]), query.device)
         of_q, of_k = (
-            torch.searchsorted(
-                as_int32(starts), torch.arange(x.shape[2], dtype=torch.int32, device=x.device), right=True
-            )
+            torch.searchsorted(starts, torch.arange(x.shape[2], dtype=torch.int32, device=x.device), right=True)
             for starts, x in ((starts_q, query), (starts_k, key))
         )
         return _attend(query, key, value, given & (of_q[:, None] == of_k), causal, None, None, options)
     out = omniattn.attention_varlen(
         query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1),
-        cu_seqlens_q=as_int32(starts_q), cu_seqlens_k=as_int32(starts_k),
-        max_seqlen_q=int(longest_q), max_seqlen_k=int(longest_k),
+        cu_seqlens_q=starts_q, cu_seqlens_k=starts_k, max_seqlen_q=longest_q, max_seqlen_k=longest_k,
         window=None if left < 0 and right < 0 else (left, right), **options,
     )  # fmt: skip
     return out[None]

@@ -8,6 +8,7 @@ import torch
 import transformers
 
 from ..errors import UnsupportedError
+from .transformers_checks import check_dropout
 
 #: The versions that tests ran with, for errors.
 TESTED = "transformers 5.17, 5.20, 5.23 and 5.24, with which this was tested"
@@ -18,12 +19,12 @@ PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 
 #: Keywords of models' forward functions that come down to attention and do not concern it.
 _NOT_OF_ATTENTION = {
-    "attention_mask", "cache_position", "decoder_attention_mask", "decoder_input_ids", "deterministic",
-    "encoder_attention_mask", "encoder_hidden_states", "image_grid_thw", "image_sizes", "input_features", "input_ids",
-    "inputs_embeds", "interpolate_pos_encoding", "labels", "layer_idx", "logits_to_keep", "mm_token_type_ids",
-    "num_items_in_batch", "num_logits_to_keep", "output_hidden_states", "output_router_logits", "past_key_values",
-    "pixel_values", "pixel_values_videos", "position_embeddings", "position_ids", "return_dict", "return_loss",
-    "seq_idx", "token_type_ids", "use_cache", "video_grid_thw",
+    "attention_mask", "cache_position", "decoder_attention_mask", "decoder_input_ids", "encoder_attention_mask",
+    "encoder_hidden_states", "image_grid_thw", "image_sizes", "input_features", "input_ids", "inputs_embeds",
+    "interpolate_pos_encoding", "labels", "layer_idx", "logits_to_keep", "mm_token_type_ids", "num_items_in_batch",
+    "num_logits_to_keep", "output_hidden_states", "output_router_logits", "past_key_values", "pixel_values",
+    "pixel_values_videos", "position_embeddings", "position_ids", "return_dict", "return_loss", "seq_idx",
+    "token_type_ids", "use_cache", "video_grid_thw",
 }  # fmt: skip
 
 #: Keywords that change the result of attention in a way that is not served, and why.
@@ -42,7 +43,7 @@ IGNORED: set[str] = set(_NOT_OF_ATTENTION)
 
 def check(dropout: float, kwargs: dict[str, Any], known: frozenset[str]) -> None:
     """Refuse dropout, and keywords that may change the result; ``known`` ones are the caller's."""
-    if dropout > 0:
+    if check_dropout(dropout) > 0:
         raise UnsupportedError(
             f"dropout={dropout} of attention over pages",
             instead="model.config.attention_dropout = 0.0 before the model is made, model.eval(), or " + EAGER,
@@ -68,13 +69,6 @@ def refused(what: str) -> UnsupportedError:
         f"continuous batching of transformers {transformers.__version__}: {what}",
         instead=f'{TESTED}, or attn_implementation="sdpa"',
     )
-
-
-def of_dtype(x: torch.Tensor | None, query: torch.Tensor) -> torch.Tensor | None:
-    """A mask that is added, or sinks, in a dtype that attention takes."""
-    if x is None or x.dtype in (query.dtype, torch.float32):
-        return x
-    return x.to(torch.float32)
 
 
 def as_int32(x: torch.Tensor) -> torch.Tensor:

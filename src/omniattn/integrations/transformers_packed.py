@@ -19,7 +19,10 @@ import torch
 from transformers import masking_utils
 from transformers.utils import import_utils
 
+from ..errors import ArgumentError
 from .masks import PackedMask
+
+_FUNCTION = "omniattn.integrations.transformers"
 
 
 class _UnknownError(Exception):
@@ -85,6 +88,9 @@ def packed_positions(position_ids: Any, length: int, left: int) -> PackedMask | 
         return None
     if import_utils.is_tracing(position_ids):
         return None
+    if position_ids.dtype.is_complex or position_ids.device.type == "meta":
+        received = f"{position_ids.dtype} on {position_ids.device}"
+        raise ArgumentError("position_ids", "real numbers that can be read", received, function=_FUNCTION)
     # Tensors of inference mode have no version: whether they were written to cannot be known.
     version = -1 if position_ids.is_inference() else position_ids._version
     key = id(position_ids)

@@ -30,7 +30,8 @@ from transformers import AttentionInterface
 import omniattn
 
 from ..errors import ShapeError, UnsupportedError
-from .transformers_keywords import PACKED, as_int32, check, of_dtype, refused
+from .transformers_checks import addend, check_causal, check_tensors, check_window
+from .transformers_keywords import PACKED, as_int32, check, refused
 from .transformers_pages import Layer, Pages, Step, layer_of, pages_on, step_of
 
 __all__ = ["BATCHING", "register"]
@@ -205,18 +206,18 @@ def _attention_function(precision: str) -> Callable[..., tuple[torch.Tensor, Non
         check(dropout, kwargs, _OF_BATCHES)
         if kwargs.get("write_index") is None:
             _outside()
-        if attention_mask is not None or position_bias is not None or is_causal is False:
+        if attention_mask is not None or position_bias is not None or check_causal(is_causal) is False:
             what = "a mask" if attention_mask is not None else "a bias or attention that is not causal"
             raise UnsupportedError(f"{what} in generate_batch", instead='attn_implementation="sdpa"')
+        check_tensors(query, key, value)
         if query.shape[0] != 1:
             raise ShapeError("query", "packed sequences, (1, ...)", tuple(query.shape), function=_FUNCTION)
-        if sliding_window is None:
-            sliding_window = _window_of(module)
+        sliding_window = check_window(_window_of(module) if sliding_window is None else sliding_window)
         options: dict[str, Any] = {
             "window": None if sliding_window is None else (sliding_window - 1, 0),
             "softmax_scale": scaling,
             "softcap": 0.0 if softcap is None else softcap,
-            "sinks": of_dtype(s_aux, query),
+            "sinks": addend(s_aux, query, "s_aux"),
         }
         cache, index = kwargs.get("cache"), module.layer_idx
         if cache is None:
