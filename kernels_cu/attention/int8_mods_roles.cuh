@@ -405,8 +405,10 @@ class Int8ModsConsumer : public Int8Consumer<Config, ModsParams<Config>, Int8Mod
             c = {w.scale * c.natural, w.scale * c.base2};
         }
         if (capped) {
-            // Of packed sequences, what hidden keys have there may be another thing in every call.
-            if (!(Config::kVarlen && mixed) && below_cap(f, mods, w.own)) {
+            // Which way a tile takes must not hang on the next sequence, nor on what nobody has written.
+            if (Config::kVarlen && entry != kNothingHidden && is_edge(w.keys, n))
+                forget_keys(f, w.t.seqlen_k, n * Config::kBlockN, lane_);
+            if (below_cap(f, mods, w.own)) {
                 c = {kLn2, 1.0f};
                 cap_near_scores(f, mods);
             } else {

@@ -66,7 +66,7 @@ def exact(dtype: str, *, cpu: bool, sums: int = 1) -> Limits:
     return Limits(16 * unit, 8 * unit, 4e-6, 2 * ROUNDING[dtype], subnormal, 2 * out, least, 3e-5, 2e-6)
 
 
-#: What the kernels make of a row's largest probability at least, of 448: rows rise after the base was chosen.
+#: What the kernels make of a row's largest probability at least: 28, or half of that where bases are whole steps.
 _LEAST_TOP = 13.5
 
 
