@@ -57,6 +57,7 @@ def make_override(
 
     - tensors on other devices, of more than one device (the mask's too) or dtype, or on a GPU neither float16 nor
       bfloat16;
+    - heads that are no integer of at least 1, or with skip_reshape not those of q; q, k, v or a mask that is no tensor;
     - head_dim that is not a multiple of 8 up to 512 (in a low precision up to 256), or that k or v do not share;
     - a batch or number of heads of k and v that is not q's (fewer heads with ``enable_gqa`` are taken);
     - masks that are neither boolean nor of a floating-point dtype: torch refuses integers, other functions of ComfyUI
@@ -87,7 +88,7 @@ def make_override(
         split = _by_heads(q, k, v, heads, skip_reshape)
         unknown = any(value is not None for name, value in kwargs.items() if name not in _KNOWN)
         exact = kwargs.get("low_precision_attention") is False
-        exact |= torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, mask))
+        exact |= torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in (q, k, v, mask))
         most = values.most_head_dim("exact" if exact else precision)
         if unknown or split is None or not _served(*split, mask, bool(kwargs.get("enable_gqa")), devices, most):
             return func(
@@ -106,8 +107,10 @@ def _by_heads(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads: int, skip_reshape: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
     """q, k, v as (batch, length, heads, head_dim); None if they are not what ComfyUI describes."""
+    if not all(isinstance(x, torch.Tensor) for x in (q, k, v)) or not isinstance(heads, int) or heads < 1:
+        return None
     if skip_reshape:
-        if q.dim() != 4 or k.dim() != 4 or v.dim() != 4:
+        if q.dim() != 4 or k.dim() != 4 or v.dim() != 4 or q.shape[1] != heads:
             return None
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     if q.dim() != 3 or k.dim() != 3 or v.dim() != 3 or q.shape[2] % heads:
@@ -142,7 +145,7 @@ def _served(
         and k.shape[0] == q.shape[0]
         and k.shape[3] == head_dim
         and (heads == heads_kv or (enable_gqa and heads_kv > 0 and heads % heads_kv == 0))
-        and (mask is None or (mask.device == q.device and _is_mask(mask)))
+        and (mask is None or (isinstance(mask, torch.Tensor) and mask.device == q.device and _is_mask(mask)))
     )
 
 

@@ -16,7 +16,8 @@ from diffusers.models import attention_dispatch
 
 import omniattn
 
-from ..errors import ShapeError, UnsupportedError
+from ..arguments import check_bool, check_number
+from ..errors import ArgumentError, ShapeError, UnsupportedError
 from .masks import taken
 
 __all__ = ["register"]
@@ -116,12 +117,18 @@ def _backend(precision: str) -> Callable[..., Any]:
         _parallel_config: Any = None,
     ) -> Any:
         """o of (batch, queries, heads, head_dim), as q; with return_lse also lse of (batch, heads, queries)."""
+        _check_kinds(query, key, value, attn_mask, dropout_p, window_size)
+        if _parallel_config is None:
+            _check_keys(attn_mask, key)
+        flags = {"is_causal": is_causal, "enable_gqa": enable_gqa, "return_lse": return_lse}
+        is_causal, enable_gqa, return_lse = (check_bool(flag, name, _FUNCTION) for name, flag in flags.items())
         _check(query, key, attn_mask, dropout_p, is_causal, enable_gqa, window_size, _parallel_config)
         mask = _mask(attn_mask, query, key)
         if _parallel_config is None:
             return _attend(query, key, value, mask, is_causal, scale, window_size, return_lse, precision)
+        # Heads are as many, and so there is nothing of enable_gqa, which diffusers refuses here.
         result = attention_dispatch._templated_context_parallel_attention(
-            query, key, value, mask, dropout_p, is_causal, scale, enable_gqa, return_lse,
+            query, key, value, mask, dropout_p, is_causal, scale, False, return_lse,
             forward_op=_forward_of(precision), backward_op=_backward_of(precision), _parallel_config=_parallel_config,
         )  # fmt: skip
         if return_lse:
@@ -130,6 +137,31 @@ def _backend(precision: str) -> Callable[..., Any]:
         return result
 
     return attention
+
+
+def _check_kinds(query: Any, key: Any, value: Any, attn_mask: Any, dropout_p: Any, window_size: Any) -> None:
+    """Refuse arguments of other kinds, and keys without values, before anything is looked at or cut."""
+    for name, x in (("query", query), ("key", key), ("value", value), ("attn_mask", attn_mask)):
+        if isinstance(x, torch.Tensor):
+            if x is not attn_mask and x.dim() != 4:
+                raise ShapeError(name, "(batch, length, heads, head_dim)", tuple(x.shape), function=_FUNCTION)
+        elif x is not None or name != "attn_mask":
+            raise ArgumentError(name, "a tensor", repr(x), function=_FUNCTION)
+    if value.shape[:3] != key.shape[:3]:
+        expected = f"{tuple(key.shape[:3])} before head_dim, as key has it"
+        raise ShapeError("value", expected, tuple(value.shape), function=_FUNCTION)
+    check_number(dropout_p, "dropout_p", _FUNCTION, least=0.0)
+    sides = window_size if isinstance(window_size, (tuple, list)) else ()
+    if len(sides) != 2 or any(isinstance(x, bool) or not isinstance(x, int) or x < -1 for x in sides):
+        expected = "(left, right), two integers >= -1 (-1: unlimited)"
+        raise ArgumentError("window_size", expected, repr(window_size), function=_FUNCTION)
+
+
+def _check_keys(attn_mask: torch.Tensor | None, key: torch.Tensor) -> None:
+    """Refuse a mask of other keys. Under context parallelism key has those of one device only."""
+    keys = key.shape[1]
+    if attn_mask is not None and attn_mask.dim() and attn_mask.shape[-1] not in (1, keys):
+        raise ShapeError("attn_mask", f"{keys} keys, as key has", tuple(attn_mask.shape), function=_FUNCTION)
 
 
 def _check(
@@ -159,6 +191,8 @@ def _check(
         )  # fmt: skip
     if parallel is None:
         return
+    if getattr(parallel, "context_parallel_config", None) is None:
+        raise ArgumentError("parallel_config", "one with a context_parallel_config", repr(parallel), function=_FUNCTION)
     for name, there in (
         ("is_causal", is_causal), ("enable_gqa", query.shape[2] != key.shape[2]),
         ("window_size", tuple(window_size) != (-1, -1)),

@@ -108,6 +108,10 @@ OTHERS: dict[str, tuple[list[Any], dict[str, Any]]] = {
     "a mask of 1 dimension": (_qkv(), {"mask": torch.ones(6)}),
     "an unknown keyword": (_qkv(), {"something": 1}),
     "heads that do not divide": (_qkv(), {"heads": 3}),
+    **{f"heads={x!r}": (_qkv(), {"heads": x}) for x in (0, -2, 2.0, "2", None)},
+    **{f"heads={x!r} with skip_reshape": (_qkv(skip_reshape=True), {"heads": x, "skip_reshape": True}) for x in (3, 0)},
+    "q that is no tensor": (_change(_qkv(), 0, lambda q: q.numpy()), {}),
+    "a mask that is no tensor": (_qkv(), {"mask": [1.0]}),
     "3 dimensions with skip_reshape": (_qkv(), {"skip_reshape": True}),
 }
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import omniattn as oa
-from omniattn.errors import DeviceError, DtypeError, ShapeError, UnsupportedError
+from omniattn.errors import ArgumentError, DeviceError, DtypeError, ShapeError, UnsupportedError
 
 torch = pytest.importorskip("torch")
 diffusers = pytest.importorskip("diffusers")
@@ -169,7 +170,7 @@ def test_masks_of_other_shapes_and_places() -> None:
     want = dispatch(q, k, v, attn_mask=column.expand(2, 7)[None], backend="native")
     torch.testing.assert_close(dispatch(q, k, v, attn_mask=column, backend="omniattn"), want, rtol=0, atol=1e-6)
     for shape in ((2, 6), (3, 2, 7), (2, 0, 2, 7), (1, 1, 1, 2, 7)):
-        with pytest.raises(ShapeError, match="'mask'"):
+        with pytest.raises(ShapeError, match="mask'"):
             dispatch(q, k, v, attn_mask=_added(*shape), backend="omniattn")
     with pytest.raises(DeviceError, match="'mask'"):
         dispatch(q, k, v, attn_mask=torch.ones(2, 7, dtype=torch.bool, device="meta"), backend="omniattn")
@@ -292,6 +293,55 @@ def test_what_is_not_served(
     with pytest.raises(error) as caught:
         dispatch(q, k, v, **options, backend="omniattn")
     assert says in str(caught.value)
+
+
+def _ones(*shape: int) -> Any:
+    return torch.ones(shape)
+
+
+@pytest.mark.parametrize(
+    ("argument", "error", "options"),
+    [
+        *(("dropout_p", ArgumentError, {"dropout_p": x}) for x in (float("nan"), -0.5, None, "0.1")),
+        *(("is_causal", ArgumentError, {"is_causal": x}) for x in ("no", None, [True])),
+        *((name, ArgumentError, {name: "no"}) for name in ("enable_gqa", "return_lse")),
+        *((name, ArgumentError, {name: 1.5}) for name in ("query", "key", "value", "attn_mask")),
+        *((name, ShapeError, {name: _ones(2, 5, 16)}) for name in ("query", "key", "value")),
+        *(
+            ("window_size", ArgumentError, {"window_size": x})
+            for x in (None, 3, (1,), (1, 2, 3), (-2, -2), (1, -5), (1.5, 1), (True, 1), "ab", (None, None))
+        ),
+        *(
+            ("value", ShapeError, {"key": _ones(2, 9, 2, 16), "value": _ones(2, n, 2, 16), "is_causal": True})
+            for n in (7, 12)
+        ),
+        (
+            "attn_mask", ShapeError,
+            {"key": _ones(2, 9, 2, 16), "value": _ones(2, 9, 2, 16), "attn_mask": _ones(2, 1, 5, 5), "is_causal": True},
+        ),
+        ("parallel_config", ArgumentError, {"_parallel_config": object()}),
+    ],
+)  # fmt: skip
+def test_refused_by_name(argument: str, error: type[Exception], options: dict[str, Any]) -> None:
+    arrays = {name: _ones(2, 5, 2, 16) for name in ("query", "key", "value")}
+    with pytest.raises(error) as caught:
+        integration._backend("exact")(**{**arrays, **options})
+    assert type(caught.value) is error
+    assert f"argument '{argument}'" in str(caught.value)
+
+
+def test_as_many_heads_with_enable_gqa_and_context_parallelism(monkeypatch: pytest.MonkeyPatch) -> None:
+    """diffusers refuses enable_gqa there, and with as many heads it says nothing."""
+    arguments = inspect.signature(attention_dispatch._templated_context_parallel_attention)
+    got: list[Any] = []
+
+    def templated(*given: Any, **options: Any) -> Any:
+        got.append(arguments.bind(*given, **options).arguments["enable_gqa"])
+        return given[0]
+
+    monkeypatch.setattr(attention_dispatch, "_templated_context_parallel_attention", templated)
+    dispatch(*_qkv(), enable_gqa=True, backend="omniattn", parallel_config=_parallel(1))
+    assert got == [False]
 
 
 def test_gradients_of_int8_with_context_parallelism() -> None:
