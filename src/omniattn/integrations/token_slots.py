@@ -14,7 +14,7 @@ import torch
 import omniattn
 
 from ..arguments import MAX_HEAD_DIM, MAX_QUANTIZED_HEAD_DIM
-from ..errors import UnsupportedError
+from ..errors import ArgumentError, UnsupportedError
 from .slot_steps import Step, Tables
 
 __all__ = ["SlotBackend", "check_scores", "of_drafts", "of_encoders", "of_trees"]
@@ -220,17 +220,17 @@ class SlotBackend(ABC):
     ) -> Any:
         step, sinks, wants_lse = self._begin(layer, batch, kwargs)
         in_window_pool = self._layers is not None and self._layers[layer.layer_id][1]
-        if save and k is not None:
-            slots, window_slots = batch.out_cache_loc, step.window_slots
-            if window_slots is not None:
-                window_slots = window_slots[: slots.shape[0]]
-            self._store(layer, slots, window_slots, k, v)
         causal = not (is_extend and _kind(layer) != "decoder")
         if not causal and step.continues:
             raise UnsupportedError(
                 "omniattn for bidirectional attention over tokens of before the step, which have not seen the new ones",
                 instead="--disable-radix-cache --chunked-prefill-size -1",
             )
+        if save and k is not None:
+            slots, window_slots = batch.out_cache_loc, step.window_slots
+            if window_slots is not None:
+                window_slots = window_slots[: slots.shape[0]]
+            self._store(layer, slots, window_slots, k, v)
         left = -1 if layer.sliding_window_size is None else layer.sliding_window_size
         heads, dim = layer.tp_q_head_num, layer.head_dim
         q = q.reshape(-1, heads, dim)
@@ -340,7 +340,10 @@ def _taken(kwargs: dict[str, Any]) -> tuple[Any, bool]:
             continue
         why = _NOT_SERVED.get(name, "it is not known, and could change the result")
         raise UnsupportedError(f"omniattn with {name!r} of a layer: {why}", instead=_OTHER)
-    return kwargs.get("sinks"), bool(kwargs.get("return_lse", False))
+    sinks = kwargs.get("sinks")
+    if sinks is not None and not isinstance(sinks, torch.Tensor):
+        raise ArgumentError("sinks", "a tensor or None", repr(sinks), function="omniattn.integrations.sglang")
+    return sinks, bool(kwargs.get("return_lse", False))
 
 
 def _place(x: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from omniattn.errors import ShapeError, UnsupportedError  # noqa: E402
+from omniattn.errors import ArgumentError, DtypeError, ShapeError, UnsupportedError  # noqa: E402
 from omniattn.integrations import vllm as integration  # noqa: E402
 from omniattn.integrations.vllm import calls  # noqa: E402
 from tests.vllm_steps import LAYOUTS, Steps, layer_of  # noqa: E402
@@ -70,6 +71,33 @@ def test_another_layouts_pool() -> None:
     run.prepare(("a", 3))
     run.pool = run.pool.transpose(1, 2)
     with pytest.raises(ShapeError, match=r"kv_cache.*\(blocks, 2 kv heads, tokens, 64\)"):
+        run.run(run.exact())
+
+
+@pytest.mark.parametrize("name", ["fp8", "fp8_per_token_head", "int8_per_token_head"])
+def test_wider_elements_are_no_rows_of_bytes(name: str) -> None:
+    run = steps(layer_of(name, dim=32), scales=SCALES)
+    run.prepare(("a", 3))
+    for dtype in (FP16, torch.int32):
+        run.pool = torch.zeros(run.pool.shape, dtype=dtype)
+        with pytest.raises(DtypeError, match=rf"'kv_cache'.*one byte with kv_cache_dtype '{name}'"):
+            run.run(run.exact())
+
+
+@pytest.mark.parametrize("name", ["foo", None, "fp8_e5m2", "int4_per_token_head"])
+def test_unknown_formats_are_not_16_bits(name: Any) -> None:
+    run = steps(layer_of(dim=32))
+    run.prepare(("a", 3))
+    run.layer = dataclasses.replace(run.layer, kv_cache_dtype=name)
+    with pytest.raises(ArgumentError, match=r"'kv_cache_dtype': expected one of auto"):
+        run.run(run.exact())
+
+
+def test_a_pool_that_is_no_tensor() -> None:
+    run = steps(layer_of(dim=32))
+    run.prepare(("a", 3))
+    run.pool = None
+    with pytest.raises(ArgumentError, match="'kv_cache': expected a tensor"):
         run.run(run.exact())
 
 

@@ -9,7 +9,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from omniattn.errors import ShapeError  # noqa: E402
+from omniattn.errors import ArgumentError, DtypeError, ShapeError  # noqa: E402
 from omniattn.integrations.latent_limits import MOST_QUERIES, most_queries  # noqa: E402
 from omniattn.integrations.vllm import latent_calls  # noqa: E402
 from tests.vllm_mla_steps import Steps  # noqa: E402
@@ -35,9 +35,18 @@ def test_steps(name: str) -> None:
 
 
 def test_caches_of_another_shape() -> None:
-    for name, width in (("auto", 512), ("fp8_ds_mla", 576)):
+    for name, width, dtype in (("auto", 512, torch.bfloat16), ("fp8_ds_mla", 576, torch.uint8)):
         with pytest.raises(ShapeError, match=r"kv_cache.*\(blocks, block_size, "):
+            latent_calls.latent_pool(torch.zeros(2, 16, width, dtype=dtype), name, None)
+
+
+def test_caches_of_other_elements_and_formats() -> None:
+    for name, width in (("fp8", 576), ("fp8_e4m3", 576), ("fp8_ds_mla", 656)):
+        with pytest.raises(DtypeError, match=rf"'kv_cache'.*one byte with kv_cache_dtype '{name}'"):
             latent_calls.latent_pool(torch.zeros(2, 16, width, dtype=torch.bfloat16), name, None)
+    for unknown in ("foo", None, "int8_per_token_head"):
+        with pytest.raises(ArgumentError, match="'kv_cache_dtype': expected one of auto"):
+            latent_calls.latent_pool(torch.zeros(2, 16, 576, dtype=torch.bfloat16), unknown, None)  # type: ignore[arg-type]
 
 
 def test_how_many_queries_a_call_takes() -> None:

@@ -16,7 +16,7 @@ import omniattn
 
 from ...arguments import MAX_HEAD_DIM, MAX_QUANTIZED_HEAD_DIM
 from ...errors import ShapeError
-from .common import EXACT, FUNCTION
+from .common import EXACT, FUNCTION, check_format
 
 __all__ = [
     "FORMATS", "Layer", "Scales", "Step", "attend", "attend_divided", "attend_encoder", "pool_of", "row_bytes",
@@ -133,6 +133,7 @@ def row_bytes(head_size: int, kv_cache_dtype: str) -> int | None:
 def pool_of(kv_cache: torch.Tensor, layer: Layer, scales: Scales) -> Any:
     """A layer's pool as a `PagedKVCache`."""
     dim = layer.head_size
+    check_format(kv_cache, layer.kv_cache_dtype, FORMATS, tuple(_CODES))
     dtype, each_row = _CODES.get(layer.kv_cache_dtype, (None, False))
     width = 2 * dim + (_SCALE_BYTES if each_row else 0)
     if kv_cache.dim() != 4 or kv_cache.shape[1] != layer.num_kv_heads or kv_cache.shape[3] != width:

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from ...errors import UnsupportedError
+from ...errors import ArgumentError, DtypeError, UnsupportedError
 
-__all__ = ["EXACT", "FUNCTION", "Common", "dtype_of", "refused"]
+__all__ = ["EXACT", "FUNCTION", "Common", "check_format", "dtype_of", "refused"]
 
 #: What errors call what raises them.
 FUNCTION = "omniattn.integrations.vllm"
@@ -20,6 +20,17 @@ EXACT = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 def refused(what: str, of: str = "") -> UnsupportedError:
     """The error for what is not served; ``of``: " for MLA" or nothing."""
     return UnsupportedError(f"omniattn's attention backend{of}: {what}", instead="another --attention-backend")
+
+
+def check_format(kv_cache: Any, kv_cache_dtype: Any, formats: tuple[str, ...], of_bytes: tuple[str, ...]) -> None:
+    """Refuse a cache that is no tensor, a format that is not known, and wider elements where rows are bytes."""
+    if not isinstance(kv_cache, torch.Tensor):
+        raise ArgumentError("kv_cache", "a tensor", repr(kv_cache), function=FUNCTION)
+    if kv_cache_dtype not in formats:
+        raise ArgumentError("kv_cache_dtype", f"one of {', '.join(formats)}", repr(kv_cache_dtype), function=FUNCTION)
+    if kv_cache_dtype in of_bytes and kv_cache.element_size() != 1:
+        expected = f"elements of one byte with kv_cache_dtype {kv_cache_dtype!r}"
+        raise DtypeError("kv_cache", expected, kv_cache.dtype, function=FUNCTION)
 
 
 def dtype_of(kv_cache_dtype: str) -> torch.dtype:

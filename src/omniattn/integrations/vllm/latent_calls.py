@@ -18,7 +18,7 @@ import omniattn
 from ...errors import ShapeError
 from ...kv.formats import LATENT_ROW_BYTES
 from ..latent_limits import HEAD_DIM, HEAD_DIM_V, MOST_CHANNELS, takes_heads
-from .common import EXACT, FUNCTION
+from .common import EXACT, FUNCTION, check_format
 
 __all__ = [
     "LATENT_FORMATS", "Latent", "attend_latent", "attend_prompt", "attend_rows", "joined", "latent_pool",
@@ -84,6 +84,7 @@ def latent_pool(kv_cache: torch.Tensor, kv_cache_dtype: str, k_scale: torch.Tens
         Of e4m3 rows.
     """
     has_own_scales = kv_cache_dtype == _OWN_SCALES
+    check_format(kv_cache, kv_cache_dtype, LATENT_FORMATS, (*_CODES, _OWN_SCALES))
     width = LATENT_ROW_BYTES if has_own_scales else HEAD_DIM
     if kv_cache.dim() != 3 or kv_cache.shape[2] != width:
         raise ShapeError("kv_cache", f"(blocks, block_size, {width})", tuple(kv_cache.shape), function=FUNCTION)
