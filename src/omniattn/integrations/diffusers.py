@@ -19,11 +19,17 @@ import omniattn
 from ..arguments import check_bool, check_number
 from ..errors import ArgumentError, ShapeError, UnsupportedError
 from .masks import taken
+from .own_names import by_own_names
 
 __all__ = ["register"]
 
 _FUNCTION = "omniattn.integrations.diffusers"
 _NATIVE = 'model.set_attention_backend("native")'
+
+#: What diffusers calls arguments of omniattn's functions.
+_NAMES = {
+    "q": "query", "k": "key", "v": "value", "mask": "attn_mask", "softmax_scale": "scale", "window": "window_size",
+}  # fmt: skip
 
 #: Arguments that the private functions have to have.
 _EXPECTED = {
@@ -103,6 +109,7 @@ def _member(name: str) -> Any:
 def _backend(precision: str) -> Callable[..., Any]:
     """The function of a backend. diffusers hands it the arguments that it names, and drops all others."""
 
+    @by_own_names(_FUNCTION, _NAMES)
     def attention(
         query: torch.Tensor,
         key: torch.Tensor,

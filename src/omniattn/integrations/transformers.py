@@ -21,6 +21,7 @@ import omniattn
 from ..errors import ArgumentError, ShapeError, UnsupportedError
 from . import transformers_paged as paged
 from .masks import PackedMask, PartedMask, StructuredMask, band, taken
+from .own_names import by_own_names
 from .transformers_checks import (
     addend,
     check_addends,
@@ -44,6 +45,13 @@ _SDPA_MASK = (
     "batch_size", "q_length", "kv_length", "q_offset", "kv_offset", "mask_function", "attention_mask", "local_size",
     "allow_is_causal_skip", "allow_is_bidirectional_skip", "device",
 )  # fmt: skip
+
+#: What transformers calls arguments of omniattn's functions.
+_NAMES = {
+    "q": "query", "k": "key", "v": "value", "mask": "attention_mask", "softmax_scale": "scaling", "sinks": "s_aux",
+    "dropout_p": "dropout", "window": "sliding_window", "cu_seqlens_q": "cu_seq_lens_q",
+    "cu_seqlens_k": "cu_seq_lens_k", "max_seqlen_q": "max_length_q", "max_seqlen_k": "max_length_k",
+}  # fmt: skip
 
 _KNOWN = frozenset((*PACKED, "deterministic"))
 
@@ -216,6 +224,7 @@ def _from_parts(options: dict[str, Any], left: int, right: int, *, read_padding:
 
 
 def _attention_function(precision: str) -> Callable[..., tuple[torch.Tensor, None]]:
+    @by_own_names(_FUNCTION, _NAMES)
     def attention(
         module: torch.nn.Module,
         query: torch.Tensor,

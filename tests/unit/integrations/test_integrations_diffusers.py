@@ -170,9 +170,9 @@ def test_masks_of_other_shapes_and_places() -> None:
     want = dispatch(q, k, v, attn_mask=column.expand(2, 7)[None], backend="native")
     torch.testing.assert_close(dispatch(q, k, v, attn_mask=column, backend="omniattn"), want, rtol=0, atol=1e-6)
     for shape in ((2, 6), (3, 2, 7), (2, 0, 2, 7), (1, 1, 1, 2, 7)):
-        with pytest.raises(ShapeError, match="mask'"):
+        with pytest.raises(ShapeError, match="'attn_mask'"):
             dispatch(q, k, v, attn_mask=_added(*shape), backend="omniattn")
-    with pytest.raises(DeviceError, match="'mask'"):
+    with pytest.raises(DeviceError, match="'attn_mask'"):
         dispatch(q, k, v, attn_mask=torch.ones(2, 7, dtype=torch.bool, device="meta"), backend="omniattn")
 
 
@@ -304,7 +304,9 @@ def _ones(*shape: int) -> Any:
     [
         *(("dropout_p", ArgumentError, {"dropout_p": x}) for x in (float("nan"), -0.5, None, "0.1")),
         *(("is_causal", ArgumentError, {"is_causal": x}) for x in ("no", None, [True])),
-        *((name, ArgumentError, {name: "no"}) for name in ("enable_gqa", "return_lse")),
+        *((name, ArgumentError, {name: "no"}) for name in ("enable_gqa", "return_lse", "scale")),
+        *((name, DtypeError, {name: _ones(2, 5, 2, 16).double()}) for name in ("key", "value")),
+        ("attn_mask", ShapeError, {"attn_mask": _ones(2, 1, 4, 5)}),
         *((name, ArgumentError, {name: 1.5}) for name in ("query", "key", "value", "attn_mask")),
         *((name, ShapeError, {name: _ones(2, 5, 16)}) for name in ("query", "key", "value")),
         *(

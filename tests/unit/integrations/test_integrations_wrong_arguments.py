@@ -93,6 +93,11 @@ _LONGER = {"key": torch.zeros(1, 2, 9, 16), "value": torch.zeros(1, 2, 9, 16)}
             for name in ("max_length_q", "max_length_k")
             for x in (4.5, _NAN, "4", [4], -4, True, torch.tensor(4.5), torch.tensor([4, 4]))
         ),
+        *((name, ArgumentError, {name: _NAN}) for name in ("scaling", "softcap")),
+        ("s_aux", ShapeError, {"s_aux": torch.zeros(3)}),
+        ("key", DtypeError, {"key": torch.zeros(1, 2, LENGTH, 16, dtype=torch.float64)}),
+        ("attention_mask", ShapeError, {"attention_mask": _all_true(1, 1, 6, 9)}),
+        ("max_length_k", ArgumentError, _lengths(max_length_k=1)),
         ("position_ids", ArgumentError, {"position_ids": torch.zeros((1, LENGTH), device="meta")}),
         *(("deterministic", ArgumentError, {"deterministic": x}) for x in ("yes", 1.5)),
     ],
@@ -103,7 +108,7 @@ def test_refused_by_name(
     with pytest.raises(error) as caught:
         _attend(**options)
     assert type(caught.value) is error
-    assert f"argument '{argument}'" in str(caught.value)
+    assert f"omniattn.integrations.transformers(): argument '{argument}'" in str(caught.value)
 
 
 @pytest.mark.parametrize("packed", [False, True])
