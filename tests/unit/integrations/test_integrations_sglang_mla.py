@@ -282,7 +282,8 @@ def test_scales_of_rows_are_not_served() -> None:
 
 
 @pytest.mark.parametrize(
-    ("more", "names"), [({"topk_indices": 1}, "'topk_indices'"), ({"sinks": 1}, "with sinks"), ({"tree": 1}, "'tree'")]
+    ("more", "names"),
+    [({"topk_indices": 1}, "'topk_indices'"), ({"sinks": torch.ones(1)}, "with sinks"), ({"tree": 1}, "'tree'")],
 )
 def test_calls_that_are_not_served(more: dict[str, Any], names: str) -> None:
     server = Server()
