@@ -7,9 +7,10 @@
 // does so at the end of the CTA's next tile, while the tile behind that is on its way to shared memory: by then the
 // writers have ended the tile, so that nobody waits but at the kernel's end, and for nobody but its own CTA.
 //
-//   writer g: all additions of a tile complete -> tiles_ended(g)      consumer g: tiles_ended(g) -> reads its columns
+//   writer g: all additions of a tile complete -> tiles_ended(g)      consumer g: tiles_ended -> reads its columns
 //
-// dq_accum holds what thread i of warpgroup g has of 64 queries where that thread wrote it (params/attn_bwd.cuh).
+// dq_accum holds what thread i of a warpgroup has of 64 queries where thread i wrote it (params/attn_bwd.cuh). With
+// kAlternate consumers wait for both writers, as either adds all columns of its tiles.
 // Without AttnBwdParams.dq attn_bwd_finish has to follow.
 #pragma once
 #include "attention/bwd_roles.cuh"
@@ -30,7 +31,7 @@ class BwdFinish {
 template <typename Config>
 class BwdFinish<Config, true> {
     using Rows = QueryTiles<Config::kBlockM, Config::kBlockN>;
-    static constexpr int kOutputs = Config::kDqWidth / 2;
+    static constexpr int kColumns = Config::kHeadDim / Config::kConsumers, kOutputs = kColumns / 2;  // of a consumer
 
   public:
     OA_DEVICE BwdFinish(const AttnBwdParams& params, int32 group) : params_(params), group_(group) {
@@ -98,14 +99,14 @@ class BwdFinish<Config, true> {
         const int32 thread = int32(threadIdx.x & 127) + late_zero();
         const int64 row = int64(batch) * ((fwd.seqlen_q + 127) / 128 * 128) + m * Config::kBlockM;
         const float* from = params_.dq_accum + (head * params_.rows_stride_h + row) * Config::kHeadDim +
-                            group_ * (64 * Config::kDqWidth) + thread * 4;
+                            group_ * (64 * kColumns) + thread * 4;
         float sums[kOutputs];
 #pragma unroll
         for (int j = 0; j < kOutputs / 4; ++j) {
             const float4 four = load_gpu(reinterpret_cast<const float4*>(from + 512 * j));
             sums[4 * j] = four.x, sums[4 * j + 1] = four.y, sums[4 * j + 2] = four.z, sums[4 * j + 3] = four.w;
         }
-        const int32 warp = thread >> 5, lane = thread & 31, column = group_ * Config::kDqWidth;
+        const int32 warp = thread >> 5, lane = thread & 31, column = group_ * kColumns;
         store_gradient<typename Config::Io>(
             sums, fwd.softmax_scale, params_.dq + batch * params_.dq_stride_b + head * params_.dq_stride_h + column,
             params_.dq_stride_s, m * Config::kBlockM + warp * 16 + (lane >> 2), fwd.seqlen_q, fwd.head_dim - column,

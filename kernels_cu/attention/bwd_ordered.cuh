@@ -4,8 +4,9 @@
 // others waits until the tile of keys before it has added. Tiles of keys go through the queries backwards, from the
 // last tile that they see to the first, and at each through all query heads (BwdStepSums). What a tile of keys sees
 // moves on with the keys: where it is not the first to see a tile of queries, the one before it sees that tile too,
-// and has taken it in the same order. So one number a tile of keys and warpgroup, its steps that are complete, tells
-// the next one all.
+// and has taken it in the same order. So one number a tile of keys and warpgroup, its last step that is complete, tells
+// the next one all. With kAlternate a writer has every second step, and asks for those of the writer whose tiles of
+// queries are its own.
 //
 //   writer g, tile n                          keeper (warp 3)               writer g of tile n + 1, and its keeper
 //   wait before > steps needed                ld.acquire steps(n - 1)       ..

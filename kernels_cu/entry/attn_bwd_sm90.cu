@@ -316,7 +316,7 @@ class Consumer : BwdProducts<Config>, Dropping {
         }
         wgmma_pin(w.dp);
     }
-    template <bool kHasDq>  // one fence for dS and dQ
+    template <bool kHasDq>  // dS and dQ have one arrival, and one fence
     OA_DEVICE void store_ds(const Work& w) {
         bars_.ds.wait_empty(ds_write_);
 #pragma unroll
