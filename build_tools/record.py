@@ -132,7 +132,8 @@ def _outcomes(path: Path) -> str:
     of: dict[str, list[str]] = {}
     for name, (outcome, _) in tests.items():
         of.setdefault(outcome, []).append(name)
-    again = sum(len(entry["before"]) for entry in json.loads(path.read_text(encoding="utf-8")).get("again", []))
+    entries = json.loads(path.read_text(encoding="utf-8")).get("again", [])
+    again = len({name for entry in entries for name in entry["before"]})
     parts = [f"{len(of['passed'])} passed" + (f" ({again} of them when they ran again)" if again else "")]
     if "skipped" in of:
         files = sorted({name.partition("::")[0].rpartition("/")[2] for name in of["skipped"]})
@@ -186,14 +187,14 @@ def versions() -> dict[str, str]:
 
 
 def run_again(record: dict[str, Any], part: Mapping[str, Any], reason: str) -> dict[str, Any]:
-    """Return ``record`` with outcomes of ``part`` in place of those that were not passed or skipped.
+    """Return ``record`` with what passed of ``part`` in place of what had neither passed nor been skipped.
 
     Raises
     ------
     ValueError
-        ``part`` is of other code, or holds none of those tests; the reason is empty.
+        ``part`` is of other code, or has passed none of those tests; the reason is empty.
     """
-    if part.get("digest") != record["digest"] or part.get("format") != FORMAT:
+    if part.get("digest") != record.get("digest") or part.get("format") != FORMAT:
         raise ValueError(f"what ran again is of other code than {RECORD}, or has another format")
     if not reason.strip():
         raise ValueError("without a reason why the tests are to be believed now")
@@ -201,10 +202,10 @@ def run_again(record: dict[str, Any], part: Mapping[str, Any], reason: str) -> d
     before = {
         name: outcome
         for name, (outcome, _) in tests.items()
-        if outcome not in ("passed", "skipped") and name in part["tests"]
+        if outcome not in ("passed", "skipped") and part["tests"].get(name, ("",))[0] == "passed"
     }
     if not before:
-        raise ValueError("none of the tests that did not pass has run again")
+        raise ValueError("none of the tests that did not pass has passed when it ran again")
     tests.update({name: part["tests"][name] for name in before})
     entry = {
         "reason": reason.strip(),
@@ -303,7 +304,8 @@ class Recorder:
         }
         return {
             "format": FORMAT,
-            "digest": self.digest_at_start,
+            # Of code that changed while it ran nothing can be said.
+            "digest": self.digest_at_start if digest(self.root) == self.digest_at_start else "",
             "complete": complete,
             "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(self.started)),
             "duration_s": round(time.time() - self.started, 1),
@@ -342,8 +344,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             record, part = (json.loads(path.read_text(encoding="utf-8")) for path in (ROOT / RECORD, options.again))
             made = run_again(record, part, options.why)
-        except (OSError, ValueError) as error:
-            parser.error(str(error))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            parser.error(f"{type(error).__name__}: {error}")
         (ROOT / RECORD).write_text(render(made), encoding="utf-8")
     elif not options.check:
         print(digest())

@@ -224,6 +224,8 @@ def test_tests_that_ran_again_replace_what_did_not_pass(checkout: Path) -> None:
     [
         ({"digest": "other"}, "why", "of other code"),
         ({"tests": {"a::x": ["passed", 1.0]}}, "why", "none of the tests"),
+        ({"tests": {"a::y": ["skipped", 1.0]}}, "why", "none of the tests"),
+        ({"tests": {"a::y": ["failed", 1.0]}}, "why", "none of the tests"),
         ({}, " ", "without a reason"),
     ],
 )
