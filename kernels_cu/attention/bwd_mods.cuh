@@ -1,7 +1,7 @@
 // Score modifications of the backward on wgmma. Scores are transposed, keys times queries: number i of a thread is that
 // of its key i >> 1 & 1 and of query i & 1 of two, of the (i >> 2)-th 8 queries.
 //
-//   softcap   S = cap * tanh(S / cap);  P = exp2(S - lse2);  dS = P (dP - delta) (1 - (S / cap)^2)
+//   softcap   S = cap * tanh(S / cap);  P = exp2(S - lse2);  dS = P (1 - (S / cap)^2) (dP - delta)
 //   keys      P = exp2(c S + bias of the key - lse2)
 #pragma once
 #include "attention/dropout.cuh"
@@ -10,6 +10,7 @@
 #include "attention/score_mods.cuh"
 #include "params/attn_bwd.cuh"
 #include "params/attn_fwd.cuh"
+#include "ptx/cvt.cuh"
 #include "ptx/math.cuh"
 #include "ptx/min_nan.cuh"
 #include "ptx/shared.cuh"
@@ -47,31 +48,36 @@ class BwdReadRows {
     float2 row_[kBlockM / 8];
 };
 
-// Raw products to the exponents of P, by the forward's functions (score_mods.cuh). lse2(j): of the j-th 8 queries.
-template <int kScores, typename Row>
-OA_DEVICE void capped_exponents(float (&s)[kScores], const ScoreModParams& f, const Row& lse2) {
-    if (below_cap(s, f)) {
-#pragma unroll
-        for (int i = 0; i < kScores; ++i) {
-            const float2 row = lse2(i >> 2);
-            s[i] = fmaf(s[i], cap_factor(f, s[i]), -(i & 1 ? row.y : row.x));
-        }
-    } else {
+// Raw products to S in base 2, where all of a warp's are below the cap, else to S / cap, by the forward's functions
+// (score_mods.cuh). Returns which.
+template <int kScores>
+OA_DEVICE bool cap_products(float (&s)[kScores], const ScoreModParams& f) {
+    const bool near = below_cap(s, f);
+    if (near)
+        cap_near_scores(s, f);
+    else
         cap_scores(s, f);
-#pragma unroll
-        for (int i = 0; i < kScores; ++i) {
-            const float2 row = lse2(i >> 2);
-            // Large scores can be rounded to more than their row's LSE; P is at most 1.
-            s[i] = min_nan(fmaf(s[i], f.factor2, -(i & 1 ? row.y : row.x)), 0.0f);
-        }
-    }
+    return near;
 }
-
-// dS from P (dP - delta), with S / cap from P: registers that would keep it are not there. lse: lse2 * inv_factor2.
-// Where P is 0, or the LSE +inf, S / cap is not between -1 and 1, and ds is 0.
-OA_DEVICE float uncap(float ds, float p, float inv_factor2, float lse) {
-    const float t = fmaf(log2_normal(p), inv_factor2, lse);
-    return fmaf(-ds, fminf(t * t, 1.0f), ds);
+// From what cap_products made to P (1 - (S / cap)^2), in place, and P as an operand of a product; from -inf to 0 and
+// something to clear. lse2(j): of the j-th 8 queries. inv_factor2: S / cap of S in base 2.
+template <bool kNear, typename Io, int kScores, typename Row>
+OA_DEVICE void capped_probabilities(float (&s)[kScores], uint32 (&p16)[kScores / 8][4], const ScoreModParams& f,
+                                    float inv_factor2, const Row& lse2) {
+#pragma unroll
+    for (int i = 0; i < kScores; i += 2) {
+        const float2 row = lse2(i >> 2);
+        float p[2];
+#pragma unroll
+        for (int x = 0; x < 2; ++x) {
+            const float lse = x ? row.y : row.x, at = s[i + x];
+            // Large scores can be rounded to more than their row's LSE; P is at most 1.
+            p[x] = exp2_approx(kNear ? at - lse : min_nan(fmaf(at, f.factor2, -lse), 0.0f));
+            const float t = kNear ? at * inv_factor2 : at;
+            s[i + x] = p[x] * fmaf(-t, t, 1.0f);
+        }
+        p16[i / 8][i / 2 % 4] = pack2(Io{}, p[0], p[1]);
+    }
 }
 
 // What a mask that is the same for all queries adds to a key's scores, in base 2; -inf where it hides the key, and

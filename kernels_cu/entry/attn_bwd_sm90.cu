@@ -267,51 +267,57 @@ class Consumer : BwdProducts<Config>, Dropping {
     OA_DEVICE QueryRows lse2_of(int32 stage) const { return {smem_addr_at(&SharedStorage::lse2), stage, lane_}; }
     OA_DEVICE QueryRows delta_of(int32 stage) const { return {smem_addr_at(&SharedStorage::delta), stage, lane_}; }
 
-    // P from S, in place. P: a template, because the plain kernel's Params have no mods.
+    // S to P, in place; kSoftcap: to what cap_products makes. Returns whether some are hidden. P: a template, because
+    // the plain kernel's Params have no mods.
     template <typename P, typename Row>
-    OA_DEVICE void exponentiate(const P& params, const BwdTile& t, const Rows& rows, Work& w, const Row& lse2) const {
+    OA_DEVICE bool exponentiate(const P& params, const BwdTile& t, const Rows& rows, Work& w, const Row& lse2,
+                                [[maybe_unused]] bool& near) const {
         const bool hides = w.at < rows.full_first || w.at >= rows.full_end || (Config::kLists && w.hidden);
         [[maybe_unused]] const float c = p_.softmax_scale * kLog2e;
         if constexpr (Config::kSoftcap) {
-            capped_exponents(w.s, params.mods, lse2);
-            if (hides) hide(w, t, 1.0f);
+            near = cap_products(w.s, params.mods);
+            if (hides) hide(w, t, neg_inf());
         } else {
-            if (hides) hide(w, t, c);
+            if (hides) hide(w, t, c > 0.0f ? neg_inf() : -neg_inf());
             if constexpr (Config::kKeyMask) biased_exponents(w.s, c, w.key_bias, lse2);
-        }
 #pragma unroll
-        for (int j = 0; j < Config::kBlockM / 8; ++j) {
-            [[maybe_unused]] float2 row;
-            if constexpr (!Config::kExponents) row = lse2(j);
+            for (int j = 0; j < Config::kBlockM / 8; ++j) {
+                [[maybe_unused]] float2 row;
+                if constexpr (!Config::kKeyMask) row = lse2(j);
 #pragma unroll
-            for (int x = 0; x < 4; ++x) {
-                float exponent = w.s[4 * j + x];
-                if constexpr (!Config::kExponents) exponent = fmaf(exponent, c, -(x & 1 ? row.y : row.x));
-                w.s[4 * j + x] = exp2_approx(exponent);
+                for (int x = 0; x < 4; ++x) {
+                    float exponent = w.s[4 * j + x];
+                    if constexpr (!Config::kKeyMask) exponent = fmaf(exponent, c, -(x & 1 ? row.y : row.x));
+                    w.s[4 * j + x] = exp2_approx(exponent);
+                }
             }
         }
+        return hides;
     }
-    // dS from P and dP, to dP's registers.
-    template <typename P>
-    OA_DEVICE void differentiate(const P& params, Work& w, const QueryRows& delta) const {
+    // P as an operand, from what exponentiate left. In its place stays what dP - delta is multiplied by.
+    template <typename P, typename Row>
+    OA_DEVICE void pack_p(const P& params, const BwdTile& t, Work& w, const Row& lse2, bool hides, bool near) const {
+        if constexpr (Config::kSoftcap) {
+            if (near)
+                capped_probabilities<true, typename Config::Io>(w.s, w.p16, params.mods, params.inv_factor2, lse2);
+            else
+                capped_probabilities<false, typename Config::Io>(w.s, w.p16, params.mods, params.inv_factor2, lse2);
+            if (hides) hide(w, t, 0.0f);
+        } else {
+            pack(w.p16, w.s);
+        }
+    }
+    // dS from dP, in its registers.
+    OA_DEVICE void differentiate(Work& w, const QueryRows& delta) const {
 #pragma unroll
         for (int j = 0; j < Config::kBlockM / 8; ++j) {
             const float2 row = delta(j);
-            [[maybe_unused]] float2 lse;  // in units of the cap
-            if constexpr (Config::kSoftcap) {
-                lse = lse2_of(q_at_.stage)(j);
-                lse.x *= params.inv_factor2, lse.y *= params.inv_factor2;
-            }
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
                 float* ds = w.dp + 4 * j + 2 * r;
                 const float* p = w.s + 4 * j + 2 * r;
                 if constexpr (!kHasDropout) ds[0] = p[0] * (ds[0] - row.x), ds[1] = p[1] * (ds[1] - row.y);
                 if constexpr (kHasDropout) score_gradients(ds, p, row, j, r);
-                if constexpr (Config::kSoftcap) {
-                    ds[0] = uncap(ds[0], p[0], params.inv_factor2, lse.x);
-                    ds[1] = uncap(ds[1], p[1], params.inv_factor2, lse.y);
-                }
             }
         }
         wgmma_pin(w.dp);
@@ -366,7 +372,8 @@ class Consumer : BwdProducts<Config>, Dropping {
         const typename Select<Config::kReadAhead, ReadRows, QueryRows>::Type lse2(lse2_of(q_now.stage));
         wgmma_wait<(kBefore > 0) + kDq>();
         wgmma_pin(w.s);
-        exponentiate(params_, t, rows, w, lse2);
+        bool near = false;
+        const bool hides = exponentiate(params_, t, rows, w, lse2, near);
         wgmma_pin(w.s);  // ptxas puts exp2 behind the wait; kept before it by force the kernel was slower
         wgmma_wait<0>();
         if constexpr (kBefore > 0) {
@@ -379,7 +386,7 @@ class Consumer : BwdProducts<Config>, Dropping {
         } else if constexpr (kBefore > 1) {
             ds_read_.advance();  // the other warpgroup's
         }
-        pack(w.p16, w.s);
+        pack_p(params_, t, w, lse2, hides, near);
         if constexpr (kHasDropout) drop(w.p16, w.s, tile(w));
         bars_.d_o.wait(do_at_);
         wgmma_discard(w.dp);
@@ -391,7 +398,7 @@ class Consumer : BwdProducts<Config>, Dropping {
         if constexpr (!Config::kLists) --w.at;
         wgmma_wait<1>();
         wgmma_pin(w.dp);
-        differentiate(params_, w, delta_of(do_at_.stage));
+        differentiate(w, delta_of(do_at_.stage));
         wgmma_wait<0>();
         wgmma_pin(w.dv);
         release_do<false>(w);
@@ -415,9 +422,8 @@ class Consumer : BwdProducts<Config>, Dropping {
         for (int r = 0; r < 2; ++r) w.key_bias[r] = key_bias_log2<Config::Io>(p_, t.sequence, head, key + r * 8);
     }
 
-    // Scores of hidden pairs, and of keys behind the end, become what exp2 makes 0.
-    OA_DEVICE void hide(Work& w, const BwdTile& t, float c) const {
-        const float hidden = c > 0.0f ? neg_inf() : -neg_inf();
+    // Scores of hidden pairs, and of keys behind the end, become `hidden`.
+    OA_DEVICE void hide(Work& w, const BwdTile& t, float hidden) const {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             int32 key = t.n0 + group_ * 64 + warp_ * 16 + (lane_ >> 2) + r * 8;
