@@ -48,7 +48,7 @@ def selected(row: KernelSpec, problem: BackwardProblem) -> Selection:
     if row.ordered_dq and problem.deterministic:
         why.append("deterministic=True: tiles of keys add to dq in a fixed order")
     elif row.ordered_dq:
-        why.append("tiles of keys add to dq in a fixed order: of causal calls of such a length that is faster")
+        why.append("tiles of keys add to dq in a fixed order: of calls of such a length that is faster")
     return Selection(row, tuple(why))
 
 

@@ -363,17 +363,30 @@ def _unfit_backward(row: KernelSpec, problem: BackwardProblem) -> str | None:
 def _order_pays(row: KernelSpec, f: AttentionProblem) -> bool:
     """Whether additions to dq in an order are faster than others: nothing is cleared before and rounded behind them.
 
-    Of causal batches alone, and not of long ones: the more heads a tile of keys goes through at each tile of queries,
-    the longer it may wait for the tile before. Where there are too few tiles, twice as many of long ones, they all wait
-    for each other.
+    Of short sequences, of which there are many or queries are causal; of causal batches at head_dim 128 also of longer
+    ones: the more heads a tile of keys goes through at each tile of queries, the longer it may wait for the tile
+    before. Where there are too few tiles, twice as many of long ones, they all wait for each other.
     """
-    causal = f.window_right == 0 and f.window_left == UNLIMITED and f.seqlen_q == f.seqlen_k
-    if row.head_dim != 128 or not causal or f.varlen or f.dropout is not None or f.softcap > 0.0 or f.mask != "none":
+    r = rules()
+    causal = f.window_right == 0 and f.window_left == UNLIMITED
+    if not causal and not f.window_right == f.window_left == UNLIMITED:
         return False
-    least, of_head, most, tiles = rules().order_pays
-    length = num_m_blocks(f, row.block_m)
-    pays = least <= length <= min(of_head * (f.num_q_heads // max(f.num_kv_heads, 1)), most)
-    return pays and f.batch * f.num_kv_heads * num_n_blocks(f, row.block_n) >= (2 if length > of_head else 1) * tiles
+    if row.head_dim not in r.order_causal or f.seqlen_q != f.seqlen_k or f.varlen:
+        return False
+    if f.dropout is not None or f.softcap > 0.0 or f.mask != "none":
+        return False
+    length, group = num_m_blocks(f, row.block_m), f.num_q_heads // max(f.num_kv_heads, 1)
+    tiles = f.batch * f.num_kv_heads * num_n_blocks(f, row.block_n)
+    shortest, for_each = r.order_short
+    if 0 < length <= shortest and tiles * group >= for_each * length**2:
+        return True
+    if not causal or tiles == 0:
+        return False
+    if length <= r.order_causal[row.head_dim][group <= 1]:
+        return True
+    least, of_head, most, least_tiles = r.order_long
+    pays = row.head_dim == 128 and least <= length <= min(of_head * group, most)
+    return pays and tiles >= (2 if length > of_head else 1) * least_tiles
 
 
 def _unfit_blocks(row: KernelSpec, f: AttentionProblem) -> str | None:

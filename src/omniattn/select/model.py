@@ -97,10 +97,15 @@ class Rules:
     order_steps : dict of int to (float, float)
         By head_dim of the kernels that add to dq in an order: steps by which a head's tiles of keys should follow each
         other, and steps that beginning and ending a tile takes (docs/performance/records/attn_bwd_sm90.toml, H100).
-    order_pays : (int, int, int, int)
-        Where causal gradients of head_dim 128 are faster by additions to dq in an order than by others: tiles of
-        queries, at least, at most for each query head of a kv head, and at most; tiles of keys of all heads, at least,
-        twice as many beyond what one head may have (docs/performance/records/attn_bwd_sm90.toml, one H100).
+    order_short : (int, int)
+        Where gradients are faster by additions to dq in an order than by others: tiles of queries, at most; tiles of
+        keys of all query heads over the square of that, at least (docs/performance/records/attn_bwd_sm90.toml, H200).
+    order_causal : dict of int to (int, int)
+        By head_dim of the kernels that have such an order, causal calls besides: tiles of queries, at most, of query
+        heads that share a kv head, and of others.
+    order_long : (int, int, int, int)
+        Causal calls of head_dim 128 besides: tiles of queries, at least, at most for each query head of a kv head, and
+        at most; tiles of keys of all kv heads, at least, twice as many beyond what one head may have (H100).
     int8_from : dict of int to (int, int)
         By the narrowest head_dim that holds a call's: rows and keys from which on int8 with its quantization is faster
         than exact attention, (full, causal or windowed). Of one H200 (docs/performance/results/int8.json, which a test
@@ -127,7 +132,9 @@ class Rules:
     cached_bytes: int
     tail_bytes: float
     order_steps: dict[int, tuple[float, float]]
-    order_pays: tuple[int, int, int, int]
+    order_short: tuple[int, int]
+    order_causal: dict[int, tuple[int, int]]
+    order_long: tuple[int, int, int, int]
     int8_from: dict[int, tuple[int, int]]
     auto: dict[str, float]
 
@@ -136,15 +143,12 @@ class Rules:
 def rules() -> Rules:
     """Of the GPU that was measured; others have no better ones."""
     data = dict(_file()["rules"])
-    lengths, steps = data.pop("int8_from"), data.pop("order_steps")
-    order_steps = {int(d): (apart, ends) for d, (apart, ends) in steps.items()}
-    order_pays = tuple(data.pop("order_pays"))
-    return Rules(
-        **data,
-        order_steps=order_steps,
-        order_pays=order_pays,
-        int8_from={int(d): (full, hidden) for d, (full, hidden) in lengths.items()},
-    )
+    by_width = {
+        name: {int(d): (first, second) for d, (first, second) in data.pop(name).items()}
+        for name in ("int8_from", "order_steps", "order_causal")
+    }
+    lists = {name: tuple(data.pop(name)) for name in ("order_short", "order_long")}
+    return Rules(**data, **by_width, **lists)
 
 
 @functools.cache

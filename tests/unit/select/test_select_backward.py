@@ -198,20 +198,27 @@ def test_orders_of_no_heads(heads: tuple[int, int], window: tuple[int, int], hea
         assert (order_of_keys(row, problem, target).num_items == 0) == (heads[1] == 0), row.name
 
 
-def test_short_causal_calls_add_in_an_order() -> None:
+def test_short_calls_add_in_an_order() -> None:
     """Where that was measured to be faster, as with deterministic=True."""
     fields: dict[str, Any] = {"head_dim": 128, "batch": 16, "seqlen_q": 1024, "seqlen_k": 1024, "window_right": 0}
     fields |= {"num_q_heads": 16, "num_kv_heads": 16}
-    grouped = {"num_q_heads": 32, "num_kv_heads": 8, "seqlen_q": 4096, "seqlen_k": 4096}
+    shared = {"num_q_heads": 32, "num_kv_heads": 8}
+    grouped = {**shared, "seqlen_q": 4096, "seqlen_k": 4096}
     pairs = {"num_q_heads": 32, "num_kv_heads": 16}
     longer = {"seqlen_q": 8192, "seqlen_k": 8192}
+    short, shorter = {"seqlen_q": 384, "seqlen_k": 384}, {"seqlen_q": 256, "seqlen_k": 256}
+    full, narrow = {"window_right": UNLIMITED}, {"head_dim": 64}
     for more, ordered in (
-        ({}, True), ({"seqlen_q": 4096, "seqlen_k": 4096}, False), ({"batch": 1}, False), ({"head_dim": 64}, False),
-        ({"window_right": UNLIMITED}, False), ({"seqlen_k": 2048}, False), ({"softcap": 3.0}, False),
+        ({}, True), ({"seqlen_q": 4096, "seqlen_k": 4096}, False), ({"batch": 1}, False), (full, False),
+        ({"seqlen_k": 2048}, False), ({"softcap": 3.0}, False), ({"window_left": 512}, False),
         ({"batch": 4, **grouped}, True), ({"batch": 2, **grouped}, False), ({**grouped, **longer}, False),
-        ({"batch": 32, "seqlen_q": 512, "seqlen_k": 512}, True),
-        ({"batch": 64, "seqlen_q": 256, "seqlen_k": 256}, False),
+        ({"batch": 32, "seqlen_q": 512, "seqlen_k": 512}, True), ({**short, "seqlen_q": 0}, False),
         ({**pairs, "seqlen_q": 2048, "seqlen_k": 2048}, True), ({**pairs, "seqlen_q": 4096, "seqlen_k": 4096}, False),
+        (shorter, True), ({**shorter, "batch": 1}, True), ({**shorter, **full}, True),
+        ({**shorter, **full, "batch": 4}, False), ({**short, "batch": 2}, True), ({**short, **shared, "batch": 4}, False),
+        ({**short, **shared, "batch": 42}, True), (narrow, True), ({**narrow, **shared}, False),
+        ({**narrow, "seqlen_q": 2048, "seqlen_k": 2048}, False), ({**narrow, **short, **full, "batch": 42}, True),
+        ({**narrow, **short, **full, "batch": 10}, False), ({**shorter, "head_dim": 256}, False),
     ):  # fmt: skip
         chosen = select_backward(problem(**fields | more), GPUS[9, 0])
         assert chosen.spec.ordered_dq == ordered
