@@ -297,6 +297,7 @@ def main() -> None:
         ring(f"{schedule} softcap", 512, schedule, causal=True, softcap=20.0)
         for precision in ("int8", "fp8"):
             ring(f"{schedule} {precision}", 1024, schedule, causal=True, precision=precision)
+            ring(f"{schedule} {precision} 777", 777, schedule, causal=True, precision=precision)
     ring("three rows", 3, "zigzag", causal=True)
     parts: tuple[Callable[[], None], ...] = (documents, heads, streams, caches, dtensors, graph)
     for part in (*parts, *((meshes,) if dist.get_world_size() == 4 else ())):

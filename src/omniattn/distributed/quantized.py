@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -20,15 +21,15 @@ from ..ops.attention import attention_beside
 from ..ops.quantize import quantize_qk, quantize_v
 from ..problems import Precision, QuantizedQK, QuantizedV, QuantizeProblem
 from ..problems.products import products_of
-from ..problems.quantize import QK_DTYPES
+from ..problems.quantize import BLOCK_ROWS, QK_DTYPES, sample_log2
 from .exchange import Group
-from .schedule import Range, Ring, Step, Task
+from .schedule import Range, Ring, Step, Task, length_of
 from .steps import Common, rows_of
 
-#: Small arrays of one chunk: they travel as bytes of one message behind those of k_int and of v, in this order, in
+#: Small arrays of a piece: they travel as bytes of one message behind those of k_int and of v, in this order, in
 #: which each begins at a multiple of 16 bytes.
 SMALL = ("v_scale", "v_mean", "k_scale")
-#: Messages of a chunk.
+#: Messages of a piece.
 MESSAGES = 3
 
 
@@ -64,9 +65,15 @@ def format_of(precision: Precision, device: Any) -> Format:
     return Format(grouping, "float8_e4m3" if pv == "fp8" else "float16", accumulator)
 
 
-def mean_of_keys(group: Group, k: Any, seqlen_k: int, function: str) -> Any:
-    """K's mean over all keys of all ranks, (batch, num_kv_heads, head_dim) in float32."""
-    total = k.sum(1, dtype=torch.float32)
+def mean_of_keys(group: Group, k: Any, ring: Ring, function: str) -> Any:
+    """K's mean over keys of all ranks, (batch, num_kv_heads, head_dim) in float32.
+
+    Of so many of each rank's keys as `quantize_qk` takes of a sequence of that length; the same on all ranks.
+    """
+    each = 1 << sample_log2(ring.seqlen_k // group.size)
+    lengths = (length_of(ring.seqlen_k, group.size, rank, ring.schedule) for rank in range(group.size))
+    count = sum(-(-rows // each) for rows in lengths)
+    total = k[:, ::each].sum(1, dtype=torch.float32)
     try:
         dist.all_reduce(total, group=group.handle)
     except RuntimeError as error:
@@ -74,7 +81,7 @@ def mean_of_keys(group: Group, k: Any, seqlen_k: int, function: str) -> Any:
             f"{function}(): the all-reduce of K's mean failed ({error})",
             "see whether another rank raised before, or was called with other arguments",
         ) from error
-    return total / max(seqlen_k, 1)
+    return total / max(count, 1)
 
 
 def bias_of(q: Any, mean: Any, softmax_scale: float) -> Any:
@@ -86,30 +93,33 @@ def bias_of(q: Any, mean: Any, softmax_scale: float) -> Any:
 
 
 class Quantized:
-    """`Wire` of operands, chunk by chunk: groups of scales begin where a chunk begins.
+    """`Wire` of operands. Groups of scales begin where a chunk begins.
 
     Parameters
     ----------
     group : Group
     ring : Ring
-        Made with ``unite=False``.
+        Whose chunks unite where `unites` says that they can.
     q, k, v : tensor, (batch, seq, heads, head_dim)
     precision : Precision
     common : Common
     """
 
     def __init__(self, group: Group, ring: Ring, q: Any, k: Any, v: Any, precision: Precision, common: Common) -> None:
-        self.common, self.ring = common, ring
+        self.common = common
         self.mean: Any = None
         if precision.smooth_k:
-            self.mean = mean_of_keys(group, k, ring.seqlen_k, common.function)
+            self.mean = mean_of_keys(group, k, ring, common.function)
             # In float32, rounded once, in one launch.
             k = torch.sub(k, self.mean[:, None], out=torch.empty_like(k, memory_format=torch.contiguous_format))
         target = format_of(precision, q.device)
+        # By the rows of the rank's part that were quantized together, and by those that a task reads of them.
         self.queries: dict[Range, QuantizedQK] = {}
-        self.keys: dict[Range, list[Any]] = {}
-        rows_q, rows_k = (_local(chunks) for chunks in (ring.chunks_q(group.rank), ring.chunks_k(group.rank)))
-        for of_q, of_k in zip(rows_q, rows_k, strict=True):
+        self.keys: dict[Range, Keys] = {}
+        parts_q, parts_k = [(0, q.shape[1])], [(0, k.shape[1])]
+        if not ring.unite:
+            parts_q, parts_k = (_local(chunks) for chunks in (ring.chunks_q(group.rank), ring.chunks_k(group.rank)))
+        for of_q, of_k in zip(parts_q, parts_k, strict=True):
             pair = quantize_qk(
                 rows_of(q, of_q), rows_of(k, of_k), dtype=QK_DTYPES[precision.qk], granularity=precision.granularity,
                 grouping=target.grouping, smooth_k=False, hadamard=precision.hadamard, seed=precision.seed,
@@ -120,25 +130,24 @@ class Quantized:
                 smooth_v=precision.smooth_v,
                 pv_accumulator=target.pv_accumulator,
             )
-            small = [values.v_scale, values.v_mean, pair.k_scale]
-            together = torch.cat([x.contiguous().view(-1).view(torch.uint8) for x in small])
-            self.queries[of_q], self.keys[of_k] = pair, [pair.k_int, values.v, together]
             self.problems = pair.problem, values.problem
+            self.queries[of_q] = pair
+            self.keys[of_k] = Keys(pair.k_int, pair.k_scale, values.v, values.v_scale, values.v_mean)
         self.like = q
 
     def own(self, step: Step) -> list[Any]:
-        """Of the chunks that the step reads."""
-        return [x for rows in _chunks(step) for x in self.keys[rows]]
+        """Of the pieces that the step reads."""
+        return [x for rows in step.pieces for x in self._keys_of(rows).messages()]
 
     def sent(self, step: Step) -> list[Any]:
         """The same: operands are contiguous."""
         return self.own(step)
 
     def buffers(self, step: Step) -> list[Any]:
-        """For the chunks of another rank, whose lengths the ring says."""
+        """For the pieces of another rank, whose lengths the ring says."""
         found = []
-        for rows in _chunks(step):
-            shapes = self._shapes(rows)
+        for rows in step.pieces:
+            shapes = _shapes_of(*self._of(rows))
             found += [
                 torch.empty(shape, dtype=dtype, device=self.like.device)
                 for shape, dtype in (shapes["k_int"], shapes["v"], ((_bytes_of(shapes),), torch.uint8))
@@ -146,35 +155,104 @@ class Quantized:
         return found
 
     def _of(self, rows: Range) -> tuple[QuantizeProblem, QuantizeProblem]:
-        """The problems of a chunk's K and V."""
+        """The problems of K and V of so many rows."""
         number = rows[1] - rows[0]
-        return _with_rows(self.problems[0], number), _with_rows(self.problems[1], number)
+        return _with_rows(self.problems[0], 0, number), _with_rows(self.problems[1], 0, number)
 
-    def _shapes(self, rows: Range) -> dict[str, tuple[tuple[int, ...], Any]]:
-        """Shapes and dtypes of a chunk's arrays by name."""
-        return _shapes_of(*self._of(rows))
+    def _keys_of(self, rows: Range) -> Keys:
+        """Of this rank's keys."""
+        part = _that_holds(rows, self.keys)
+        if rows not in self.keys:
+            self.keys[rows] = self.keys[part].cut(_within(rows, part), *self.problems)
+        return self.keys[rows]
+
+    def _queries_of(self, rows: Range) -> QuantizedQK:
+        part = _that_holds(rows, self.queries)
+        if rows not in self.queries:
+            self.queries[rows] = _cut_queries(self.queries[part], _within(rows, part))
+        return self.queries[rows]
 
     def attend(self, part: list[Any], step: Step, task: Task, sinks: Any, spare_sms: int) -> tuple[Any, Any]:
-        """Attention of one chunk of queries over one of keys."""
-        at = _chunks(step).index(task.k) * MESSAGES
-        k_int, v, together = part[at : at + MESSAGES]
+        """Attention of one rectangle."""
+        piece = _that_holds(task.k, step.pieces)
+        at = step.pieces.index(piece) * MESSAGES
+        found = Keys.of_messages(part[at : at + MESSAGES], _shapes_of(*self._of(piece)))
+        if task.k != piece:
+            found = found.cut(_within(task.k, piece), *self.problems)
         of_k, of_v = self._of(task.k)
-        shapes = self._shapes(task.k)
-        sizes = [_size_of(*shapes[name]) for name in SMALL]
-        v_scale, v_mean, k_scale = (
-            x.view(shapes[name][1]).view(shapes[name][0]) for name, x in zip(SMALL, together.split(sizes), strict=True)
-        )
-        keys = QuantizedQK(None, k_int, None, k_scale, None, None, None, None, None, None, of_k, "NHD")
-        values = QuantizedV(v, v_scale, v_mean, None, of_v, "NHD")
-        pair = self.queries[task.q]
+        keys = QuantizedQK(None, found.k_int, None, found.k_scale, None, None, None, None, None, None, of_k, "NHD")
+        values = QuantizedV(found.v, found.v_scale, found.v_mean, None, of_v, "NHD")
         options = self.common.options(task)
-        return attention_beside(pair.q, keys.k, values, spare_sms=spare_sms, sinks=None, **options)
+        queries = self._queries_of(task.q).q
+        return attention_beside(queries, keys.k, values, spare_sms=spare_sms, sinks=None, **options)
+
+
+@dataclasses.dataclass(frozen=True)
+class Keys:
+    """K and V of a piece."""
+
+    k_int: Any
+    k_scale: Any
+    v: Any
+    v_scale: Any
+    v_mean: Any
+
+    def messages(self) -> list[Any]:
+        """As they travel."""
+        small = [getattr(self, name).contiguous().view(-1).view(torch.uint8) for name in SMALL]
+        return [self.k_int, self.v, torch.cat(small)]
+
+    @classmethod
+    def of_messages(cls, messages: list[Any], shapes: dict[str, tuple[tuple[int, ...], Any]]) -> Keys:
+        """What has arrived; shapes and dtypes by name."""
+        k_int, v, together = messages
+        parts = together.split([_size_of(*shapes[name]) for name in SMALL])
+        small = {name: x.view(shapes[name][1]).view(shapes[name][0]) for name, x in zip(SMALL, parts, strict=True)}
+        return cls(k_int=k_int, v=v, **small)
+
+    def cut(self, rows: Range, of_k: QuantizeProblem, of_v: QuantizeProblem) -> Keys:
+        """Rows, which begin where a group of scales begins; problems of whatever length."""
+        begin, end = rows
+        scales = _groups(rows, of_k.key_tile, of_k.scales_per_tile[1])
+        if of_v.v_dtype == "float16":
+            v = self.v[:, :, begin:end]
+        else:
+            v = self.v[..., begin : begin + -(-(end - begin) // BLOCK_ROWS) * BLOCK_ROWS]
+        k_int, k_scale = self.k_int[:, :, begin:end], self.k_scale[..., scales[0] : scales[1]]
+        return Keys(k_int.contiguous(), k_scale.contiguous(), v.contiguous(), self.v_scale, self.v_mean)
+
+
+def _cut_queries(of: QuantizedQK, rows: Range) -> QuantizedQK:
+    """Rows, which begin where a group of scales begins."""
+    scales = _groups(rows, BLOCK_ROWS, of.problem.scales_per_tile[0])
+    return dataclasses.replace(
+        of,
+        q_int=of.q_int[:, :, rows[0] : rows[1]].contiguous(),
+        q_scale=of.q_scale[..., scales[0] : scales[1]].contiguous(),
+        row_bias=None if of.row_bias is None else of.row_bias[..., rows[0] : rows[1]].contiguous(),
+        problem=_with_rows(of.problem, rows[1] - rows[0], of.problem.rows_k),
+    )
+
+
+def _groups(rows: Range, tile: int, of_tile: int) -> Range:
+    """Scales of rows."""
+    return rows[0] // tile * of_tile, -(-rows[1] // tile) * of_tile
+
+
+def _that_holds(rows: Range, parts: Iterable[Range]) -> Range:
+    """The part with these rows."""
+    return next(part for part in parts if part[0] <= rows[0] and rows[1] <= part[1])
+
+
+def _within(rows: Range, part: Range) -> Range:
+    """Rows counted from the begin of a part."""
+    return rows[0] - part[0], rows[1] - part[0]
 
 
 @functools.lru_cache(maxsize=256)
-def _with_rows(problem: QuantizeProblem, rows: int) -> QuantizeProblem:
+def _with_rows(problem: QuantizeProblem, rows_q: int, rows_k: int) -> QuantizeProblem:
     """The same object for the same numbers: plans of calls on operands are found by it."""
-    return dataclasses.replace(problem, rows_k=rows)
+    return dataclasses.replace(problem, rows_q=rows_q, rows_k=rows_k)
 
 
 @functools.lru_cache(maxsize=256)
@@ -201,8 +279,3 @@ def _local(chunks: tuple[Range, ...]) -> list[Range]:
         found.append((row, row + end - begin))
         row += end - begin
     return found
-
-
-def _chunks(step: Step) -> list[Range]:
-    """Chunks of the source that the step reads, each once."""
-    return sorted({task.k for task in step.tasks})

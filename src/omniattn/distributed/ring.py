@@ -18,7 +18,7 @@ from ..problems import Fp8, Int8, Precision
 from .exchange import Group, agree, group_of, meet
 from .parts import check_seqlen
 from .quantized import Quantized, bias_of, format_of
-from .schedule import Ring, check_schedule, ring_of
+from .schedule import Ring, check_schedule, ring_of, unites
 from .steps import Common, Plain, Saved, Wire, backward, forward
 from .wires import check_precision, check_starts
 
@@ -367,7 +367,8 @@ def check(
         _check_operands(q, v, precision, window, softcap, (whole_q, whole_k), function)
     if precision.quantized:
         values.check_quantized_head_dim(max(head_dim, v.shape[-1]), f"precision={said['precision']!r}", function)
-    ring = ring_of(whole_q, whole_k, group.size, schedule, window, documents, not precision.quantized)
+    unite = not precision.quantized or unites(whole_q, whole_k, group.size, schedule)
+    ring = ring_of(whole_q, whole_k, group.size, schedule, window, documents, unite)
     return Asked(
         ring, Common(function, scale, softcap, said["deterministic"]), layout, packed, precision, said["return_lse"]
     )

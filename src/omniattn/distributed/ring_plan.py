@@ -12,7 +12,7 @@ from ..errors import ArgumentError
 from ..problems import Fp8, Int8, QuantizeProblem
 from ..problems.memory import ITEMSIZE
 from ..problems.quantize import QK_DTYPES
-from .schedule import Range, Step, Task, check_schedule, length_of, ring_of
+from .schedule import Range, Step, Task, check_schedule, length_of, ring_of, unites
 from .wires import check_precision, check_starts
 
 
@@ -209,7 +209,8 @@ def plan(
     seen = values.check_window(window, check_bool(causal, "causal", name), name)
     low = check_precision(precision, seen, name)
     check_schedule(schedule, name)
-    ring = ring_of(seqlen, keys, world_size, schedule, seen, starts, not low.quantized)
+    unite = not low.quantized or unites(seqlen, keys, world_size, schedule)
+    ring = ring_of(seqlen, keys, world_size, schedule, seen, starts, unite)
     row = heads_kv * (head_dim + dim_v) * ITEMSIZE[dtype] * batch
     problem = QuantizeProblem(
         dtype, batch, 0, 0, heads_q, heads_kv, head_dim, False, QK_DTYPES.get(low.qk, "int8"), low.granularity,
@@ -221,7 +222,7 @@ def plan(
             return 0
         if not low.quantized:
             return (step.rows[1] - step.rows[0]) * row
-        return sum(_operand_bytes(replace(problem, rows_k=b - a)) for a, b in {task.k for task in step.tasks})
+        return sum(_operand_bytes(replace(problem, rows_k=b - a)) for a, b in step.pieces)
 
     item = ITEMSIZE[dtype]
     of_row = heads_q * dim_v * batch

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from ..errors import ArgumentError
+from ..problems.quantize import BLOCK_ROWS
 
 SCHEDULES = ("zigzag", "contiguous")
 UNLIMITED = -1
@@ -174,11 +175,14 @@ class Step:
         Of its rows, those that are sent: from the first to the last one that a task reads. Empty: nothing is sent.
     tasks : tuple of Task
         Rows of ``k`` are counted in the source's part, not from ``rows``.
+    pieces : tuple of (int, int)
+        Of its rows, what is quantized apart: ``rows``, or chunks that do not unite.
     """
 
     source: int
     rows: Range
     tasks: tuple[Task, ...]
+    pieces: tuple[Range, ...]
 
 
 @dataclass(frozen=True)
@@ -196,7 +200,7 @@ class Ring:
     starts : tuple of int
         Tokens at which documents begin, and the end of the last one; empty for one sequence.
     unite : bool
-        Whether chunks of a rank may share a call. Quantized ones do not: each has its own groups of scales.
+        Whether chunks of a rank may share a call. Quantized ones do not where a group of scales would have rows of two.
     """
 
     seqlen_q: int
@@ -224,7 +228,8 @@ class Ring:
             source = (rank - step) % self.world_size
             tasks = self._tasks(rank, source)
             rows = (min(t.k[0] for t in tasks), max(t.k[1] for t in tasks)) if tasks else (0, 0)
-            known = self._steps[rank, step] = Step(source, rows, tasks)
+            pieces = (rows,) if self.unite and tasks else tuple(sorted({task.k for task in tasks}))
+            known = self._steps[rank, step] = Step(source, rows, tasks, pieces)
         return known
 
     def steps(self, rank: int) -> tuple[Step, ...]:
@@ -275,6 +280,12 @@ class Ring:
         first = max(bisect_right(self.starts, a) - 1 for a, _ in chunks)
         end = min(bisect_left(self.starts, b) for _, b in chunks)
         return [(self.starts[n], self.starts[n + 1]) for n in range(first, min(end, len(self.starts) - 1))]
+
+
+def unites(seqlen_q: int, seqlen_k: int, world_size: int, schedule: str) -> bool:
+    """Whether a rank's chunks can be quantized as one part: there is one, or each has whole groups of rows."""
+    rows = 2 * world_size * BLOCK_ROWS
+    return schedule == "contiguous" or (seqlen_q % rows == 0 and seqlen_k % rows == 0)
 
 
 @lru_cache(maxsize=32)
