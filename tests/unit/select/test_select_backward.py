@@ -216,7 +216,8 @@ def test_short_calls_add_in_an_order() -> None:
         ({**pairs, "seqlen_q": 2048, "seqlen_k": 2048}, True), ({**pairs, "seqlen_q": 4096, "seqlen_k": 4096}, False),
         (shorter, True), ({**shorter, "batch": 1}, True), ({**shorter, **full}, True),
         ({**shorter, **full, "batch": 4}, False), ({**short, "batch": 2}, True), (narrow, True),
-        ({**short, **shared, "batch": 4}, False), ({**short, **shared, "batch": 42}, True), ({**narrow, **shared}, False),
+        ({**short, **shared, "batch": 4}, False), ({**short, **shared, "batch": 42}, True),
+        ({**narrow, **shared}, False),
         ({**narrow, "seqlen_q": 2048, "seqlen_k": 2048}, False), ({**narrow, **short, **full, "batch": 42}, True),
         ({**narrow, **short, **full, "batch": 10}, False), ({**shorter, "head_dim": 256}, False),
     ):  # fmt: skip
