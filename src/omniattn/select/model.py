@@ -143,12 +143,11 @@ class Rules:
 def rules() -> Rules:
     """Of the GPU that was measured; others have no better ones."""
     data = dict(_file()["rules"])
-    by_width = {
-        name: {int(d): (first, second) for d, (first, second) in data.pop(name).items()}
-        for name in ("int8_from", "order_steps", "order_causal")
-    }
-    lists = {name: tuple(data.pop(name)) for name in ("order_short", "order_long")}
-    return Rules(**data, **by_width, **lists)
+    for name in ("int8_from", "order_steps", "order_causal"):
+        data[name] = {int(width): tuple(pair) for width, pair in data[name].items()}
+    for name in ("order_short", "order_long"):
+        data[name] = tuple(data[name])
+    return Rules(**data)
 
 
 @functools.cache
