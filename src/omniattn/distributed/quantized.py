@@ -26,10 +26,10 @@ from .exchange import Group
 from .schedule import Range, Ring, Step, Task, length_of
 from .steps import Common, rows_of
 
-#: Small arrays of a piece: they travel as bytes of one message behind those of k_int and of v, in this order, in
-#: which each begins at a multiple of 16 bytes.
+#: Small arrays of a range of rows: they travel as bytes of one message behind those of k_int and of v, in this order,
+#: in which each begins at a multiple of 16 bytes.
 SMALL = ("v_scale", "v_mean", "k_scale")
-#: Messages of a piece.
+#: Messages of a range.
 MESSAGES = 3
 
 
@@ -136,17 +136,17 @@ class Quantized:
         self.like = q
 
     def own(self, step: Step) -> list[Any]:
-        """Of the pieces that the step reads."""
-        return [x for rows in step.pieces for x in self._keys_of(rows).messages()]
+        """Of the ranges that the step reads."""
+        return [x for rows in step.ranges for x in self._keys_of(rows).messages()]
 
     def sent(self, step: Step) -> list[Any]:
         """The same: operands are contiguous."""
         return self.own(step)
 
     def buffers(self, step: Step) -> list[Any]:
-        """For the pieces of another rank, whose lengths the ring says."""
+        """For the ranges of another rank, whose lengths the ring says."""
         found = []
-        for rows in step.pieces:
+        for rows in step.ranges:
             shapes = _shapes_of(*self._of(rows))
             found += [
                 torch.empty(shape, dtype=dtype, device=self.like.device)
@@ -174,11 +174,11 @@ class Quantized:
 
     def attend(self, part: list[Any], step: Step, task: Task, sinks: Any, spare_sms: int) -> tuple[Any, Any]:
         """Attention of one rectangle."""
-        piece = _that_holds(task.k, step.pieces)
-        at = step.pieces.index(piece) * MESSAGES
-        found = Keys.of_messages(part[at : at + MESSAGES], _shapes_of(*self._of(piece)))
-        if task.k != piece:
-            found = found.cut(_within(task.k, piece), *self.problems)
+        sent = _that_holds(task.k, step.ranges)
+        at = step.ranges.index(sent) * MESSAGES
+        found = Keys.of_messages(part[at : at + MESSAGES], _shapes_of(*self._of(sent)))
+        if task.k != sent:
+            found = found.cut(_within(task.k, sent), *self.problems)
         of_k, of_v = self._of(task.k)
         keys = QuantizedQK(None, found.k_int, None, found.k_scale, None, None, None, None, None, None, of_k, "NHD")
         values = QuantizedV(found.v, found.v_scale, found.v_mean, None, of_v, "NHD")
@@ -189,7 +189,7 @@ class Quantized:
 
 @dataclasses.dataclass(frozen=True)
 class Keys:
-    """K and V of a piece."""
+    """K and V of a range of rows."""
 
     k_int: Any
     k_scale: Any

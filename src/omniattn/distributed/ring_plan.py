@@ -222,7 +222,7 @@ def plan(
             return 0
         if not low.quantized:
             return (step.rows[1] - step.rows[0]) * row
-        return sum(_operand_bytes(replace(problem, rows_k=b - a)) for a, b in step.pieces)
+        return sum(_operand_bytes(replace(problem, rows_k=b - a)) for a, b in step.ranges)
 
     item = ITEMSIZE[dtype]
     of_row = heads_q * dim_v * batch

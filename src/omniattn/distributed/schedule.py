@@ -175,14 +175,14 @@ class Step:
         Of its rows, those that are sent: from the first to the last one that a task reads. Empty: nothing is sent.
     tasks : tuple of Task
         Rows of ``k`` are counted in the source's part, not from ``rows``.
-    pieces : tuple of (int, int)
+    ranges : tuple of (int, int)
         Of its rows, what is quantized apart: ``rows``, or chunks that do not unite.
     """
 
     source: int
     rows: Range
     tasks: tuple[Task, ...]
-    pieces: tuple[Range, ...]
+    ranges: tuple[Range, ...]
 
 
 @dataclass(frozen=True)
@@ -228,8 +228,8 @@ class Ring:
             source = (rank - step) % self.world_size
             tasks = self._tasks(rank, source)
             rows = (min(t.k[0] for t in tasks), max(t.k[1] for t in tasks)) if tasks else (0, 0)
-            pieces = (rows,) if self.unite and tasks else tuple(sorted({task.k for task in tasks}))
-            known = self._steps[rank, step] = Step(source, rows, tasks, pieces)
+            ranges = (rows,) if self.unite and tasks else tuple(sorted({task.k for task in tasks}))
+            known = self._steps[rank, step] = Step(source, rows, tasks, ranges)
         return known
 
     def steps(self, rank: int) -> tuple[Step, ...]:

@@ -52,18 +52,18 @@ def test_writes_a_file_that_is_used(
     data = json.loads(out.read_text())
     assert data["device"] == "Simulated GPU"
     assert {gain["class"] for gain in data["gains"]} >= {"all", "8 bits", "long sequences"}
-    # A fifth of the quantizers' calls are too few; of gradients the model chooses no better than the rule.
-    assert set(data["operations"]) == {"decode"}
+    # A fifth of the quantizers' calls are too few.
+    assert set(data["operations"]) == {"backward", "decode"}
     gains = {gain["class"]: gain for gain in data["gains"]}
     assert gains["decode"]["after"] < gains["decode"]["before"]
-    assert gains["backward"]["after"] == gains["backward"]["before"]
+    assert gains["backward"]["after"] < gains["backward"]["before"]
     assert "quantize" not in gains
     monkeypatch.setenv(tuning.VARIABLE, str(out))
     tuning.forget()
     try:
         found = tuning.target_of(DEVICE).tuning
         assert found is not None
-        assert [op for op, _ in found.operations] == ["decode"]
+        assert {op for op, _ in found.operations} == {"backward", "decode"}
         assert found.coefficients.rows == data["rows"]
         assert main(["info", "--json"]) == 0
         assert json.loads(capsys.readouterr().out)["tuning"]["digest"] == found.digest

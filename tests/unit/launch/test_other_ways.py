@@ -28,6 +28,7 @@ from omniattn.problems.target import Tuning
 from omniattn.registry.targets import is_carried
 from omniattn.runtime.record import LaunchRecord
 from omniattn.select import choices
+from omniattn.select.backward import select_backward
 from omniattn.select.decode_ways import decode_ways
 from omniattn.select.model import Rates, coefficients_of, costs_of, expected, expected_costs
 from omniattn.select.quantize_ways import asked_of_quantizer
@@ -194,7 +195,8 @@ def test_an_order_only_where_it_is_asked_for() -> None:
         problem = case.problem(HOPPER)
         for way in asked_of(problem, HOPPER).ways():
             ordered = way.main is not None and way.main.spec.ordered_dq
-            assert not ordered or case.deterministic
+            # Or where the rule finds it faster.
+            assert not ordered or case.deterministic or select_backward(problem, HOPPER).spec.ordered_dq
             has_sums = way.main is not None and way.dq is None and "dq" in case.wanted
             assert ordered or not (case.deterministic and has_sums), "dq would come in no fixed order"
 
