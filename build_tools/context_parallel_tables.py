@@ -21,8 +21,8 @@ RING_OVER_ONE: dict[tuple[str, int], float] = {
     ("forward", 8192): 1.4, ("forward", 32768): 1.85, ("forward", 131072): 1.99,
     ("forward + backward", 32768): 1.75, ("forward + backward", 131072): 1.95,
 }  # fmt: skip
-_RING_HEADER = ["one GPU, ms", "ring over it (goal)", "in a CUDA graph", "int8 ring over bf16's", "heads over ranks",
-                "DTensor", "2 × 2", "host, ms: ring, int8"]  # fmt: skip
+_RING_HEADER = ["one GPU, ms", "ring over it (goal)", "in a CUDA graph", "int8 ring over bf16's; in graphs",
+                "heads over ranks", "DTensor", "2 × 2", "host, ms: ring, int8"]  # fmt: skip
 
 
 def _asked(value: float, goal: float | None) -> str:
@@ -68,6 +68,7 @@ def rings(report: Report) -> str:
         one = hows["one"]
         ring = hows.get("ring") or hows["sharded cache"]
         captured, one = hows.get(f"{ring['how']}, graph"), hows.get("one, graph", one)
+        captured_low = hows.get("ring, int8, graph")
         low, goal = hows.get("ring, int8"), RING_OVER_ONE.get((what, ring["seqlen"])) if report["gpus"] == 2 else None
         host = [number(row["host_ms"], 2) for row in (ring, low) if row is not None]
         lines.append(
@@ -76,7 +77,12 @@ def rings(report: Report) -> str:
                 number(one["median_ms"], 3),
                 _asked(one["median_ms"] / ring["median_ms"], goal),
                 "–" if captured is None else ratio(one["median_ms"] / captured["median_ms"]),
-                "–" if low is None else ratio(ring["median_ms"] / low["median_ms"]),
+                "; ".join(
+                    ratio(wide["median_ms"] / narrow["median_ms"])
+                    for wide, narrow in ((ring, low), (captured, captured_low))
+                    if wide is not None and narrow is not None
+                )
+                or "–",
                 *(
                     "–" if how not in hows else ratio(hows[how]["speed_over_one"])
                     for how in ("heads", "DTensor, heads", "ring of 2 × heads of 2")

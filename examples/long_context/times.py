@@ -285,6 +285,7 @@ def work(given: argparse.Namespace) -> None:
                 repeats=given.repeats,
             )  # fmt: skip
             write(report, given.out)
+    dist.barrier()
     dist.destroy_process_group()
 
 
