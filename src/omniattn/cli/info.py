@@ -299,7 +299,7 @@ def _show_support(columns: Sequence[support.Column], rows: Sequence[support.Supp
         cells = [f"{cell.text} [{reasons.setdefault(cell.reason, len(reasons) + 1)}]" for cell in row.cells]
         body.append([row.label, row.dtype, row.head_dim, *cells])
     header = ["operation", "dtype", "head_dim", *(f"{column.target} {column.products}" for column in columns)]
-    console.print_table(title, header, body)
+    console.print_table(title, header, body, wrapped=True)
     for reason, number in reasons.items():
         console.print_paragraph(f"[{number}] {reason}")
 

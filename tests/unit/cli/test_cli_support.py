@@ -207,6 +207,20 @@ def test_no_cell_is_cut_off_whatever_the_terminal(
     assert (len(cells[0]) == 4) == (columns < 190)
 
 
+def test_long_labels_leave_the_other_columns_their_width(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where nothing runs many rows are one, whose label has all their names."""
+    monkeypatch.setenv("COLUMNS", "190")
+    monkeypatch.setattr(support, "runtime_resolver", lambda *_: ("unsupported", "no compiler"))
+    assert main(["info"]) == 0
+    table = capsys.readouterr().out.split("Which kernels this installation has")[1]
+    rows = [[cell.strip() for cell in line.strip("│").split("│")] for line in table.splitlines() if line[:1] == "│"]
+    assert max(len(row[0]) for row in rows) > 10
+    assert all(any(row[i] for row in rows) for i in range(len(rows[0])))
+    assert any(row[1] == "bfloat16" or "bfloat16," in row[1] for row in rows)
+
+
 def test_reasons_are_not_repeated_and_not_those_of_kernels_for_other_gpus(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
