@@ -58,6 +58,11 @@ def attention(report: Report) -> str:
     return below(table(header, lines), report)
 
 
+def _faster(wide: Row | None, narrow: Row | None) -> str:
+    """Speed of the second over the first."""
+    return "–" if wide is None or narrow is None else ratio(wide["median_ms"] / narrow["median_ms"])
+
+
 def rings(report: Report) -> str:
     """Times of examples/long_context/times.py: a line each shape, forward, both or a step of decoding."""
     calls: dict[tuple[str, str], dict[str, Row]] = {}
@@ -77,12 +82,7 @@ def rings(report: Report) -> str:
                 number(one["median_ms"], 3),
                 _asked(one["median_ms"] / ring["median_ms"], goal),
                 "–" if captured is None else ratio(one["median_ms"] / captured["median_ms"]),
-                "; ".join(
-                    ratio(wide["median_ms"] / narrow["median_ms"])
-                    for wide, narrow in ((ring, low), (captured, captured_low))
-                    if wide is not None and narrow is not None
-                )
-                or "–",
+                "–" if low is None else f"{_faster(ring, low)}; {_faster(captured, captured_low)}",
                 *(
                     "–" if how not in hows else ratio(hows[how]["speed_over_one"])
                     for how in ("heads", "DTensor, heads", "ring of 2 × heads of 2")

@@ -285,7 +285,7 @@ def work(given: argparse.Namespace) -> None:
                 repeats=given.repeats,
             )  # fmt: skip
             write(report, given.out)
-    dist.barrier()
+    dist.barrier()  # gloo ends a process whose peer is gone, and rank 0 is still writing
     dist.destroy_process_group()
 
 

@@ -74,9 +74,12 @@ def results(o: Any, lse: Any, do: Any, *leaves: Any) -> dict[str, Any]:
     return {"o": o.detach(), "lse": lse.detach(), "dq": dq, "dk": dk, "dv": dv}
 
 
-def ring(name: str, rows: int, schedule: str, *, precision: str = "exact", head_dim: int = 128, **said: Any) -> None:
+def ring(
+    name: str, rows: int, schedule: str, *, precision: str = "exact", head_dim: int = 128, batch: int = 2,
+    heads: tuple[int, int] = (8, 2), **said: Any,
+) -> None:  # fmt: skip
     """Forward, and for exact attention backward, of one call; twice, with the same bits."""
-    tensors = inputs(rows, (8, 2), head_dim)
+    tensors = inputs(rows, heads, head_dim, batch)
     wanted = [x.clone().requires_grad_() for x in tensors[:3]]
     expected = results(*oa.attention(*wanted, return_lse=True, **said), tensors[3], *wanted)
     found = []
@@ -148,7 +151,7 @@ def streams() -> None:
 
 def queued() -> None:
     """Calls behind each other, of changing lengths, on two streams in turn: each reads what was sent then."""
-    sizes = [(512, 4096, 1024, 6144)[i % 4] + 2 * i for i in range(20)]
+    sizes = [(1024, 4096, 2048, 6144)[i % 4] + i % 3 * 2 for i in range(20)]
     wanted, sent, streams = [], [], [torch.cuda.Stream() for _ in range(2)]
     for rows in sizes:
         tensors = inputs(rows, (4, 2), 64)
@@ -332,6 +335,9 @@ def main() -> None:
         for precision in ("int8", "fp8"):
             ring(f"{schedule} {precision}", 1024, schedule, causal=True, precision=precision)
             ring(f"{schedule} {precision} 777", 777, schedule, causal=True, precision=precision)
+            # A view of one head's scales may begin anywhere.
+            one = {"precision": precision, "batch": 1, "heads": (1, 1), "causal": True}
+            ring(f"{schedule} {precision} one head", 256 * dist.get_world_size(), schedule, **one)
     ring("three rows", 3, "zigzag", causal=True)
     parts: tuple[Callable[[], None], ...] = (documents, heads, streams, queued, caches, dtensors, graph)
     for part in (*parts, *((meshes,) if dist.get_world_size() == 4 else ())):

@@ -1,8 +1,8 @@
 """K and V of a ring in 8 bits: each rank quantizes its own once, and what travels are operands of `attention`.
 
-K's mean over all ranks is taken away before: the same vector from every key changes no softmax, and all LSEs of a row
-by one number, q . mean, which is added back at the end. So partial results can be merged as they are, and no rank needs
-the means of another.
+A mean of K over all ranks is taken away before: the same vector from every key changes no softmax, and all LSEs of a
+row by one number, q . mean, which is added back at the end. So partial results can be merged as they are, and no rank
+needs the means of another.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def format_of(precision: Precision, device: Any) -> Format:
 def mean_of_keys(group: Group, k: Any, ring: Ring, function: str) -> Any:
     """K's mean over keys of all ranks, (batch, num_kv_heads, head_dim) in float32.
 
-    Of so many of each rank's keys as `quantize_qk` takes of a sequence of that length; the same on all ranks.
+    Of every so-many-th key of each rank, as `quantize_qk` takes of a sequence of that length; the same on all ranks.
     """
     each = 1 << sample_log2(ring.seqlen_k // group.size)
     lengths = (length_of(ring.seqlen_k, group.size, rank, ring.schedule) for rank in range(group.size))
@@ -116,6 +116,7 @@ class Quantized:
         # By the rows of the rank's part that were quantized together, and by those that a task reads of them.
         self.queries: dict[Range, QuantizedQK] = {}
         self.keys: dict[Range, Keys] = {}
+        self.messages: dict[Range, list[Any]] = {}
         parts_q, parts_k = [(0, q.shape[1])], [(0, k.shape[1])]
         if not ring.unite:
             parts_q, parts_k = (_local(chunks) for chunks in (ring.chunks_q(group.rank), ring.chunks_k(group.rank)))
@@ -137,7 +138,7 @@ class Quantized:
 
     def own(self, step: Step) -> list[Any]:
         """Of the ranges that the step reads."""
-        return [x for rows in step.ranges for x in self._keys_of(rows).messages()]
+        return [x for rows in step.ranges for x in self._messages_of(rows)]
 
     def sent(self, step: Step) -> list[Any]:
         """The same: operands are contiguous."""
@@ -159,12 +160,15 @@ class Quantized:
         number = rows[1] - rows[0]
         return _with_rows(self.problems[0], 0, number), _with_rows(self.problems[1], 0, number)
 
-    def _keys_of(self, rows: Range) -> Keys:
-        """Of this rank's keys."""
-        part = _that_holds(rows, self.keys)
-        if rows not in self.keys:
-            self.keys[rows] = self.keys[part].cut(_within(rows, part), *self.problems)
-        return self.keys[rows]
+    def _messages_of(self, rows: Range) -> list[Any]:
+        """Of this rank's keys: the same for every step that reads these rows."""
+        if rows not in self.messages:
+            part = _that_holds(rows, self.keys)
+            keys = self.keys[part]
+            if rows != part:
+                keys = keys.cut(_within(rows, part), *self.problems)
+            self.messages[rows] = keys.messages()
+        return self.messages[rows]
 
     def _queries_of(self, rows: Range) -> QuantizedQK:
         part = _that_holds(rows, self.queries)
@@ -174,12 +178,9 @@ class Quantized:
 
     def attend(self, part: list[Any], step: Step, task: Task, sinks: Any, spare_sms: int) -> tuple[Any, Any]:
         """Attention of one rectangle."""
-        sent = _that_holds(task.k, step.ranges)
-        at = step.ranges.index(sent) * MESSAGES
-        found = Keys.of_messages(part[at : at + MESSAGES], _shapes_of(*self._of(sent)))
-        if task.k != sent:
-            found = found.cut(_within(task.k, sent), *self.problems)
+        at = step.ranges.index(task.k) * MESSAGES
         of_k, of_v = self._of(task.k)
+        found = Keys.of_messages(part[at : at + MESSAGES], _shapes_of(of_k, of_v))
         keys = QuantizedQK(None, found.k_int, None, found.k_scale, None, None, None, None, None, None, of_k, "NHD")
         values = QuantizedV(found.v, found.v_scale, found.v_mean, None, of_v, "NHD")
         options = self.common.options(task)
@@ -227,11 +228,16 @@ def _cut_queries(of: QuantizedQK, rows: Range) -> QuantizedQK:
     scales = _groups(rows, BLOCK_ROWS, of.problem.scales_per_tile[0])
     return dataclasses.replace(
         of,
-        q_int=of.q_int[:, :, rows[0] : rows[1]].contiguous(),
-        q_scale=of.q_scale[..., scales[0] : scales[1]].contiguous(),
-        row_bias=None if of.row_bias is None else of.row_bias[..., rows[0] : rows[1]].contiguous(),
+        q_int=_copy(of.q_int[:, :, rows[0] : rows[1]]),
+        q_scale=_copy(of.q_scale[..., scales[0] : scales[1]]),
+        row_bias=None if of.row_bias is None else _copy(of.row_bias[..., rows[0] : rows[1]]),
         problem=_with_rows(of.problem, rows[1] - rows[0], of.problem.rows_k),
     )
+
+
+def _copy(x: Any) -> Any:
+    """Contiguous, and at an address that kernels take: a view of one head's scales need not begin at 16 bytes."""
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 def _groups(rows: Range, tile: int, of_tile: int) -> Range:

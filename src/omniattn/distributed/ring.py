@@ -20,7 +20,7 @@ from .parts import check_seqlen
 from .quantized import Quantized, bias_of, format_of
 from .schedule import Ring, check_schedule, ring_of, unites
 from .steps import Common, Plain, Saved, Wire, backward, forward
-from .wires import check_precision, check_starts
+from .wires import check_causal_lengths, check_precision, check_starts
 
 #: Arguments that are the same on all ranks.
 _SAME = (
@@ -105,9 +105,9 @@ def ring_attention(
         The same on all ranks. Their gradient is that of this rank's queries: its sum over ranks is the whole one.
     precision : str, Int8 or Fp8
         "exact"; or "int8" or "fp8": each rank quantizes its K and V once, and they travel so, with their scales, in
-        half the bytes. K's mean over all ranks is taken away first, by an all-reduce of a row a head. Without window,
-        and without smooth_q. Gradients are straight-through, as `omniattn.attention` has them: K and V then travel in
-        their own dtype.
+        half the bytes. A mean of K over all ranks is taken away first, by an all-reduce of a row a head. Without
+        window, and without smooth_q. Gradients are straight-through, as `omniattn.attention` has them: K and V then
+        travel in their own dtype.
     schedule : "zigzag" or "contiguous"
         That of `shard`. "zigzag" gives causal attention the same work on all ranks.
     seqlen_q, seqlen_k : int, optional
@@ -367,7 +367,7 @@ def check(
         _check_operands(q, v, precision, window, softcap, (whole_q, whole_k), function)
     if precision.quantized:
         values.check_quantized_head_dim(max(head_dim, v.shape[-1]), f"precision={said['precision']!r}", function)
-    unite = not precision.quantized or unites(whole_q, whole_k, group.size, schedule)
+    unite = not precision.quantized or unites(whole_k, group.size, schedule, window)
     ring = ring_of(whole_q, whole_k, group.size, schedule, window, documents, unite)
     return Asked(
         ring, Common(function, scale, softcap, said["deterministic"]), layout, packed, precision, said["return_lse"]
@@ -387,11 +387,7 @@ def _check_operands(
         raise ShapeError(
             "v", f"head_dim {q.shape[-1]} with a low precision, like q", f"{v.shape[-1]}", function=function
         )
-    if window[1] >= 0 and rows[0] != rows[1]:
-        raise UnsupportedError(
-            f"{function}(): causal with {rows[0]} queries, {rows[1]} keys and a low precision",
-            instead="as many queries as keys, or precision='exact'",
-        )
+    check_causal_lengths(window, rows, function)
     if softcap and precision.smooth_k:
         raise UnsupportedError(
             f"{function}(): softcap with smooth_k: the mean that is taken from K changes what softcap makes of a score",

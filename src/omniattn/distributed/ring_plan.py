@@ -8,12 +8,12 @@ from typing import Any
 
 from ..arguments import check_bool, check_int, check_number
 from ..checks import values
-from ..errors import ArgumentError
+from ..errors import ArgumentError, UnsupportedError
 from ..problems import Fp8, Int8, QuantizeProblem
 from ..problems.memory import ITEMSIZE
 from ..problems.quantize import QK_DTYPES
 from .schedule import Range, Step, Task, check_schedule, length_of, ring_of, unites
-from .wires import check_precision, check_starts
+from .wires import check_causal_lengths, check_precision, check_starts
 
 
 @dataclass(frozen=True)
@@ -196,8 +196,8 @@ def plan(
     heads_kv = check_int(num_kv_heads, "num_kv_heads", name, least=1)
     if heads_q % heads_kv:
         raise ArgumentError("num_kv_heads", f"a divisor of num_q_heads {heads_q}", repr(heads_kv), function=name)
-    head_dim = check_int(head_dim, "head_dim", name, least=8)
-    dim_v = head_dim if head_dim_v is None else check_int(head_dim_v, "head_dim_v", name, least=8)
+    head_dim = _head_dim(head_dim, "head_dim", name)
+    dim_v = head_dim if head_dim_v is None else _head_dim(head_dim_v, "head_dim_v", name)
     batch = check_int(batch, "batch", name)
     if dtype not in values.CPU_DTYPES:
         raise ArgumentError("dtype", " or ".join(map(repr, values.CPU_DTYPES)), repr(dtype), function=name)
@@ -209,7 +209,9 @@ def plan(
     seen = values.check_window(window, check_bool(causal, "causal", name), name)
     low = check_precision(precision, seen, name)
     check_schedule(schedule, name)
-    unite = not low.quantized or unites(seqlen, keys, world_size, schedule)
+    if low.quantized:
+        _check_operands(head_dim, dim_v, seen, (seqlen, keys), bool(starts), name)
+    unite = not low.quantized or unites(keys, world_size, schedule, seen)
     ring = ring_of(seqlen, keys, world_size, schedule, seen, starts, unite)
     row = heads_kv * (head_dim + dim_v) * ITEMSIZE[dtype] * batch
     problem = QuantizeProblem(
@@ -258,6 +260,27 @@ def plan(
         tuple(length_of(n, world_size, rank, schedule) for rank in range(world_size)) for n in (seqlen, keys)
     )
     return RingPlan(tuple(steps_of(rank) for rank in range(world_size)), rows_q, rows_k)
+
+
+def _head_dim(value: Any, argument: str, function: str) -> int:
+    found = check_int(value, argument, function, least=8)
+    if found % 8 or found > values.MAX_HEAD_DIM:
+        expected = f"a multiple of 8 from 8 to {values.MAX_HEAD_DIM}"
+        raise ArgumentError(argument, expected, repr(value), function=function)
+    return found
+
+
+def _check_operands(
+    head_dim: int, dim_v: int, window: tuple[int, int], rows: tuple[int, int], packed: bool, function: str
+) -> None:
+    """What does not travel in 8 bits."""
+    if packed:
+        raise UnsupportedError(f"{function}(): cu_seqlens with a low precision", instead="precision='exact'")
+    if dim_v != head_dim:
+        expected = f"head_dim {head_dim} with a low precision"
+        raise ArgumentError("head_dim_v", expected, repr(dim_v), function=function)
+    check_causal_lengths(window, rows, function)
+    values.check_quantized_head_dim(head_dim, "a low precision", function)
 
 
 def _count(rows: Range) -> int:

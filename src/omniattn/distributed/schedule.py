@@ -282,10 +282,14 @@ class Ring:
         return [(self.starts[n], self.starts[n + 1]) for n in range(first, min(end, len(self.starts) - 1))]
 
 
-def unites(seqlen_q: int, seqlen_k: int, world_size: int, schedule: str) -> bool:
-    """Whether a rank's chunks can be quantized as one part: there is one, or each has whole groups of rows."""
-    rows = 2 * world_size * BLOCK_ROWS
-    return schedule == "contiguous" or (seqlen_q % rows == 0 and seqlen_k % rows == 0)
+def unites(seqlen: int, world_size: int, schedule: str, window: tuple[int, int]) -> bool:
+    """Whether a rank's chunks can be quantized as one part, of full attention or of causal with ``seqlen`` keys.
+
+    Full attention reads whole parts, and so does a schedule with one chunk a rank; else chunks need whole groups of
+    rows.
+    """
+    whole = window == (UNLIMITED, UNLIMITED) or schedule == "contiguous"
+    return whole or seqlen % (2 * world_size * BLOCK_ROWS) == 0
 
 
 @lru_cache(maxsize=32)

@@ -28,6 +28,15 @@ def check_precision(precision: Any, window: tuple[int, int], function: str) -> P
     return found
 
 
+def check_causal_lengths(window: tuple[int, int], rows: tuple[int, int], function: str) -> None:
+    """Queries and keys of a low precision: chunks of both have to end at the same tokens where a window counts."""
+    if window[1] >= 0 and rows[0] != rows[1]:
+        raise UnsupportedError(
+            f"{function}(): causal with {rows[0]} queries, {rows[1]} keys and a low precision",
+            instead="as many queries as keys, or precision='exact'",
+        )
+
+
 def check_starts(starts: Any, function: str) -> tuple[int, ...]:
     """Where documents begin, as numbers of the host."""
     expected = "integers on the host: 0 first, never decreasing, the number of all tokens last"

@@ -368,8 +368,8 @@ def _order_pays(row: KernelSpec, f: AttentionProblem) -> bool:
     before. Where there are too few tiles, twice as many of long ones, they all wait for each other.
     """
     r = rules()
-    causal = f.window_right == 0 and f.window_left == UNLIMITED
-    if not causal and not f.window_right == f.window_left == UNLIMITED:
+    causal = f.window_right == 0
+    if f.window_left != UNLIMITED or f.window_right not in (0, UNLIMITED):
         return False
     if row.head_dim not in r.order_causal or f.seqlen_q != f.seqlen_k or f.varlen:
         return False
@@ -382,7 +382,8 @@ def _order_pays(row: KernelSpec, f: AttentionProblem) -> bool:
         return True
     if not causal or tiles == 0:
         return False
-    if length <= r.order_causal[row.head_dim][group <= 1]:
+    shared, alone = r.order_causal[row.head_dim]
+    if length <= (shared if group > 1 else alone):
         return True
     least, of_head, most, least_tiles = r.order_long
     pays = row.head_dim == 128 and least <= length <= min(of_head * group, most)

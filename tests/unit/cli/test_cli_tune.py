@@ -52,7 +52,8 @@ def test_writes_a_file_that_is_used(
     data = json.loads(out.read_text())
     assert data["device"] == "Simulated GPU"
     assert {gain["class"] for gain in data["gains"]} >= {"all", "8 bits", "long sequences"}
-    # A fifth of the quantizers' calls are too few.
+    # A fifth of the quantizers' calls are too few. On this GPU, whose numbers are made up, the rule of gradients is not
+    # the best: which short calls add to dq in an order was measured on another one.
     assert set(data["operations"]) == {"backward", "decode"}
     gains = {gain["class"]: gain for gain in data["gains"]}
     assert gains["decode"]["after"] < gains["decode"]["before"]

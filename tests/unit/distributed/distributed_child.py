@@ -409,6 +409,7 @@ def eight_bits() -> None:
     low("int8 whole groups", whole, "int8", causal=True, sinks=True)
     low("int8 whole groups, full", whole, oa.Int8(pv="fp16", granularity="per_token"))
     low("fp8 whole groups", whole, "fp8", causal=True, layout="HND")
+    low("int8 full, odd", 301, "int8")
     low("int8 causal", 256, "int8", causal=True)
     low("int8 full", 300, "int8", schedule="contiguous")
     low("int8 sinks", 131, "int8", causal=True, sinks=True, layout="HND")

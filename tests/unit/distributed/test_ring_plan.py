@@ -114,6 +114,8 @@ def test_the_page(capsys: pytest.CaptureFixture[str]) -> None:
         ({"world_size": 0}, "world_size"), ({"seqlen": -1}, "seqlen"), ({"num_kv_heads": 3}, "num_kv_heads"),
         ({"dtype": "int8"}, "dtype"), ({"schedule": "ring"}, "schedule"), ({"cu_seqlens": [0, 9]}, "cu_seqlens"),
         ({"window": (-2, 0)}, "window"), ({"precision": "auto"}, "precision"), ({"causal": 1}, "causal"),
+        ({"head_dim": 127}, "head_dim"), ({"head_dim_v": 520}, "head_dim_v"),
+        ({"head_dim_v": 64, "precision": "int8"}, "head_dim_v"),
     ],
 )  # fmt: skip
 def test_wrong_arguments(options: dict[str, Any], name: str) -> None:
@@ -121,9 +123,23 @@ def test_wrong_arguments(options: dict[str, Any], name: str) -> None:
         plan(**{"seqlen": 64, "world_size": 2, **FACTS, **options})
 
 
-def test_a_window_does_not_travel_in_eight_bits() -> None:
-    with pytest.raises(UnsupportedError, match="window"):
-        plan(64, 2, precision="int8", window=(4, 0), **FACTS)
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"window": (4, 0)}, "window"), ({"causal": True, "seqlen_k": 32}, "causal with 64 queries"),
+        ({"cu_seqlens": [0, 64]}, "cu_seqlens"), ({"head_dim": 264}, "head_dim of 264"),
+    ],
+)  # fmt: skip
+def test_what_does_not_travel_in_eight_bits(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(UnsupportedError, match=text):
+        plan(64, 2, precision="int8", **{**FACTS, **options})
+
+
+def test_full_attention_in_eight_bits_takes_a_call_a_step() -> None:
+    """At any length: it reads whole parts. Causal attention does so where chunks have whole groups of scales."""
+    for seqlen, causal, calls in ((8191, False, 1), (1536, True, 1), (8191, True, 3)):
+        told = plan(seqlen, 3, precision="int8", causal=causal, **FACTS)
+        assert max(step.calls for steps in told.ranks for step in steps) == calls
 
 
 def test_names() -> None:
