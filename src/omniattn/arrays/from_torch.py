@@ -39,8 +39,15 @@ def _forward_level() -> int:
     return getattr(forward_ad, "_current_level", -1)
 
 
-#: Dispatch modes that are entered (traces, counters of operations).
-_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+_jit_trace: Callable[[], Any] = torch._C._get_tracing_state
+
+
+def _modes() -> bool:
+    """Whether something watches operations: a dispatch mode (traces, counters), or `torch.jit.trace`."""
+    return _dispatch_modes() > 0 or _jit_trace() is not None
+
+
 #: The innermost functional transform (`torch.func`); None outside of all.
 _transform: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack
 

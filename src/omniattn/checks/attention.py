@@ -79,6 +79,13 @@ def check_common(options: AttentionOptions, function: str) -> CommonOptions:
     return CommonOptions(window, values.check_softcap(options.softcap, function), return_lse, deterministic)
 
 
+def check_values(options: AttentionOptions, function: str) -> None:
+    """`check_common` and ``softmax_scale``, of a call that goes to an operator, whose schema says less."""
+    check_common(options, function)
+    if options.softmax_scale is not None:
+        arguments.check_number(options.softmax_scale, "softmax_scale", function)
+
+
 def check_scale(options: AttentionOptions, head_dim: int, function: str) -> float:
     """``softmax_scale``, 1 / sqrt(head_dim) unless given."""
     if options.softmax_scale is None:

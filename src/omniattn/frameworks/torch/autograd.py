@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
+from ...checks.attention import check_values
 from ...errors import ArgumentError, UnsupportedError
 from ...plan import native
 from ...plan.engine import KNOWN_CALLS, Call, run
@@ -221,6 +222,10 @@ def _check(call: Call) -> None:
         if isinstance(x, torch.Tensor) and x.requires_grad
     ]  # fmt: skip
     first = needing[0]
+    check_values(call.options, function)
+    if not isinstance(call.objects[0], torch.Tensor):
+        expected = f"a torch tensor, because argument {first!r} requires a gradient"
+        raise ArgumentError("q", expected, type(call.objects[0]).__name__, function=function)
     instead = "calling under torch.no_grad() or torch.inference_mode(), or passing tensor.detach()"
     for name in needing:
         if name not in _OF:

@@ -81,6 +81,11 @@ def score_mod_of(text: str | None, arrays: Sequence[Any]) -> Any:
     )  # fmt: skip
 
 
+def alive_score_mod(text: str | None) -> Any:
+    """The object that a text was made of, while it lives: it has the functions that the text has not; or None."""
+    return None if text is None or text.startswith(_DROPOUT) else of_key(_score_mod_parts(text)[-1])
+
+
 # --- Kernels ---------------------------------------------------------------------------------------------------------
 
 

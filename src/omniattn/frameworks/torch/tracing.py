@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ...checks.attention import check_values
 from ...launch.dropout import RNG
 from ...launch.score_mod import PREFIX
 from ...plan.engine import Call
@@ -104,8 +105,9 @@ def trace(
             sinks,
             options,
         )
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(x, torch.Tensor):
+    others = {"mask": mask, "sinks": sinks, "seqused_q": seqused_q, "seqused_k": seqused_k}
+    for name, x in {"q": q, "k": k, "v": v, **others}.items():
+        if not isinstance(x, torch.Tensor) and not (x is None and name in others):
             fail(
                 "unsupported", f"{function}(): argument {name!r} is a {type(x).__name__} in a traced or compiled call",
                 instead="torch tensors",
@@ -127,7 +129,8 @@ def trace(
         for name, x in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
             if x is None:
                 fail("argument", name, "an integer", "None", function=function)
-    with_lse, padded = options.return_lse, None
+    # torch.jit.trace compares what it recorded with a call whose tensors need no gradients.
+    with_lse, padded = options.return_lse or torch._C._get_tracing_state() is not None, None
     if _needs_gradient(q, k, v, mask, sinks):
         with_lse = True
         if block_table is not None:
@@ -189,6 +192,8 @@ def run_call(call: Call) -> list[Any]:
             if x is not None:
                 fail("argument", name, "None in a traced or compiled call", "one", function=function)
         return list(transforms.call(function, [given[name] for name in ("o_a", "lse_a", "o_b", "lse_b")]))
+    if not _has_symbols(call.options):
+        check_values(call.options, function)
     changes = _changes_of(call, given)
     if function.endswith("_backward"):
         return trace_backward(function, given, call.options, stream=call.stream, **changes)
@@ -201,6 +206,13 @@ def run_call(call: Call) -> list[Any]:
         descales=[given.get(name) for name in ("descale_q", "descale_k", "descale_v")], **changes,
     )  # fmt: skip
     return list(o) if call.options.return_lse else [o]
+
+
+def _has_symbols(options: Any) -> bool:
+    """Whether a number is one of a trace with symbolic shapes, which says nothing of its value."""
+    window = options.window if isinstance(options.window, (tuple, list)) else ()
+    numbers = (options.softmax_scale, options.softcap, *window)
+    return any(isinstance(x, (torch.SymInt, torch.SymFloat)) for x in numbers)
 
 
 def trace_backward(
@@ -224,6 +236,11 @@ def trace_backward(
         As in `trace`.
     options : BackwardOptions
     """
+    if torch._C._get_tracing_state() is not None:
+        fail(
+            "unsupported", f"{function}() within torch.jit.trace, which records no operator with names of gradients",
+            instead="torch.compile or torch.export",
+        )  # fmt: skip
     score_mod, arrays = _scores_of(function, score_mod, arrays, dropout)
     given, options, block_size = arrays_by_name, plain(options), plain(block_size)
     for name in ("given.dq", "given.dk", "given.dv"):

@@ -10,7 +10,7 @@ import torch
 
 from ...errors import UnsupportedError
 from .library import LIBRARY, Score, fail
-from .operators import operator
+from .operators import alive_score_mod, operator
 
 #: What has a gradient, by the name of its gradient.
 _OF = {"q": "dq", "k": "dk", "v": "dv", "sinks": "dsinks", "mask": "dmask"}
@@ -31,6 +31,8 @@ def _remember(function: str, ctx: Any, inputs: Sequence[Any], output: tuple[Any,
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*output, *(given.get(name) for name in _TENSORS), *given["arrays"])
     ctx.options = Score(*(given[name] for name in Score._fields))
+    # The backward may run when the caller has let it go.
+    ctx.score_mod = alive_score_mod(ctx.options.score_mod)
     ctx.predicts_blocks = ", sparse=(" in (given.get("precision") or "")
     ctx.block_size = given.get("block_size")
     ctx.has_pages = given.get("block_table") is not None
