@@ -24,6 +24,8 @@ _SMS: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 #: Groups whose ranks have all met in a collective operation. NCCL makes its communicator there; the first exchange of
 #: a ring may leave ranks out, which must not be the first operation of a group.
 _MET: weakref.WeakSet[Any] = weakref.WeakSet()
+#: Of each GPU a stream of this module's own, and a byte that it writes.
+_BEHIND: dict[Any, tuple[Any, Any]] = {}
 
 
 @dataclass(frozen=True)
@@ -93,6 +95,24 @@ class Transfer:
         """What is sent, and what is received."""
         return self.kept, self.received
 
+    def begin_first(self, device: Any) -> None:
+        """Let the transfer begin before what the current stream gets from here on; the host does not wait.
+
+        Both are ready at the same time, and kernels that take all SMs make the transfer wait for their end. On a rank
+        where that happens the other rank's transfer waits too, on SMs that its own kernels then lack. So the current
+        stream goes on behind two events and a small kernel. Graphs order their kernels by themselves.
+        """
+        if not self.sms or torch.cuda.is_current_stream_capturing():
+            return
+        if device not in _BEHIND:
+            _BEHIND[device] = torch.cuda.Stream(device), torch.empty(1, dtype=torch.uint8, device=device)
+        stream, byte = _BEHIND[device]
+        current = torch.cuda.current_stream(device)
+        stream.wait_stream(current)
+        with torch.cuda.stream(stream):
+            byte.zero_()
+        current.wait_stream(stream)
+
     def wait(self) -> list[Any]:
         """What was received. Raises CommunicationError where a rank is gone or does not answer in the group's time."""
         try:
@@ -151,6 +171,14 @@ def _sms_of(group: Group) -> int:
             most = 0
         found = _SMS[group.handle] = min(most, NCCL_SMS) if most > 0 else NCCL_SMS
     return found
+
+
+def device_of(x: Any, group: Group) -> Any:
+    """Where a tensor lies; of what is none, where the group's messages do."""
+    if isinstance(x, torch.Tensor):
+        return x.device
+    on_gpu = dist.get_backend(group.handle) == "nccl"
+    return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 
 
 def meet(group: Group, device: Any, function: str) -> None:

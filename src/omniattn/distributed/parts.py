@@ -7,9 +7,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..arguments import check_int
-from ..errors import ArgumentError, CommunicationError, ShapeError
-from .exchange import Group, group_of
+from ..arguments import check_bool, check_int
+from ..errors import ArgumentError, CommunicationError, OmniattnError, ShapeError
+from .exchange import Group, agree, device_of, group_of
 from .schedule import check_schedule, chunks_of, length_of
 
 
@@ -37,12 +37,21 @@ def shard(x: Any, dim: int, *, group: Any = None, schedule: str = "zigzag") -> A
     ArgumentError
         Names the argument, what was expected and what came.
     """
-    at = _group_and_dim("shard", x, dim, group, schedule)
+    _check_dim("shard", x, dim, schedule)
+    at = group_of(group, "shard")
     chunks = chunks_of(x.shape[dim], at.size, at.rank, schedule)
-    return torch.cat([x.narrow(dim, begin, end - begin) for begin, end in chunks], dim)
+    return torch.cat([x.narrow(dim, begin, end - begin) for begin, end in chunks], dim).contiguous()
 
 
-def unshard(x: Any, dim: int, *, group: Any = None, schedule: str = "zigzag", seqlen: int | None = None) -> Any:
+def unshard(
+    x: Any,
+    dim: int,
+    *,
+    group: Any = None,
+    schedule: str = "zigzag",
+    seqlen: int | None = None,
+    agree_first: bool | None = None,
+) -> Any:
     """The whole tensor, on every rank, from the parts that `shard` made or a call on them returned.
 
     Parameters
@@ -55,6 +64,8 @@ def unshard(x: Any, dim: int, *, group: Any = None, schedule: str = "zigzag", se
         As in `shard`.
     seqlen : int, optional
         Rows of the whole tensor; unless given all ranks have as many as this one.
+    agree_first : bool, optional
+        As in `ring_attention`. Where ranks do not compare and parts differ, messages of unequal sizes meet.
 
     Returns
     -------
@@ -66,20 +77,55 @@ def unshard(x: Any, dim: int, *, group: Any = None, schedule: str = "zigzag", se
     ArgumentError
         Names the argument, what was expected and what came.
     CommunicationError
-        A rank is gone or does not answer.
+        A rank is gone, refused its arguments (``agree_first``), or does not answer.
     """
-    at = _group_and_dim("unshard", x, dim, group, schedule)
-    whole = check_seqlen(seqlen, x.shape[dim], at, schedule, "unshard", "seqlen", "x")
+    at = group_of(group, "unshard")
+    facts: dict[str, Any] = dict.fromkeys(("x", "dim", "schedule", "seqlen"))
+    failure: OmniattnError | None = None
+    try:
+        agree_first = asks_to_agree(agree_first, x, at, "unshard")
+        _check_dim("unshard", x, dim, schedule)
+        whole = check_seqlen(seqlen, x.shape[dim], at, schedule, "unshard", "seqlen", "x")
+        others = tuple(n for i, n in enumerate(x.shape) if i != dim % x.dim())
+        facts = {"x": (others, str(x.dtype)), "dim": dim % x.dim(), "schedule": schedule, "seqlen": whole}
+    except OmniattnError as error:
+        failure = error
+    settle(at, x, "unshard", facts, failure, agree_first)
     return _Unshard.apply(x, dim, at, schedule, whole)
 
 
-def _group_and_dim(function: str, x: Any, dim: Any, group: Any, schedule: Any) -> Group:
+def asks_to_agree(agree_first: Any, x: Any, group: Group, function: str) -> bool:
+    """``agree_first``, and what it is unless given: ranks on CPUs compare their arguments."""
+    if agree_first is None:
+        return bool(device_of(x, group).type == "cpu")
+    return check_bool(agree_first, "agree_first", function)
+
+
+def settle(
+    group: Group, x: Any, function: str, facts: dict[str, Any], failure: OmniattnError | None, agree_first: Any
+) -> None:
+    """Raise what this rank found; where ranks compare, on all of them, and where they differ. agree_first: checked."""
+    device = device_of(x, group)
+    if agree_first if isinstance(agree_first, bool) else device.type == "cpu":
+        agree(group, device, function, facts, failure)
+    if failure is not None:
+        raise failure
+
+
+def check_tensor(x: Any, name: str, function: str) -> None:
+    """A plain torch tensor."""
     if not isinstance(x, torch.Tensor):
-        raise ArgumentError("x", "a torch tensor", type(x).__name__, function=function)
+        raise ArgumentError(name, "a torch tensor", type(x).__name__, function=function)
+    if type(x) not in (torch.Tensor, torch.nn.Parameter):
+        hint = "A DTensor's part of this rank is to_local()"
+        raise ArgumentError(name, "a plain torch tensor", type(x).__name__, function=function, hint=hint)
+
+
+def _check_dim(function: str, x: Any, dim: Any, schedule: Any) -> None:
+    check_tensor(x, "x", function)
     if isinstance(dim, bool) or not isinstance(dim, int) or not -x.dim() <= dim < x.dim():
         raise ArgumentError("dim", f"a dimension of x, which has {x.dim()}", repr(dim), function=function)
     check_schedule(schedule, function)
-    return group_of(group, function)
 
 
 def check_seqlen(seqlen: Any, rows: int, group: Group, schedule: str, function: str, argument: str, of: str) -> int:
@@ -106,7 +152,9 @@ class _Unshard(torch.autograd.Function):
         mine = x.new_zeros(shape)
         mine.narrow(dim, 0, x.shape[dim]).copy_(x)
         every = [torch.empty_like(mine) for _ in range(group.size)]
-        _checked("unshard", lambda: dist.all_gather(every, mine, group=group.handle))
+        # As bytes: gloo has not all dtypes.
+        into = [_bytes_of(part) for part in every]
+        _checked("unshard", lambda: dist.all_gather(into, _bytes_of(mine), group=group.handle))
         shape[dim] = seqlen
         whole = x.new_empty(shape)
         for own, part in zip(chunks, every, strict=True):
@@ -123,6 +171,11 @@ class _Unshard(torch.autograd.Function):
         _checked("unshard", lambda: dist.all_reduce(total, group=group.handle))
         chunks = chunks_of(total.shape[dim], group.size, group.rank, schedule)
         return torch.cat([total.narrow(dim, begin, end - begin) for begin, end in chunks], dim), None, None, None, None
+
+
+def _bytes_of(x: Any) -> Any:
+    """A view of a contiguous tensor."""
+    return x.reshape(-1).view(torch.uint8)
 
 
 def _checked(function: str, collective: Any) -> None:

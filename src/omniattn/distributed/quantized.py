@@ -16,15 +16,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..errors import CommunicationError, UnsupportedError
+from ..errors import CommunicationError
 from ..ops.attention import attention_beside
 from ..ops.quantize import quantize_qk, quantize_v
 from ..problems import Precision, QuantizedQK, QuantizedV, QuantizeProblem
-from ..problems.products import products_of
 from ..problems.quantize import BLOCK_ROWS, QK_DTYPES, sample_log2
 from .exchange import Group
 from .schedule import Range, Ring, Step, Task, length_of
 from .steps import Common, rows_of
+from .wires import product_of
 
 #: Small arrays of a range of rows: they travel as bytes of one message behind those of k_int and of v, in this order,
 #: in which each begins at a multiple of 16 bytes.
@@ -52,15 +52,7 @@ class Format:
 def format_of(precision: Precision, device: Any) -> Format:
     """That of the ranks' GPUs, by their compute capability; of the CPU that of Hopper."""
     cc = torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
-    choices = (("fp8", "fp32"), *products_of(cc)[0]) if cc == (9, 0) else products_of(cc)[0]
-    asked = (precision.pv, precision.pv_accumulator)
-    fits = [pair for pair in choices if all(a in ("auto", b) for a, b in zip(asked, pair, strict=True))]
-    if not fits:
-        raise UnsupportedError(
-            f"pv={asked[0]!r} with pv_accumulator={asked[1]!r} on compute capability {cc[0]}.{cc[1]}",
-            instead="pv='auto' and pv_accumulator='auto'",
-        )
-    pv, accumulator = fits[0]
+    pv, accumulator = product_of(precision, cc)
     grouping = "sm90" if cc == (9, 0) or precision.qk == "fp8" else "sm80"
     return Format(grouping, "float8_e4m3" if pv == "fp8" else "float16", accumulator)
 

@@ -11,16 +11,16 @@ import torch.distributed as dist
 from .. import arrays
 from ..arguments import check_bool, check_number
 from ..checks import values
-from ..errors import ArgumentError, OmniattnError, ShapeError, UnsupportedError
+from ..errors import OmniattnError, ShapeError, UnsupportedError
 from ..frameworks import FUNCTIONS
 from ..frameworks.torch.head_dims import one_head_dim
 from ..problems import Fp8, Int8, Precision
-from .exchange import Group, agree, group_of, meet
-from .parts import check_seqlen
+from .exchange import Group, group_of, meet
+from .parts import asks_to_agree, check_seqlen, check_tensor, settle
 from .quantized import Quantized, bias_of, format_of
 from .schedule import Ring, check_schedule, ring_of, unites
 from .steps import Common, Plain, Saved, Wire, backward, forward
-from .wires import check_causal_lengths, check_precision, check_starts
+from .wires import check_causal_lengths, check_precision, check_starts, of_keys
 
 #: Arguments that are the same on all ranks.
 _SAME = (
@@ -212,28 +212,26 @@ def _call(
     return_lse: Any, agree_first: Any,
 ) -> Any:  # fmt: skip
     """One call of either function. starts: cu_seqlens of packed documents, in a tuple."""
-    if agree_first is not None:
-        agree_first = check_bool(agree_first, "agree_first", function)
-    key = _key_of(function, (q, k, v, sinks), group, said, return_lse) if starts is None and not agree_first else None
+    repeats = starts is None and (agree_first is None or agree_first is False)
+    key = _key_of(function, (q, k, v, sinks), group, said, return_lse) if repeats else None
     known = None if key is None else _KNOWN.get(key)
     if known is not None and dist.is_initialized():
         return _run(q, k, v, sinks, *known, return_lse)
     at = group_of(group, function)
-    check_tensor(q, "q", function)
-    device = q.device
     asked: Asked | None = None
+    facts = no_facts()
     failure: OmniattnError | None = None
     try:
+        agree_first = asks_to_agree(agree_first, q, at, function)
         said["return_lse"] = check_bool(return_lse, "return_lse", function)
         q, k, v = as_tensors(q, k, v, sinks, function)
         asked = check(function, q, k, v, sinks, at, said, starts)
+        facts = facts_of(q, k, v, sinks, asked)
     except OmniattnError as error:
         failure = error
-    if agree_first if agree_first is not None else device.type == "cpu":
-        agree(at, device, function, facts_of(q, k, v, sinks, said, asked), failure)
-    if asked is None:
-        raise failure  # type: ignore[misc]
-    meet(at, device, function)
+    settle(at, q, function, facts, failure, agree_first)
+    assert asked is not None
+    meet(at, q.device, function)
     if key is not None:
         if len(_KNOWN) >= _MOST_KNOWN:
             _KNOWN.pop(next(iter(_KNOWN)))
@@ -285,14 +283,6 @@ def _run(q: Any, k: Any, v: Any, sinks: Any, at: Group, asked: Asked, return_lse
     return (o, lse) if return_lse else o
 
 
-def check_tensor(x: Any, name: str, function: str) -> None:
-    if not isinstance(x, torch.Tensor):
-        raise ArgumentError(name, "a torch tensor", type(x).__name__, function=function)
-    if type(x) not in (torch.Tensor, torch.nn.Parameter):
-        hint = "A DTensor's part of this rank is to_local()"
-        raise ArgumentError(name, "a plain torch tensor", type(x).__name__, function=function, hint=hint)
-
-
 def as_tensors(q: Any, k: Any, v: Any, sinks: Any, function: str) -> tuple[Any, Any, Any]:
     """q, k and v, where they are tensors: of float32 under autocast in its type, as `attention` takes them."""
     for name, x in (("q", q), ("k", k), ("v", v), ("sinks", sinks)):
@@ -305,15 +295,18 @@ def as_tensors(q: Any, k: Any, v: Any, sinks: Any, function: str) -> tuple[Any, 
     return q, k, v
 
 
-def facts_of(q: Any, k: Any, v: Any, sinks: Any, said: dict[str, Any], asked: Asked | None) -> dict[str, Any]:
-    """What has to be the same on all ranks, by argument."""
-    if asked is None:
-        return dict.fromkeys(_SAME)
+def no_facts() -> dict[str, Any]:
+    """In the place of `facts_of` on a rank that refuses the call."""
+    return dict.fromkeys(_SAME)
+
+
+def facts_of(q: Any, k: Any, v: Any, sinks: Any, asked: Asked, travels: bool = True) -> dict[str, Any]:
+    """What has to be the same on all ranks, by argument. travels: K and V, in the precision."""
     ring, common = asked.ring, asked.common
     outer = [tuple(n for i, n in enumerate(asked.inside(x).shape) if i != 1) for x in (q, k, v)]
-    grads = tuple(x is not None and x.requires_grad for x in (q, k, v, sinks)) if torch.is_grad_enabled() else ()
+    grads = tuple(torch.is_grad_enabled() and x is not None and x.requires_grad for x in (q, k, v, sinks))
     # GPUs of different kinds read different operands.
-    target = format_of(asked.precision, q.device) if asked.precision.quantized else None
+    target = format_of(asked.precision, q.device) if travels and asked.precision.quantized else None
     found = (
         (outer[0], str(q.dtype), sinks is not None), (outer[1:], str(k.dtype)), ring.seqlen_q, ring.seqlen_k,
         ring.starts, ring.window, common.softmax_scale, common.softcap, (asked.precision, target), ring.schedule, grads,
@@ -350,10 +343,9 @@ def check(
     window = values.check_window(said["window"], said["causal"], function)
     scale = said["softmax_scale"]
     scale = head_dim**-0.5 if scale is None else check_number(scale, "softmax_scale", function)
-    softcap = check_number(said["softcap"], "softcap", function, least=0.0)
+    softcap = values.check_softcap(said["softcap"], function)
     check_bool(said["deterministic"], "deterministic", function)
     schedule = check_schedule(said["schedule"], function)
-    precision = (check_precision if travels else _any_precision)(said["precision"], window, function)
     documents = () if starts is None else check_starts(starts[0], function)
     if packed:
         whole_q = whole_k = check_seqlen(documents[-1], q.shape[seq], group, schedule, function, "cu_seqlens", "q")
@@ -361,8 +353,10 @@ def check(
     else:
         whole_q = check_seqlen(said["seqlen_q"], q.shape[seq], group, schedule, function, "seqlen_q", "q")
         whole_k = check_seqlen(said["seqlen_k"], k.shape[seq], group, schedule, function, "seqlen_k", "k")
-    if precision.quantized and whole_k < precision.min_seqlen:
-        precision = values.check_precision("exact", function)
+    if travels:
+        precision = check_precision(said["precision"], window, whole_k, function)
+    else:
+        precision = of_keys(values.check_precision(said["precision"], function), whole_k, function)
     if precision.quantized and travels:
         _check_operands(q, v, precision, window, softcap, (whole_q, whole_k), function)
     if precision.quantized:
@@ -372,11 +366,6 @@ def check(
     return Asked(
         ring, Common(function, scale, softcap, said["deterministic"]), layout, packed, precision, said["return_lse"]
     )
-
-
-def _any_precision(precision: Any, window: tuple[int, int], function: str) -> Precision:
-    """One that `omniattn.attention` takes."""
-    return values.check_precision(precision, function)
 
 
 def _check_operands(

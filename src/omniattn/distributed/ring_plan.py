@@ -13,7 +13,7 @@ from ..problems import Fp8, Int8, QuantizeProblem
 from ..problems.memory import ITEMSIZE
 from ..problems.quantize import QK_DTYPES
 from .schedule import Range, Step, Task, check_schedule, length_of, ring_of, unites
-from .wires import check_causal_lengths, check_precision, check_starts
+from .wires import check_causal_lengths, check_precision, check_starts, product_of
 
 
 @dataclass(frozen=True)
@@ -207,7 +207,7 @@ def plan(
         expected = f"{seqlen} tokens at the end, as seqlen and seqlen_k"
         raise ArgumentError("cu_seqlens", expected, repr(starts[-1]), function=name)
     seen = values.check_window(window, check_bool(causal, "causal", name), name)
-    low = check_precision(precision, seen, name)
+    low = check_precision(precision, seen, keys, name)
     check_schedule(schedule, name)
     if low.quantized:
         _check_operands(head_dim, dim_v, seen, (seqlen, keys), bool(starts), name)
@@ -216,7 +216,7 @@ def plan(
     row = heads_kv * (head_dim + dim_v) * ITEMSIZE[dtype] * batch
     problem = QuantizeProblem(
         dtype, batch, 0, 0, heads_q, heads_kv, head_dim, False, QK_DTYPES.get(low.qk, "int8"), low.granularity,
-        v_dtype="float16" if low.pv == "fp16" else "float8_e4m3",
+        v_dtype="float16" if low.quantized and product_of(low, (9, 0))[0] == "fp16" else "float8_e4m3",
     )  # fmt: skip
 
     def wire_bytes(step: Step, to_self: bool) -> int:

@@ -13,7 +13,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from .. import arrays
 from ..arguments import MAX_ROWS, check_bool, check_int, kind_of
+from ..checks import values
 from ..checks.caches import check_cache
 from ..errors import (
     ArgumentError,
@@ -29,9 +31,9 @@ from ..ops.append import append
 from ..ops.decode import decode
 from ..ops.merge import merge_states
 from ..problems.decode import MAX_Q_LEN
-from .exchange import Group, agree, group_of, meet
+from .exchange import Group, group_of, meet
+from .parts import asks_to_agree, check_tensor, settle
 from .places import LocalTokens, check_lengths, check_new_tokens, check_strided, found_tokens, places_of
-from .ring import check_tensor
 
 _ALIGNMENT = 16
 HEADS = ("all", "own")
@@ -112,14 +114,16 @@ def decode_sharded(
     """
     function = "decode_sharded"
     at = _group_of(group, seq_lens, function)
-    check_tensor(q, "q", function)
-    check_strided(q, "q", function)
-    if agree_first is not None:
-        agree_first = check_bool(agree_first, "agree_first", function)
     failure: OmniattnError | None = None
     mine: _Records | None = None
+    facts: dict[str, Any] = dict.fromkeys(
+        ("q", "sinks", "softmax_scale", "softcap", "heads", "interleave", "cache", "seq_lens")
+    )
     try:
+        agree_first = asks_to_agree(agree_first, q, at, function)
         check_bool(return_lse, "return_lse", function)
+        check_tensor(q, "q", function)
+        check_strided(q, "q", function)
         if not isinstance(heads, str) or heads not in HEADS:
             raise ArgumentError("heads", " or ".join(map(repr, HEADS)), repr(heads), function=function)
         _check_cache(cache, function)
@@ -129,27 +133,35 @@ def decode_sharded(
         options: dict[str, Any] = {
             "softmax_scale": softmax_scale, "softcap": softcap, "deterministic": deterministic, "return_lse": True,
         }  # fmt: skip
+        if sinks is not None:
+            described = arrays.describe_of(function, sinks, "sinks")
+            arrays.require_same_device([arrays.describe_of(function, q, "q"), described])
+            values.check_sinks(described, q.shape[2], str(q.dtype).removeprefix("torch."), function)
         # A sink is counted once; a rank without a token of the sequence may be the one that does.
         if at.rank == 0:
             options["sinks"] = sinks
         mine = _Records(q, cache.v_format.head_dim)
         _decode(q, cache, tokens, block_table, options, mine)
+        if agree_first:
+            facts = {
+                "q": (tuple(q.shape), str(q.dtype)), "sinks": sinks is not None,
+                "softmax_scale": _number(softmax_scale), "softcap": _number(softcap), "heads": heads,
+                "interleave": interleave, "cache": mine.head_dim, "seq_lens": tokens.seq_lens.tolist(),
+            }  # fmt: skip
     except ArgumentError as error:
         failure = error.named(function)
     except OmniattnError as error:
         failure = error
-    if agree_first if agree_first is not None else q.device.type == "cpu":
-        facts = {
-            "q": (tuple(q.shape), str(q.dtype)), "sinks": sinks is not None, "softmax_scale": softmax_scale,
-            "softcap": softcap, "heads": heads, "interleave": interleave,
-            "cache": mine.head_dim if mine is not None else None,
-        }  # fmt: skip
-        agree(at, q.device, function, facts, failure)
-    if failure is not None or mine is None:
-        raise failure  # type: ignore[misc]
+    settle(at, q, function, facts, failure, agree_first)
+    assert mine is not None
     meet(at, q.device, function)
     o, lse = merged(*mine.of_all(at, heads, function))
     return (o, lse) if return_lse else o
+
+
+def _number(x: Any) -> Any:
+    """As a float, so that 0 and 0.0 are the same on two ranks; None stays None."""
+    return x if x is None else float(x)
 
 
 def append_sharded(

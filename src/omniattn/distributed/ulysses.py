@@ -6,13 +6,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from ..arguments import check_bool
-from ..errors import OmniattnError, ShapeError
+from ..errors import ArgumentError, OmniattnError, ShapeError
 from ..ops.attention import attention
 from ..problems import Auto, Fp8, Int4, Int8
-from .exchange import Group, agree, exchange, group_of, meet
-from .ring import Asked, as_tensors, check, check_tensor, facts_of, ring_attention
+from .exchange import Group, exchange, group_of, meet
+from .parts import asks_to_agree, settle
+from .ring import Asked, as_tensors, check, facts_of, no_facts, ring_attention
 from .schedule import SCHEDULES, Range, check_schedule, chunks_of, length_of
 
 #: Behind those of a ring's steps.
@@ -109,37 +111,36 @@ def ulysses_attention(
     function = "ulysses_attention"
     at = group_of(group, function)
     across = None if ring_group is None else group_of(ring_group, function, "ring_group")
-    check_tensor(q, "q", function)
-    if agree_first is not None:
-        agree_first = check_bool(agree_first, "agree_first", function)
     said = {
         "layout": layout, "causal": causal, "window": window, "softmax_scale": softmax_scale, "softcap": softcap,
         "precision": precision, "schedule": "contiguous", "deterministic": deterministic,
         "seqlen_q": _part(seqlen_q, across, schedule), "seqlen_k": _part(seqlen_k, across, schedule),
     }  # fmt: skip
     asked: Asked | None = None
+    facts = no_facts()
     failure: OmniattnError | None = None
     try:
+        agree_first = asks_to_agree(agree_first, q, at, function)
         said["return_lse"] = check_bool(return_lse, "return_lse", function)
         check_schedule(schedule, function)
+        _check_ring_group(at, across, function)
         q, k, v = as_tensors(q, k, v, sinks, function)
         asked = check(function, q, k, v, sinks, at, said, None, across is not None)
         splits = _splits(q, k, asked, at)
+        facts = facts_of(q, k, v, sinks, asked, across is not None)
     except OmniattnError as error:
         failure = error
-    if agree_first if agree_first is not None else q.device.type == "cpu":
-        # A refusal reaches the ranks of one dimension of a mesh first, and by these all of the other one.
-        for there, whole in ((at, None), (across, (seqlen_q, seqlen_k))):
-            if there is None:
-                continue
-            facts = facts_of(q, k, v, sinks, said, asked)
-            facts |= {} if whole is None else {"seqlen_q": whole[0], "seqlen_k": whole[1], "schedule": schedule}
-            try:
-                agree(there, q.device, function, facts, failure)
-            except OmniattnError as error:
-                failure = error
-    if failure is not None or asked is None:
-        raise failure  # type: ignore[misc]
+    # A refusal reaches the ranks of one dimension of a mesh first, and by these all of the other one.
+    of_ring = {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "schedule": schedule}
+    for there, own in ((at, {"ring_group": across and across.size}), (across, of_ring)):
+        try:
+            if there is not None:
+                settle(there, q, function, facts | own, failure, agree_first)
+        except OmniattnError as error:
+            failure = error
+    if failure is not None:
+        raise failure
+    assert asked is not None
     meet(at, q.device, function)
     if layout == "HND":
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
@@ -161,6 +162,16 @@ def ulysses_attention(
     o, lse = _ToTokens.apply(at, (of_q, of_q), o, lse.transpose(1, 2)[..., None])
     o = o.transpose(1, 2) if layout == "HND" else o
     return (o, lse[..., 0].transpose(1, 2).contiguous()) if return_lse else o
+
+
+def _check_ring_group(at: Group, across: Group | None, function: str) -> None:
+    """Two dimensions of a mesh meet in one rank."""
+    if across is None:
+        return
+    both = set(dist.get_process_group_ranks(at.handle)) & set(dist.get_process_group_ranks(across.handle))
+    if len(both) > 1:
+        expected = "a group that has no rank but this one in common with group"
+        raise ArgumentError("ring_group", expected, f"ranks {sorted(both)} in both", function=function)
 
 
 def _part(seqlen: Any, across: Group | None, schedule: Any) -> Any:

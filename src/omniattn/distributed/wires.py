@@ -8,24 +8,46 @@ from typing import Any
 from ..checks import values
 from ..errors import ArgumentError, UnsupportedError
 from ..problems import Fp8, Int8, Precision
+from ..problems.products import products_of
 
 
-def check_precision(precision: Any, window: tuple[int, int], function: str) -> Precision:
-    """The precision, if K and V can travel in it."""
-    if not isinstance(precision, (str, Int8, Fp8)) or precision in ("auto", "int4"):
+def of_keys(precision: Precision, keys: int, function: str) -> Precision:
+    """That of so many keys: exact for few."""
+    short = precision.quantized and keys < precision.min_seqlen
+    return values.check_precision("exact", function) if short else precision
+
+
+def check_precision(precision: Any, window: tuple[int, int], keys: int, function: str) -> Precision:
+    """The precision of so many keys, if K and V can travel in it."""
+    named = isinstance(precision, str) and precision in ("exact", "int8", "fp8")
+    if not named and not isinstance(precision, (Int8, Fp8)):
         expected = "'exact', 'int8', 'fp8', an Int8 or an Fp8"
         raise ArgumentError("precision", expected, repr(precision), function=function)
     found = values.check_precision(precision, function)
+    used = of_keys(found, keys, function)
     for asked, what, instead in (
         (found.smooth_q, "smooth_q, which ties Q to one rank's K", "smooth_q=False"),
         (found.sparse is not None, "sparse", "sparse=None"),
         (found.pv == "exact", "pv='exact'", "pv='auto'"),
-        (found.quantized and (window[0] >= 0 or window[1] > 0),
+        (used.quantized and (window[0] >= 0 or window[1] > 0),
          "a window with a low precision", "precision='exact'"),
     ):  # fmt: skip
         if asked:
             raise UnsupportedError(f"{function}(): {what}", instead=instead)
-    return found
+    return used
+
+
+def product_of(precision: Precision, cc: tuple[int, int]) -> tuple[str, str]:
+    """Operands and accumulator of P V in which V travels between GPUs of this compute capability."""
+    choices = (("fp8", "fp32"), *products_of(cc)[0]) if cc == (9, 0) else products_of(cc)[0]
+    asked = (precision.pv, precision.pv_accumulator)
+    fits = [pair for pair in choices if all(a in ("auto", b) for a, b in zip(asked, pair, strict=True))]
+    if not fits:
+        raise UnsupportedError(
+            f"pv={asked[0]!r} with pv_accumulator={asked[1]!r} on compute capability {cc[0]}.{cc[1]}",
+            instead="pv='auto' and pv_accumulator='auto'",
+        )
+    return fits[0]
 
 
 def check_causal_lengths(window: tuple[int, int], rows: tuple[int, int], function: str) -> None:

@@ -245,8 +245,46 @@ def errors() -> None:
     raised(ArgumentError, "argument 'softcap': expected the same on all ranks", q, k, v, softcap=float(rank == 1))
     odd = [x[:, :-1] if rank == 0 else x for x in (q, k, v)]
     raised(ArgumentError, "argument 'seqlen_q': expected the same on all ranks", *odd, schedule="contiguous")
+    # Refusals of what comes first: the other ranks are told, too.
+    for wrong, said in (((None, k, v), {}), ((q.numpy(), k, v), {}), ((q, k, v), {"agree_first": "yes"})):
+        if rank == 0:
+            raised(ArgumentError, "argument ", *wrong, **said)
+        else:
+            raised(CommunicationError, "rank 0 refused", q, k, v)
+    raised(ArgumentError, "ring_attention(): argument 'softcap'", q, k, v, softcap=1e-40)
+    raised(ArgumentError, "'exact', 'int8', 'fp8', an Int8 or an Fp8, received 'int3'", q, k, v, precision="int3")
+    if rank == 0:
+        with torch.no_grad():
+            ring_attention(q, k, v)
+    else:
+        ring_attention(q, k, v)  # no tensor has a gradient in either
     near("after errors", ring_attention(q, k, v), shard(oa.attention(*inputs(32, 32)[:3]), 1), 2e-5)
     say("errors")
+
+
+def parts_of_tensors() -> None:
+    """`shard` and `unshard`: what ranks disagree about, and any dtype."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    x = torch.arange(7.0)[:, None].repeat(1, 3)
+    for dtype in (torch.int16, torch.float8_e4m3fn, torch.bool, torch.complex64, torch.float64):
+        whole = x.to(dtype)
+        found = unshard(shard(whole, 0), 0, seqlen=7)
+        assert found.dtype == dtype
+        assert torch.equal(found.view(torch.uint8), whole.view(torch.uint8)), dtype
+    image = torch.randn(2, 3, 8, 4, generator=torch.Generator().manual_seed(0)).to(memory_format=torch.channels_last)
+    assert shard(image, 2).is_contiguous()
+    say("parts")
+    if size == 1:
+        return
+
+    def refused(text: str, part: Any, **said: Any) -> None:
+        with pytest.raises((ArgumentError, CommunicationError), match=re.escape(text)):
+            unshard(part, 0, **said)
+
+    refused("", shard(x, 0))  # seqlen= is forgotten, and 7 rows have no equal parts
+    refused("argument 'x': expected the same", torch.ones(2, 3, dtype=(torch.float32, torch.int32)[rank % 2]))
+    refused("argument 'schedule': expected the same", torch.ones(2, 3), schedule=("zigzag", "contiguous")[rank % 2])
+    refused("argument 'x'" if rank == 0 else "rank 0 refused", None if rank == 0 else torch.ones(2, 3))
 
 
 def lost() -> None:
@@ -324,6 +362,12 @@ def ulysses() -> None:
     whole = oa.attention(*inputs(128, 128, dims=(64, 64))[:3], precision="int8", causal=True)
     assert torch.equal(o, shard(whole, 1, schedule="contiguous"))
     say("heads of int8")
+    o = ulysses_attention(q, k, v, precision=oa.Int8(pv="exact"))
+    whole = oa.attention(*inputs(128, 128, dims=(64, 64))[:3], precision=oa.Int8(pv="exact"))
+    assert torch.equal(o, shard(whole, 1, schedule="contiguous"))
+    if size > 1:
+        with pytest.raises(ArgumentError, match="argument 'ring_group': expected a group that has no rank but this"):
+            ulysses_attention(q, k, v, ring_group=dist.group.WORLD)
     for bad, text in (
         (q[:, :, :3], "argument 'q': expected a multiple"),
         (q[..., :12], "argument 'q': expected head_dim"),
@@ -435,7 +479,7 @@ def eight_bits() -> None:
 
 
 SUITES: dict[str, tuple[Callable[[], None], ...]] = {
-    "ring": (ring, skipped, errors),
+    "ring": (ring, skipped, errors, parts_of_tensors),
     "varlen": (varlen,),
     "ulysses": (ulysses,),
     "eight_bits": (eight_bits,),

@@ -93,13 +93,16 @@ def calls() -> None:
     case("mask of heads, divided", mesh, "h", mask=additive, mask_places=[Shard(1)])
     case("mask for all of the batch", mesh, "b", mask=additive)
     case("mask of pairs", mesh, "h", mask=torch.ones(16, 16, dtype=torch.bool).tril())
+    case("replicated, mask", mesh, "r", mask=additive)
+    case("replicated, mask of pairs", mesh, "r", rows=(4, size), mask=torch.linspace(0, 1, 4 * size).reshape(4, size))
     case("mask of the batch", mesh, "b", mask=torch.arange(4 * 16).reshape(4, 1, 1, 16) % 5 > 0)
     if size == 4:
         square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "model"))
         case("batch and heads", square, "bh", causal=True, sinks=True)
         case("sequence and heads", square, "sh", causal=True)
         case("batch and sequence", square, "bs", causal=True, sinks=True)
-        case("replicated and heads", square, "rh", sinks=True)
+        case("replicated and heads", square, "rh", sinks=True, mask=additive)
+        case("batch and replicated", square, "br", mask=additive)
         case("heads twice", square, "hh", causal=True)
 
 

@@ -351,7 +351,16 @@ def errors() -> None:
     scale = 0.1 * (1 + dist.get_rank())
     with pytest.raises(ArgumentError, match="argument 'softmax_scale': expected the same on all ranks"):
         decode_sharded(q, cache, seq_lens=lengths, softmax_scale=scale)
+    one = lengths + int(dist.get_rank() == 1)
+    with pytest.raises(ArgumentError, match="argument 'seq_lens': expected the same on all ranks"):
+        decode_sharded(q, cache, seq_lens=one)
+    odd = dist.get_rank() == 1
+    with pytest.raises(ArgumentError if odd else CommunicationError, match="argument 'sinks'" if odd else "rank 1 ref"):
+        decode_sharded(q, cache, seq_lens=lengths, sinks="none" if odd else torch.zeros(4))
+    decode_sharded(q, cache, seq_lens=lengths, softcap=0 if odd else 0.0)
     refuse = dist.get_rank() == 0
+    with pytest.raises(ArgumentError if refuse else CommunicationError, match="argument 'q'" if refuse else "rank 0"):
+        decode_sharded(None if refuse else q, cache, seq_lens=lengths)
     with pytest.raises(ShapeError if refuse else CommunicationError, match="argument 'q'" if refuse else "rank 0"):
         decode_sharded(q[0] if refuse else q, cache, seq_lens=lengths)
     say("errors")

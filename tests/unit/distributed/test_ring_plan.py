@@ -147,3 +147,18 @@ def test_names() -> None:
     assert not hasattr(distributed, "ring_attn")
     program = "import sys, omniattn.distributed as d; d.plan(8, 2, num_q_heads=1, num_kv_heads=1, head_dim=8)"
     subprocess.run([sys.executable, "-c", program + "; assert 'torch' not in sys.modules"], check=True, timeout=120)
+
+
+def test_a_short_sequence_travels_as_it_is() -> None:
+    """As the ring does: below min_seqlen the call is exact."""
+    shape = {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 64, "causal": True}
+    short = plan(33, 3, precision=Int8(min_seqlen=50), **shape)
+    assert short == plan(33, 3, **shape)
+    assert plan(64, 2, seqlen_k=8, precision=Int8(min_seqlen=100), **shape) == plan(64, 2, seqlen_k=8, **shape)
+
+
+def test_values_travel_in_the_operand_of_their_accumulator() -> None:
+    shape = {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 64}
+    fp16 = plan(1536, 3, precision=Int8(pv="fp16"), **shape)
+    assert plan(1536, 3, precision=Int8(pv_accumulator="fp16"), **shape) == fp16
+    assert plan(1536, 3, precision=Int8(), **shape).bytes_forward < fp16.bytes_forward

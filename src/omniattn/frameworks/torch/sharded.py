@@ -62,7 +62,7 @@ class _Mesh:
 
     def placements(self, dims: Sequence[str]) -> tuple[Any, ...]:
         """Of a tensor with these dimensions, divided as q."""
-        return tuple(Shard(dims.index(role)) if role in dims else Replicate() for role in self.roles)
+        return tuple(Shard(dims.index(role)) if role and role in dims else Replicate() for role in self.roles)
 
 
 def run_sharded(call: Call) -> list[Any]:
@@ -172,7 +172,10 @@ def _kv_heads(where: _Mesh, dims: tuple[str, ...], q: Any, k: Any) -> tuple[int,
     if heads_kv % ranks == 0:
         return None
     number = where.roles.index("heads")
-    if where.roles.count("heads") > 1 or ranks % heads_kv or heads_q % heads_kv:
+    if where.roles.count("heads") > 1:
+        expected = f"a multiple of {ranks} heads, the ranks that divide q's on several dimensions of the mesh"
+        raise ShapeError("k", expected, f"{heads_kv}", function=where.function)
+    if ranks % heads_kv or heads_q % heads_kv:
         expected = f"a multiple or a divisor of {ranks} heads, the ranks that divide q's {heads_q}"
         raise ShapeError("k", expected, f"{heads_kv}", function=where.function)
     begin = where.mesh.get_local_rank(number) * heads_kv // ranks
