@@ -218,6 +218,8 @@ def forward(
         part = wire.own(step) if arriving is None else arriving.wait()
         arriving = send_keys(group, ring, wire, number + 1, common.function)
         spare = spare_sms(arriving, step, q, head_dim_v)
+        if arriving is not None and not spare:
+            arriving.begin_first(q.device)
         for task in step.tasks:
             with_sinks = sinks if early and task is tasks[0] else None
             merged.add(task.q, *wire.attend(part, step, task, with_sinks, spare))
