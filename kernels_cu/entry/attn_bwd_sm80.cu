@@ -72,6 +72,8 @@ static_assert(sizeof(SharedStorage) == SMEM_BYTES, "the registry's smem_bytes mu
 
 // Of what a warp makes scores: the first key.
 OA_DEVICE int32 first_key(const Work& w) { return w.group * Config::kKeyRows; }
+// What P times the slope crosses with.
+constexpr float kCrossing = Config::kScoreMods ? kOfCrossing<Config::Io> : 1.0f;
 // Shared address of P^T, which lies there as it is, without the derivative of scores: with DMASK.
 OA_DEVICE uint32 plain_p(const Work& w) { return w.at(&SharedStorage::ds) + 2 * DsTile::kBytes; }
 
@@ -121,7 +123,7 @@ OA_DEVICE void make_p(const Work& w, Scores& s, Packed& packed, const Place& at,
                     int32 k = w.t.n0 + key + 16 * i + 8 * r;
                     ScoreGrad a = scores.at(x[0], lse2.x, row, k, see0), b = scores.at(x[1], lse2.y, row + 1, k, see1);
                     packed[i][2 * n + r] = pack2(Config::Io{}, a.p, b.p);
-                    cross = pack2(Config::Io{}, a.p * a.slope, b.p * b.slope);
+                    cross = pack2(Config::Io{}, a.p * (kCrossing * a.slope), b.p * (kCrossing * b.slope));
                 } else {
                     float a = exp2_approx(fmaf(x[0], c, -lse2.x)), b = exp2_approx(fmaf(x[1], c, -lse2.y));
                     if (kHides) a = see0 ? a : 0.0f, b = see1 ? b : 0.0f;
@@ -138,7 +140,8 @@ OA_DEVICE void make_p(const Work& w, Scores& s, Packed& packed, const Place& at,
 // dS^T of a step from P^T in shared memory, which it takes the place of. kHides: where P is 0 dO or V may be NaN and
 // yet not count.
 template <bool kHides>
-OA_DEVICE void make_ds(const Work& w, const Scores& dp, Packed& packed, const Place& at, int stage, uint32 smem_ds) {
+OA_DEVICE void make_ds(const Work& w, const Scores& dp, Packed& packed, const Place& at, int stage, uint32 smem_ds,
+                       [[maybe_unused]] float of_crossed) {
     int lane = in_register(w.lane);
     int32 key = first_key(w) + (lane >> 2), query = 2 * (lane & 3);
     uint32 delta_at = w.at(&SharedStorage::delta) + (stage * Config::kBlockM + query) * 4;
@@ -154,6 +157,7 @@ OA_DEVICE void make_ds(const Work& w, const Scores& dp, Packed& packed, const Pl
                 float d0 = w.dropout.change(dp[i][4 * n + 2 * r], delta.x, p.x);
                 float d1 = w.dropout.change(dp[i][4 * n + 2 * r + 1], delta.y, p.y);
                 p = w.dropout.unmarked(p);
+                if constexpr (kCrossing != 1.0f) p.x *= of_crossed, p.y *= of_crossed;
                 float a = p.x * d0, b = p.y * d1;
                 if (kHides) a = p.x == 0.0f ? 0.0f : a, b = p.y == 0.0f ? 0.0f : b;
                 packed[i][2 * n + r] = pack2(Config::Io{}, a, b);
@@ -229,9 +233,9 @@ OA_DEVICE void run(const Work& w, Output& o, Steps steps) {
             take_p(w);
             if (!kWanted && !wants_ds) {
             } else if (modifies || hides)
-                make_ds<true>(w, s, packed, at, stage, ds);
+                make_ds<true>(w, s, packed, at, stage, ds, modifies ? 1.0f / kCrossing : 1.0f);
             else
-                make_ds<false>(w, s, packed, at, stage, ds);
+                make_ds<false>(w, s, packed, at, stage, ds, 1.0f);
             if (kWanted) make_output(w, o, packed, smem_q + tile);
         }
         before = at;

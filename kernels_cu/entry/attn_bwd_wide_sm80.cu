@@ -82,6 +82,9 @@ OA_DEVICE void make_scores(const Work& w, Scores& s, uint32 smem_a, uint32 smem_
                          w.p.fwd.head_dim);
 }
 
+// What P times the slope crosses with.
+constexpr float kCrossing = Config::kScoreMods ? kOfCrossing<Config::Io> : 1.0f;
+
 // P^T of a step, of which kHides hides a part, to shared memory. kModifies: scores are modified one by one.
 template <bool kHides, bool kModifies>
 OA_DEVICE void make_p(const Work& w, const Scores& s, const Place& at, int stage) {
@@ -113,7 +116,7 @@ OA_DEVICE void make_p(const Work& w, const Scores& s, const Place& at, int stage
                 int32 k = w.t.n0 + key + 8 * r;
                 ScoreGrad a = scores.at(x, lse2.x, row, k, see0), b = scores.at(y, lse2.y, row + 1, k, see1);
                 plain = pack2(Config::Io{}, a.p, b.p);
-                cross = pack2(Config::Io{}, a.p * a.slope, b.p * b.slope);
+                cross = pack2(Config::Io{}, a.p * (kCrossing * a.slope), b.p * (kCrossing * b.slope));
             } else {
                 float a = exp2_approx(fmaf(x, c, -lse2.x)), b = exp2_approx(fmaf(y, c, -lse2.y));
                 if (kHides) a = see0 ? a : 0.0f, b = see1 ? b : 0.0f;
@@ -127,7 +130,8 @@ OA_DEVICE void make_p(const Work& w, const Scores& s, const Place& at, int stage
 
 // dS^T of a step in the place of P^T. kHides: where P is 0 dO or V may be NaN and yet not count.
 template <bool kHides>
-OA_DEVICE void make_ds(const Work& w, const Scores& dp, const Place& at, int stage) {
+OA_DEVICE void make_ds(const Work& w, const Scores& dp, const Place& at, int stage,
+                       [[maybe_unused]] float of_crossed) {
     int lane = in_register(w.lane);
     int32 key = key_of(w, lane), query = query_of(w, lane);
     uint32 delta_at = w.at(&SharedStorage::delta) + (stage * Config::kBlockM + query) * 4;
@@ -139,6 +143,7 @@ OA_DEVICE void make_ds(const Work& w, const Scores& dp, const Place& at, int sta
             uint32 word = Keys::ds_word(key + 8 * r, half_of(w) * Config::kQTiles + n, lane);
             float2 p = unpack2(Config::Io{}, load_shared(smem_ds(w) + word));
             float d0 = dp[4 * n + 2 * r] - delta.x, d1 = dp[4 * n + 2 * r + 1] - delta.y;
+            if constexpr (kCrossing != 1.0f) p.x *= of_crossed, p.y *= of_crossed;
             float a = p.x * d0, b = p.y * d1;
             if (kHides) a = p.x == 0.0f ? 0.0f : a, b = p.y == 0.0f ? 0.0f : b;
             store_shared(smem_ds(w) + word, pack2(Config::Io{}, a, b));
@@ -214,9 +219,9 @@ OA_DEVICE void run(const Work& w, Output& o, Steps steps) {
             take_p(w);
             if (!wants_ds) {
             } else if (modifies || hides)
-                make_ds<true>(w, s, at, stage);
+                make_ds<true>(w, s, at, stage, modifies ? 1.0f / kCrossing : 1.0f);
             else
-                make_ds<false>(w, s, at, stage);
+                make_ds<false>(w, s, at, stage, 1.0f);
         }
         __syncthreads();  // P and dS are there
         if (wanted) {

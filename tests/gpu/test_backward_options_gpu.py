@@ -38,6 +38,33 @@ def test_masks(form: str, shape: tuple[int, ...], dtype: str) -> None:
         check(make(batch=2, seqlen_q=150, seqlen_k=203, heads_q=4, heads_kv=2, dtype=dtype, mask=mask, **own), f"{own}")
 
 
+@pytest.mark.parametrize("head_dim", [64, 128, 256, 512])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_small_slopes_of_a_softcap(head_dim: int, dtype: str) -> None:
+    """Where all scores are far beyond the cap, P times the slope is 1e-7, which fp16 has no bits for."""
+    g = torch.Generator("cuda").manual_seed(1)
+    cap, keys, scale = 0.3, 820, head_dim**-0.5
+
+    def near(*shape: int) -> Any:
+        return 0.95 + 0.1 * torch.rand(*shape, 1, device="cuda", generator=g)
+
+    unit = torch.randn(head_dim, device="cuda", generator=g)
+    sign = torch.where(torch.rand(1, keys, 1, 1, device="cuda", generator=g) < 0.5, -1.0, 1.0)
+    q = near(1, 3, 2) * unit
+    k = sign * near(1, keys, 2) * unit * (5.5 * cap / (scale * float(unit @ unit)))
+    v, do = (torch.randn(1, n, 2, head_dim, device="cuda", generator=g) for n in (keys, 3))
+    q, k, v, do = (x.to(getattr(torch, dtype)) for x in (q, k, v, 8 * do))
+    o, lse = oa.attention(q, k, v, softcap=cap, return_lse=True)
+    found = oa.attention_backward(do, q, k, v, o, lse, softcap=cap)
+    x, y, z = (t.double().transpose(1, 2).requires_grad_() for t in (q, k, v))
+    p = torch.softmax(cap * torch.tanh(x @ y.transpose(-1, -2) * scale / cap), -1)
+    expected = torch.autograd.grad(p @ z, (x, y, z), do.double().transpose(1, 2))
+    for name, a, b in zip(("dq", "dk", "dv"), found, expected, strict=True):
+        a, b = a.double().transpose(1, 2), b
+        error = float((a - b).abs().sum() / b.abs().sum())
+        assert error < 0.02, f"{name}: relative L1 {error:.3g}"
+
+
 @pytest.mark.parametrize("wanted", [
     ("dq",), ("dk",), ("dv",), ("dk", "dv"), ("dq", "dv"), ("dsinks",), ("dmask",), ("dmask", "dq"), ("dsinks", "dk"),
 ])  # fmt: skip
