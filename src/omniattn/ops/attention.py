@@ -240,7 +240,8 @@ def attention(
     return_lse : bool
         Also return the log-sum-exp.
     return_rng : bool
-        Also return ``dropout_rng`` as an array, the last result, for `attention_backward`.
+        Also return ``dropout_rng`` as an array, the last result, for `attention_backward`; without dropout what was
+        given.
     out : array, optional
         Where o goes; o's shape and dtype. It may be q itself, with the same strides and one head_dim; on a GPU no
         other array that is read. A torch tensor counts as changed in place.
