@@ -16,12 +16,10 @@ struct ScoreGrad {
     float p, slope;
 };
 
-// P times the slope goes from warp to warp in 16 bits: in fp16 times this, because a softcap's slopes vanish where P
-// does not, and below 6e-5 fp16 loses bits. Neither P nor those slopes are above 1; a user's slopes may be.
-template <typename Io>
-constexpr float kOfCrossing = 1.0f;
-template <>
-constexpr float kOfCrossing<Half> = kHasScoreMod ? 1.0f : 32768.0f;
+// P times the slope goes from warp to warp in 16 bits, times this, because a softcap's slopes vanish where P does not,
+// and below 6e-5 fp16 loses bits. (In bf16 nothing changes, but that a wheel has room for twins of one form.) Neither P
+// nor those slopes are above 1; a user's slopes may be.
+constexpr float kOfCrossing = kHasScoreMod ? 1.0f : 32768.0f;
 
 // Of one query head of one sequence. mask_row: of batches in the mask, which packed sequences have one each of.
 template <typename Io>

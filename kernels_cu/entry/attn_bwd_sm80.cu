@@ -73,7 +73,7 @@ static_assert(sizeof(SharedStorage) == SMEM_BYTES, "the registry's smem_bytes mu
 // Of what a warp makes scores: the first key.
 OA_DEVICE int32 first_key(const Work& w) { return w.group * Config::kKeyRows; }
 // What P times the slope crosses with.
-constexpr float kCrossing = Config::kScoreMods ? kOfCrossing<Config::Io> : 1.0f;
+constexpr float kCrossing = Config::kScoreMods ? kOfCrossing : 1.0f;
 // Shared address of P^T, which lies there as it is, without the derivative of scores: with DMASK.
 OA_DEVICE uint32 plain_p(const Work& w) { return w.at(&SharedStorage::ds) + 2 * DsTile::kBytes; }
 

@@ -83,7 +83,7 @@ OA_DEVICE void make_scores(const Work& w, Scores& s, uint32 smem_a, uint32 smem_
 }
 
 // What P times the slope crosses with.
-constexpr float kCrossing = Config::kScoreMods ? kOfCrossing<Config::Io> : 1.0f;
+constexpr float kCrossing = Config::kScoreMods ? kOfCrossing : 1.0f;
 
 // P^T of a step, of which kHides hides a part, to shared memory. kModifies: scores are modified one by one.
 template <bool kHides, bool kModifies>

@@ -124,7 +124,11 @@ def integers_of(rng: Any, function: str) -> tuple[int, int]:
         return pair_of(rng, function)
     _check_kind(rng, function)
     rng = rng.get() if type(rng).__module__.startswith("cupy") else rng.cpu() if hasattr(rng, "cpu") else rng
-    words = np.ascontiguousarray(np.asarray(rng))
+    try:
+        words = np.ascontiguousarray(np.asarray(rng))
+    except TypeError:  # a key of JAX
+        hint = "The four words of a key are what attention(..., return_rng=True) returns"
+        raise ArgumentError("dropout_rng", EXPECTED, str(rng.dtype), function=function, hint=hint) from None
     if words.dtype.kind not in "iu" or words.nbytes != 16 or words.ndim != 1:
         raise ArgumentError("dropout_rng", EXPECTED, f"{words.dtype} {words.shape}", function=function)
     seed, offset = (int(x) for x in words.view(np.uint64))

@@ -101,3 +101,15 @@ def test_numbers_of_numpy_under_jit(dtype: Any) -> None:
     wanted = omniattn.attention(*map(np.asarray, arrays), dropout_p=0.3, dropout_rng=(2**40 + 3, 7))
     np.testing.assert_allclose(drop(*arrays), wanted, atol=1e-6)
     np.testing.assert_allclose(jax.jit(drop)(*arrays), wanted, atol=1e-6)
+
+
+def test_numbers_of_another_library() -> None:
+    torch = pytest.importorskip("torch")
+    q = jax.numpy.ones((1, 4, 2, 16))
+    found = omniattn.attention(q, q, q, dropout_p=0.4, dropout_rng=torch.tensor([7, 9]))
+    assert jax.numpy.array_equal(found, omniattn.attention(q, q, q, dropout_p=0.4, dropout_rng=(7, 9)))
+
+
+def test_a_mask_takes_the_words_of_a_key() -> None:
+    with pytest.raises(ArgumentError, match=r"argument 'dropout_rng'.*received key<.*return_rng=True"):
+        omniattn.dropout_mask((1, 2, 4, 4), 0.4, jax.random.key(1))

@@ -30,6 +30,8 @@ def rng_of(q: Any, rng: Any, function: str) -> Any:
     dtype = getattr(rng, "dtype", None)
     if dtype is None:
         raise ArgumentError("dropout_rng", _EXPECTED, type(rng).__name__, function=function)
+    if not isinstance(rng, (jax.Array, np.ndarray)):
+        return rng  # of another library, which the call takes or refuses as any other array
     is_old_key = dtype == jnp.uint32 and rng.shape != (WORDS,)
     if jnp.issubdtype(dtype, jax.dtypes.prng_key) or is_old_key:
         try:
