@@ -60,8 +60,9 @@ def test_small_slopes_of_a_softcap(head_dim: int, dtype: str) -> None:
     p = torch.softmax(cap * torch.tanh(x @ y.transpose(-1, -2) * scale / cap), -1)
     expected = torch.autograd.grad(p @ z, (x, y, z), do.double().transpose(1, 2))
     for name, a, b in zip(("dq", "dk", "dv"), found, expected, strict=True):
-        a, b = a.double().transpose(1, 2), b
-        error = float((a - b).abs().sum() / b.abs().sum())
+        # Less what fp16 rounds the results themselves by, half of its least number.
+        error = ((a.double().transpose(1, 2) - b).abs() - 2.0**-25).clamp(min=0.0)
+        error = float(error.sum() / b.abs().sum())
         assert error < 0.02, f"{name}: relative L1 {error:.3g}"
 
 
