@@ -130,8 +130,7 @@ OA_DEVICE void make_p(const Work& w, const Scores& s, const Place& at, int stage
 
 // dS^T of a step in the place of P^T. kHides: where P is 0 dO or V may be NaN and yet not count.
 template <bool kHides>
-OA_DEVICE void make_ds(const Work& w, const Scores& dp, const Place& at, int stage,
-                       [[maybe_unused]] float of_crossed) {
+OA_DEVICE void make_ds(const Work& w, const Scores& dp, const Place& at, int stage, [[maybe_unused]] float of_crossed) {
     int lane = in_register(w.lane);
     int32 key = key_of(w, lane), query = query_of(w, lane);
     uint32 delta_at = w.at(&SharedStorage::delta) + (stage * Config::kBlockM + query) * 4;

@@ -240,8 +240,7 @@ def attention(
     return_lse : bool
         Also return the log-sum-exp.
     return_rng : bool
-        Also return ``dropout_rng`` as an array, the last result, for `attention_backward`; without dropout what was
-        given.
+        Also return ``dropout_rng`` as an array (without dropout as given), the last result, for `attention_backward`.
     out : array, optional
         Where o goes; o's shape and dtype. It may be q itself, with the same strides and one head_dim; on a GPU no
         other array that is read. A torch tensor counts as changed in place.

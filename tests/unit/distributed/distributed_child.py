@@ -15,6 +15,8 @@ import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,6 +27,10 @@ from torch.distributed.device_mesh import init_device_mesh
 import omniattn as oa
 from omniattn.distributed import plan, ring_attention, ring_attention_varlen, shard, steps, ulysses_attention, unshard
 from omniattn.errors import ArgumentError, CommunicationError, ShapeError, UnsupportedError
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import parts_cases
 
 #: Time-out of the group that loses a rank, in seconds.
 LOST_S = 5
@@ -262,31 +268,6 @@ def errors() -> None:
     say("errors")
 
 
-def parts_of_tensors() -> None:
-    """`shard` and `unshard`: what ranks disagree about, and any dtype."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    x = torch.arange(7.0)[:, None].repeat(1, 3)
-    for dtype in (torch.int16, torch.float8_e4m3fn, torch.bool, torch.complex64, torch.float64):
-        whole = x.to(dtype)
-        found = unshard(shard(whole, 0), 0, seqlen=7)
-        assert found.dtype == dtype
-        assert torch.equal(found.view(torch.uint8), whole.view(torch.uint8)), dtype
-    image = torch.randn(2, 3, 8, 4, generator=torch.Generator().manual_seed(0)).to(memory_format=torch.channels_last)
-    assert shard(image, 2).is_contiguous()
-    say("parts")
-    if size == 1:
-        return
-
-    def refused(text: str, part: Any, **said: Any) -> None:
-        with pytest.raises((ArgumentError, CommunicationError), match=re.escape(text)):
-            unshard(part, 0, **said)
-
-    refused("", shard(x, 0))  # seqlen= is forgotten, and 7 rows have no equal parts
-    refused("argument 'x': expected the same", torch.ones(2, 3, dtype=(torch.float32, torch.int32)[rank % 2]))
-    refused("argument 'schedule': expected the same", torch.ones(2, 3), schedule=("zigzag", "contiguous")[rank % 2])
-    refused("argument 'x'" if rank == 0 else "rank 0 refused", None if rank == 0 else torch.ones(2, 3))
-
-
 def lost() -> None:
     """A rank that raises within a call: the others end with an error that says where, by the group's time-out."""
     q, k, v = (shard(x, 1) for x in inputs(32, 32)[:3])
@@ -479,7 +460,7 @@ def eight_bits() -> None:
 
 
 SUITES: dict[str, tuple[Callable[[], None], ...]] = {
-    "ring": (ring, skipped, errors, parts_of_tensors),
+    "ring": (ring, skipped, errors, partial(parts_cases.run, say)),
     "varlen": (varlen,),
     "ulysses": (ulysses,),
     "eight_bits": (eight_bits,),
