@@ -339,6 +339,7 @@ def main() -> None:
             one = {"precision": precision, "batch": 1, "heads": (1, 1), "causal": True}
             ring(f"{schedule} {precision} one head", 256 * dist.get_world_size(), schedule, **one)
     ring("three rows", 3, "zigzag", causal=True)
+    ring("own keys in two parts", 2304 * dist.get_world_size(), "zigzag", causal=True, batch=1, heads=(16, 16))
     parts: tuple[Callable[[], None], ...] = (documents, heads, streams, queued, caches, dtensors, graph)
     for part in (*parts, *((meshes,) if dist.get_world_size() == 4 else ())):
         part()

@@ -12,6 +12,7 @@ torch = pytest.importorskip("torch")
 
 import omniattn as oa  # noqa: E402
 from omniattn import arrays, testing  # noqa: E402
+from omniattn.ops.quantize import MEAN_IS_READY, quantize_around  # noqa: E402
 from omniattn.plan.engine import PLANS  # noqa: E402
 from omniattn.problems import AttentionProblem, QuantizeCall, QuantizeProblem  # noqa: E402
 from omniattn.problems.precision import GRANULARITIES, GROUPINGS  # noqa: E402
@@ -164,6 +165,26 @@ def test_head_dims(head_dim: int, io: str, monkeypatch: pytest.MonkeyPatch) -> N
     for dtype in ("float8_e4m3", "float16"):
         for smooth_v in (False, True):
             check_v(v, monkeypatch, dtype=dtype, smooth_v=smooth_v)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "grouping"), [*((x, g) for x in ("int8", "int4") for g in GROUPINGS), ("float8_e4m3", "sm90")]
+)
+@pytest.mark.parametrize(("head_dim", "rows"), [(128, 517), (72, 1200), (64, 5000)])
+def test_around_a_given_mean(
+    grouping: str, dtype: str, head_dim: int, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    e4m3 = dtype == "float8_e4m3"
+    said = {"dtype": dtype, "granularity": "per_block" if e4m3 else "per_thread", "grouping": grouping}
+    said |= {"hadamard": e4m3, "seed": 3}
+    q, k, _ = inputs("bfloat16", head_dim, 300, rows)
+    mean = torch.zeros(2, 2, -(-head_dim // 32) * 32)
+    mean[..., :head_dim] = k.float().mean(1) + 0.1
+    ready = torch.full((4,), MEAN_IS_READY, dtype=torch.int32)
+    got = quantize_around(*(x.cuda() for x in (q, k, mean, ready)), **said)
+    assert got.k_mean is None
+    assert not got.problem.smooth_k
+    assert_same(got, lambda: quantize_around(q, k, mean, ready, **said), monkeypatch)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 15, 63, 64, 65, 127, 128, 129, 255, 256, 257, 1000])

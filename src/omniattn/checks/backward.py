@@ -70,7 +70,7 @@ def check_backward(call: Call, tensors: dict[str, Tensor]) -> BackwardProblem:
         if array in tensors and name not in wanted:
             raise ArgumentError(name, f"None, because {name!r} is not in wanted", "an array", function=function)
     forward = _with_rows(forward, tensors, function)
-    if call.facts is not None:
+    if call.facts.__class__ is tuple:
         forward = extras.with_extras(forward, call, tensors, _check_score_mod)
     problem = BackwardProblem(
         forward, tuple(name for name in GRADIENTS if name in wanted), "dlse" in tensors,

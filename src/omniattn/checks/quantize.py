@@ -18,6 +18,8 @@ from .attention import canonical_strides
 #: The caller's arrays, in the order of a call.
 ARRAYS_QK = ("q", "k", "cu_seqlens_q", "cu_seqlens_k")
 ARRAYS_V = ("v", "cu_seqlens_k")
+#: What smooth_k takes away, and the words by which kernels see that it is there.
+ARRAYS_AROUND = (*ARRAYS_QK, "k_mean", "k_ready")
 #: Those that kernels access 16 bytes at a time.
 ALIGNED = frozenset({"q", "k", "v"})
 
@@ -81,7 +83,7 @@ def check_quantize_qk(call: Call, tensors: dict[str, Tensor]) -> QuantizeCall:
         q.dtype, batch, q.shape[seq], k.shape[seq], q.shape[head], k.shape[head], q.shape[-1], varlen, options.dtype,
         granularity, options.grouping, smooth_q, smooth_k, False, row_bias_of(e4m3, smooth_k, with_bias), v=False,
         max_seqlen_k=longest_k, unpacked=options.dtype == "int4" and options.grouping == "sm90", hadamard=hadamard,
-        seed=seed if hadamard else 0,
+        seed=seed if hadamard else 0, given_mean="k_mean" in tensors,
     )  # fmt: skip
     strides = (_strides(q, layout, varlen), _strides(k, layout, varlen), (0, 0, 0))
     return QuantizeCall(problem, strides, layout, int(options.max_seqlen_q) if varlen else 0)

@@ -17,15 +17,11 @@ import torch.distributed as dist
 
 from ..errors import ArgumentError, CommunicationError, OmniattnError
 
-#: SMs that point-to-point transfers of NCCL run on, where the group does not say fewer (`ncclConfig_t.maxCTAs`): its
-#: 32 channels between two H100 (NCCL 2.28).
-NCCL_SMS = 32
-_SMS: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 #: Groups whose ranks have all met in a collective operation. NCCL makes its communicator there; the first exchange of
 #: a ring may leave ranks out, which must not be the first operation of a group.
 _MET: weakref.WeakSet[Any] = weakref.WeakSet()
-#: Of each GPU a stream of this module's own, and a byte that it writes.
-_BEHIND: dict[Any, tuple[Any, Any]] = {}
+#: Within so many cycles a transfer begins, of streams and of CUDA graphs (8 µs; half of that was enough on two H200).
+BEGIN_CYCLES = 16000
 
 
 @dataclass(frozen=True)
@@ -83,35 +79,27 @@ class Transfer:
         What is being sent: it has to live until then.
     what : str
         For an error: which function and step.
-    sms : int
-        Streaming multiprocessors that the transfer keeps busy.
+    device : torch.device, optional
+        The GPU on whose SMs it runs.
     """
 
-    def __init__(self, works: Sequence[Any], received: list[Any], kept: Sequence[Any], what: str, sms: int = 0) -> None:
-        self.works, self.received, self.kept, self.what, self.sms = works, received, kept, what, sms
+    def __init__(
+        self, works: Sequence[Any], received: list[Any], kept: Sequence[Any], what: str, device: Any = None
+    ) -> None:
+        self.works, self.received, self.kept, self.what, self.device = works, received, kept, what, device
 
-    @property
-    def tensors(self) -> tuple[Sequence[Any], Sequence[Any]]:
-        """What is sent, and what is received."""
-        return self.kept, self.received
-
-    def begin_first(self, device: Any) -> None:
+    def begin_first(self) -> bool:
         """Let the transfer begin before what the current stream gets from here on; the host does not wait.
 
-        Both are ready at the same time, and kernels that take all SMs make the transfer wait for their end. On a rank
-        where that happens the other rank's transfer waits too, on SMs that its own kernels then lack. So the current
-        stream goes on behind two events and a small kernel. Graphs order their kernels by themselves.
+        False of one that takes no SMs. Both are ready at the same time, and where a kernel that takes all SMs begins
+        first, the transfer waits for its end, and with it the other rank's, which has SMs that its own kernels then
+        lack. So the current stream waits some microseconds, on one SM.
         """
-        if not self.sms or torch.cuda.is_current_stream_capturing():
-            return
-        if device not in _BEHIND:
-            _BEHIND[device] = torch.cuda.Stream(device), torch.empty(1, dtype=torch.uint8, device=device)
-        stream, byte = _BEHIND[device]
-        current = torch.cuda.current_stream(device)
-        stream.wait_stream(current)
-        with torch.cuda.stream(stream):
-            byte.zero_()
-        current.wait_stream(stream)
+        if self.device is None:
+            return False
+        with torch.cuda.device(self.device):
+            torch.cuda._sleep(BEGIN_CYCLES)
+        return True
 
     def wait(self) -> list[Any]:
         """What was received. Raises CommunicationError where a rank is gone or does not answer in the group's time."""
@@ -153,24 +141,11 @@ def exchange(
         if x.numel()
     ]
     received, kept = [x for x, _ in receives], [x for x, _ in sends]
-    sms = _sms_of(group) if operations and operations[0].tensor.is_cuda else 0
+    device = operations[0].tensor.device if operations and operations[0].tensor.is_cuda else None
     try:
-        return Transfer(dist.batch_isend_irecv(operations) if operations else (), received, kept, what, sms)
+        return Transfer(dist.batch_isend_irecv(operations) if operations else (), received, kept, what, device)
     except RuntimeError as error:
         raise _failed(what, error) from error
-
-
-def _sms_of(group: Group) -> int:
-    """SMs that NCCL's kernels of a group run on at most: one for each of its channels."""
-    found = _SMS.get(group.handle)
-    if found is None:
-        try:
-            config = group.handle._get_backend(torch.device("cuda")).options.config
-            most = int(config.max_ctas)
-        except (AttributeError, RuntimeError, TypeError, ValueError):
-            most = 0
-        found = _SMS[group.handle] = min(most, NCCL_SMS) if most > 0 else NCCL_SMS
-    return found
 
 
 def device_of(x: Any, group: Group) -> Any:

@@ -105,8 +105,7 @@ class RingPlan:
         memory_gb_s : float, optional
             Rate at which partial results are merged, 10^9 bytes a second; unless given merges take no time.
         transfer_sms : float
-            Part of the SMs that a step leaves to the transfer for the next one, from 0 to less than 1: 16 of 132 with
-            NCCL on an H100.
+            Part of the SMs that a transfer has while it lasts, from 0 to less than 1: 32 of 132 with NCCL on an H100.
         """
         rate = check_number(tflops, "tflops", "seconds", least=0.0) * 1e12
         link = check_number(link_gb_s, "link_gb_s", "seconds", least=0.0) * 1e9
@@ -125,8 +124,9 @@ class RingPlan:
             for step, behind in zip(steps, (*steps[1:], None), strict=True):
                 arrived = max(arrived, begin) + step.bytes_forward / link
                 begin = max(end, arrived)
-                slower = 1 - spared if behind is not None and behind.bytes_forward else 1.0
-                end = begin + step.flops / (rate * slower) + step.bytes_merged / memory
+                alone = step.flops / rate
+                beside = 0.0 if behind is None else behind.bytes_forward / link
+                end = begin + alone + spared * min(beside, alone / (1 - spared)) + step.bytes_merged / memory
             longest = max(longest, end)
         return longest
 

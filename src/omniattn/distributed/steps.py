@@ -14,14 +14,13 @@ import torch
 
 from ..errors import UnsupportedError
 from ..ops.attention import attention_beside, attention_varlen
-from ..ops.attention_backward import attention_backward, attention_varlen_backward
+from ..ops.attention_backward import attention_varlen_backward, gradients_beside
 from ..ops.merge import merge_states
 from .exchange import Group, Transfer, exchange
 from .schedule import UNLIMITED, Range, Ring, Step, Task
 
-#: Operations of attention in the time of a byte of a transfer: 810 TFLOP/s and 280 GB/s, two H100 with NVLink (NCCL
-#: 2.28, November 2026). It decides about time only.
-FLOP_PER_BYTE = 2900
+#: Keys of a tile of the backward's kernels.
+TILE_KEYS = 128
 
 
 @dataclass(frozen=True)
@@ -62,8 +61,8 @@ class Wire(Protocol):
     def own(self, step: Step) -> list[Any]:
         """What the owner itself reads in ``step``, without copies."""
 
-    def attend(self, part: list[Any], step: Step, task: Task, sinks: Any, spare_sms: int) -> tuple[Any, Any]:
-        """o and LSE of one task. spare_sms: those that a transfer has meanwhile."""
+    def attend(self, part: list[Any], step: Step, task: Task, sinks: Any, is_shared: bool) -> tuple[Any, Any]:
+        """o and LSE of one task. is_shared: a transfer has some of the GPU's SMs meanwhile."""
 
 
 class Plain:
@@ -85,12 +84,12 @@ class Plain:
         rows = step.rows[1] - step.rows[0]
         return [x.new_empty((x.shape[0], rows, *x.shape[2:])) for x in (self.k, self.v)]
 
-    def attend(self, part: list[Any], step: Step, task: Task, sinks: Any, spare_sms: int) -> tuple[Any, Any]:
+    def attend(self, part: list[Any], step: Step, task: Task, sinks: Any, is_shared: bool) -> tuple[Any, Any]:
         """Exact attention of a rectangle, or of whole documents."""
         q, (k, v) = rows_of(self.q, task.q), keys_of(part, step, task)
         options = self.common.options(task)
         if not task.starts:
-            return attention_beside(q, k, v, spare_sms=spare_sms, sinks=sinks, **options)
+            return attention_beside(q, k, v, is_shared=is_shared, sinks=sinks, **options)
         o, lse = attention_varlen(
             q[0], k[0], v[0], sinks=sinks, return_lse=True, **packed(task, q.device), **options
         )  # fmt: skip
@@ -149,6 +148,8 @@ class Merged:
         """Take the result of one task."""
         if self.o is None and rows == (0, self.shape[1]):
             self.o, self.lse = o.to(self.dtype), lse
+        elif self.seen == [rows] == [(0, self.shape[1])]:
+            _, self.lse = merge_states(self.o, self.lse, o.to(self.dtype), lse, out=self.o)
         else:
             self._begin()
             o_here, lse_here = rows_of(self.o, rows), self.lse[:, :, rows[0] : rows[1]]
@@ -217,27 +218,11 @@ def forward(
     for number, step in enumerate(steps):
         part = wire.own(step) if arriving is None else arriving.wait()
         arriving = send_keys(group, ring, wire, number + 1, common.function)
-        spare = spare_sms(arriving, step, q, head_dim_v)
-        if arriving is not None and not spare:
-            arriving.begin_first(q.device)
+        is_shared = arriving is not None and arriving.begin_first()
         for task in step.tasks:
             with_sinks = sinks if early and task is tasks[0] else None
-            merged.add(task.q, *wire.attend(part, step, task, with_sinks, spare))
+            merged.add(task.q, *wire.attend(part, step, task, with_sinks, is_shared))
     return merged.result(None if early else sinks, bias)
-
-
-def spare_sms(transfer: Transfer | None, step: Step, q: Any, head_dim_v: int) -> int:
-    """SMs that the kernels of a step leave to a transfer at the same time; 0 where that would cost more than it saves.
-
-    A kernel on all SMs and a transfer beside it end one after the other, in whichever order they begin. On fewer SMs
-    the kernel is slower by their part, and the transfer takes no time.
-    """
-    if transfer is None or not transfer.sms:
-        return 0
-    sent, received = (sum(x.numel() * x.element_size() for x in tensors) for tensors in transfer.tensors)
-    flops = 2 * sum(task.pairs for task in step.tasks) * q.shape[0] * q.shape[2] * (q.shape[3] + head_dim_v)
-    others = torch.cuda.get_device_properties(q.device).multi_processor_count - transfer.sms
-    return transfer.sms if flops * transfer.sms < FLOP_PER_BYTE * max(sent, received) * others else 0
 
 
 def send_keys(group: Group, ring: Ring, wire: Wire, number: int, function: str) -> Transfer | None:
@@ -253,31 +238,49 @@ def send_keys(group: Group, ring: Ring, wire: Wire, number: int, function: str) 
 
 
 class Sum:
-    """Gradients of rows, added up in float32.
+    """A gradient: summands of rows, and one of all rows, which may be complete last.
 
-    Two summands are added with one rounding, which is the float32 sum's, in the dtype of what they are gradients of.
+    Two summands are added with one rounding, more in float32.
+
+    Parameters
+    ----------
+    like : tensor
+        What it is the gradient of.
+    rows : int
+    count : int
+        Summands.
+    whole : tensor, optional
+        The one of all rows: its memory, which `result` reads and may return.
     """
 
-    def __init__(self, like: Any, rows: int, count: int) -> None:
-        self.like, self.rows = like, rows
-        self.dtype = like.dtype if count <= 2 else torch.promote_types(like.dtype, torch.float32)
+    def __init__(self, like: Any, rows: int, count: int, whole: Any = None) -> None:
+        self.like, self.whole, self.count = like, whole, count
+        self.shape = (like.shape[0], rows, *like.shape[2:])
         self.total: Any = None
+        self.held: tuple[Range, Any] | None = None
 
     def add(self, rows: Range, x: Any) -> None:
         """Add the gradient of rows; ``x`` may become the sum."""
-        if self.total is None and rows == (0, self.rows):
-            self.total = x.to(self.dtype)
+        if self.count <= 2 and self.whole is not None and self.held is None:
+            self.held = rows, x  # until all of the other one is there
+            return
+        dtype = self.like.dtype if self.count <= 2 else torch.promote_types(self.like.dtype, torch.float32)
+        if self.total is None and rows == (0, self.shape[1]):
+            self.total = x.to(dtype)
             return
         if self.total is None:
-            shape = (self.like.shape[0], self.rows, *self.like.shape[2:])
-            self.total = self.like.new_zeros(shape, dtype=self.dtype)
+            self.total = self.like.new_zeros(self.shape, dtype=dtype)
         rows_of(self.total, rows).add_(x)
 
     def result(self) -> Any:
         """In the dtype of what it is a gradient of."""
-        if self.total is None:
-            return self.like.new_zeros((self.like.shape[0], self.rows, *self.like.shape[2:]))
-        return self.total.to(self.like.dtype)
+        if self.held is not None:
+            rows_of(self.whole, self.held[0]).add_(self.held[1])
+        if self.whole is not None and self.total is not None:
+            return self.total.add_(self.whole).to(self.like.dtype)
+        if self.whole is not None:
+            return self.whole
+        return self.like.new_zeros(self.shape) if self.total is None else self.total.to(self.like.dtype)
 
 
 @dataclass(frozen=True)
@@ -294,27 +297,38 @@ class Saved:
 
 
 def backward(group: Group, ring: Ring, saved: Saved, common: Common, wanted: tuple[str, ...]) -> dict[str, Any]:
-    """Gradients of this rank's q, k and v by name; wanted: of "dq", "dk", "dv", the same on all ranks."""
+    """Gradients of this rank's q, k and v by name; wanted: of "dq", "dk", "dv", the same on all ranks.
+
+    Where it can be, a rank's work on its own keys is in two parts, by heads: the first one while K and V of the next
+    step arrive, the second one while dK and dV of the last step return.
+    """
     wire = Plain(saved.q, saved.k, saved.v, common)
     steps = ring.steps(group.rank)
     of_keys: list[str] = [name for name in ("dk", "dv") if name in wanted]
     like = {"dq": saved.q, "dk": saved.k, "dv": saved.v}
-    dq = Sum(saved.q, saved.q.shape[1], sum(len(step.tasks) for step in steps))
+    rows = {name: x.shape[1] for name, x in like.items()}
+    parts = _parts(saved, steps[0]) if group.size > 1 else []
+    whole = {name: torch.empty_like(like[name], memory_format=torch.contiguous_format) for name in wanted if parts}
+    dq = Sum(saved.q, rows["dq"], sum(len(step.tasks) for step in steps), whole.get("dq"))
     # The owner's sum: its own tasks, and a summand of each rank that reads its keys.
     readers = [ring.step((group.rank + n) % group.size, n) for n in range(1, group.size)]
     count = len(steps[0].tasks) + sum(bool(step.tasks) for step in readers)
-    own = {name: Sum(like[name], like[name].shape[1], count) for name in of_keys}
+    own = {name: Sum(like[name], rows[name], count, whole.get(name)) for name in of_keys}
     arriving: Transfer | None = None
     returning: tuple[Transfer, Step] | None = None
     for number, step in enumerate(steps):
         part = wire.own(step) if arriving is None else arriving.wait()
         arriving = send_keys(group, ring, wire, number + 1, common.function)
+        is_shared = arriving is not None and arriving.begin_first()
+        if number == 0 and parts:
+            _own_part(saved, parts[0], common, step.tasks[0], whole, is_shared)
+            continue
         first = step.rows[0] if number else 0
         sums = own if number == 0 else {
             name: Sum(like[name], step.rows[1] - step.rows[0], len(step.tasks)) for name in of_keys
         }  # fmt: skip
         for task in step.tasks:
-            found = _gradients(saved, part, step, task, common, wanted)
+            found = _gradients(saved, part, step, task, common, wanted, is_shared)
             if "dq" in wanted:
                 dq.add(task.q, found["dq"])
             for name in of_keys:
@@ -322,6 +336,9 @@ def backward(group: Group, ring: Ring, saved: Saved, common: Common, wanted: tup
         if returning is not None:
             _take(own, returning)
         returning = _send_gradients(group, ring, sums, number, like, common.function) if number and of_keys else None
+    if parts:
+        is_shared = returning is not None and returning[0].begin_first()
+        _own_part(saved, parts[1], common, steps[0].tasks[0], whole, is_shared)
     if returning is not None:
         _take(own, returning)
     results = {name: total.result() for name, total in own.items()}
@@ -330,8 +347,40 @@ def backward(group: Group, ring: Ring, saved: Saved, common: Common, wanted: tup
     return results
 
 
+def _parts(saved: Saved, own: Step) -> list[Range]:
+    """Two ranges of heads, if a rank's own step is one call, and half of it keeps a GPU busy; else none.
+
+    Where query heads share keys and values, what returns is too little beside the work to gain by it.
+    """
+    q, k = saved.q, saved.k
+    if len(own.tasks) != 1 or own.tasks[0].starts or not q.shape[2] == k.shape[2] > 1:
+        return []
+    task = own.tasks[0]
+    if (task.q, task.k, own.rows) != ((0, q.shape[1]), (0, k.shape[1]), (0, k.shape[1])):
+        return []
+    half = k.shape[2] // 2
+    if k.is_cuda:
+        tiles = k.shape[0] * half * -(-k.shape[1] // TILE_KEYS)
+        if tiles < torch.cuda.get_device_properties(k.device).multi_processor_count:
+            return []
+    return [(0, half), (half, k.shape[2])]
+
+
+def _own_part(saved: Saved, heads: Range, common: Common, task: Task, whole: dict[str, Any], is_shared: bool) -> None:
+    """Gradients of a rank's queries and its own keys, of a range of heads, into ``whole``."""
+    here = slice(*heads)
+    do, q, k, v, o = (x[:, :, here] for x in (saved.do, saved.q, saved.k, saved.v, saved.o))
+    given = {name: x[:, :, here] for name, x in whole.items()}
+    if saved.dlse is not None:
+        given["dlse"] = saved.dlse[:, here]
+    gradients_beside(
+        do, q, k, v, o, saved.lse[:, here], is_shared=is_shared, given=given, wanted=tuple(whole),
+        **common.options(task),
+    )  # fmt: skip
+
+
 def _gradients(
-    saved: Saved, part: list[Any], step: Step, task: Task, common: Common, wanted: tuple[str, ...]
+    saved: Saved, part: list[Any], step: Step, task: Task, common: Common, wanted: tuple[str, ...], is_shared: bool
 ) -> dict[str, Any]:
     """Of one task, by name."""
     do, q, o = (rows_of(x, task.q) for x in (saved.do, saved.q, saved.o))
@@ -340,8 +389,10 @@ def _gradients(
     dlse = None if saved.dlse is None else saved.dlse[:, :, task.q[0] : task.q[1]]
     options = common.options(task)
     if not task.starts:
-        found = attention_backward(do, q, k, v, o, lse, dlse=dlse, wanted=wanted, **options)
-        return dict(zip(wanted, found, strict=True))
+        dense = gradients_beside(
+            do, q, k, v, o, lse, is_shared=is_shared, given={"dlse": dlse}, wanted=wanted, **options
+        )  # fmt: skip
+        return dict(zip(wanted, dense, strict=True))
     found = attention_varlen_backward(
         do[0], q[0], k[0], v[0], o[0], lse[0], dlse=None if dlse is None else dlse[0], wanted=wanted,
         **packed(task, q.device), **options,

@@ -79,7 +79,10 @@ def _launch(
     if f.dropout is not None:
         layout = ATTN_BWD_DROPOUT_SM90
         values |= member("dropout", dropout_values(f.dropout))
-    grid = (min(tiles.num_items, target.sm_count), 1, 1)
+    # A GPU that is shared hands out tiles itself, where CTAs do not draw them from a counter.
+    has_list = not (f.varlen or spec.ordered_dq or spec.block_masks)
+    ctas = tiles.num_items if target.is_shared and has_list else min(tiles.num_items, target.sm_count)
+    grid = (ctas, 1, 1)
     return (LaunchRecord(spec, grid, 32 * spec.num_warps, *layout.pack(values), overlap=overlap),)
 
 

@@ -169,6 +169,7 @@ def build(
         "v_error": behind(4 * room.errors),
         "ticket": behind(0),
         **{name: behind(4 * word) for name, word in zip(_WORDS, room.words, strict=True)},
+        **({"k_mean": At("k_mean"), "k_ready": At("k_ready")} if p.given_mean else {}),
         **used_rows((p.used[0] and p.qk, p.used[1])),
         "starts_q": starts["cu_seqlens_q"],
         "starts_k": starts["cu_seqlens_k"],

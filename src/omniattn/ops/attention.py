@@ -16,7 +16,7 @@ from ..errors import ArgumentError, UnsupportedError
 from ..frameworks import FUNCTIONS, compiling
 from ..plan.attention import plan_attention
 from ..plan.engine import Call, Operation, repeated, run
-from ..plan.tuning import SpareSms
+from ..plan.tuning import SharedGpu
 from ..plan.with_cache import plan_varlen
 from ..problems import OPERANDS, Auto, Fp8, Int4, Int8
 from . import dropout, factors, on_cpu
@@ -432,12 +432,12 @@ def call_of(q: Any, k: Any, v: Any, *, causal: bool = False, precision: Any = "e
 
 
 def attention_beside(
-    q: Any, k: Any, v: Any, *, spare_sms: int, sinks: Any, window: Any, softmax_scale: Any, softcap: Any,
+    q: Any, k: Any, v: Any, *, is_shared: bool, sinks: Any, window: Any, softmax_scale: Any, softcap: Any,
     deterministic: Any,
 ) -> tuple[Any, Any]:  # fmt: skip
-    """o and LSE of `attention`, whose kernel leaves so many SMs to the kernels of other streams."""
+    """o and LSE of `attention`. is_shared: a kernel of another stream has some SMs for a part of the call's time."""
     options = AttentionOptions("NHD", False, window, softmax_scale, softcap, "exact", True, deterministic)
-    facts = SpareSms(spare_sms) if spare_sms else None
+    facts = SharedGpu() if is_shared else None
     o, lse = run(Call(_ATTENTION, (q, k, v, None, None, None, None, sinks), options, None, None, facts))
     return o, lse
 

@@ -15,6 +15,7 @@ from ..errors import ArgumentError
 from ..frameworks import FUNCTIONS, compiling
 from ..plan.backward import plan_backward
 from ..plan.engine import Call, Operation, run
+from ..plan.tuning import SharedGpu
 from ..problems import GRADIENTS, OPERANDS
 from . import dropout, extras, on_cpu
 from .extras import Extras
@@ -245,6 +246,23 @@ def attention_varlen_backward(
     if compiling():
         return _compiled("attention_varlen_backward", objects, options, more, stream)
     return in_order(run(call_of("attention_varlen_backward", objects, options, more, stream)), asked)
+
+
+def gradients_beside(
+    do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, *, is_shared: bool, given: dict[str, Any],
+    wanted: tuple[str, ...], window: Any, softmax_scale: Any, softcap: Any, deterministic: Any,
+) -> list[Any]:  # fmt: skip
+    """Those of `attention_backward` by name.
+
+    given: dlse, dq, dk, dv, those that there are. is_shared: as in `attention.attention_beside`.
+    """
+    options = BackwardOptions("NHD", False, window, softmax_scale, softcap, deterministic, wanted)
+    places = (given.get(name) for name in ("dq", "dk", "dv"))
+    objects = (q, k, v, do, o, lse, given.get("dlse"), None, None, None, None, *places)
+    call = call_of("attention_backward", objects, options, Extras())
+    if is_shared:
+        call.facts = SharedGpu()
+    return run(call)
 
 
 def _dropped(q: Any, p: Any, rng: Any, function: str) -> tuple[float, Any]:

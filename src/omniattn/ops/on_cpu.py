@@ -241,7 +241,7 @@ def quantize(call: Call, problem: QuantizeCall, tensors: Tensors) -> list[Any]:
         for name, x in given.items()
     }
     names = ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k")
-    made = reference.quantize(p, *(heads_first.get(name) for name in names))
+    made = reference.quantize(p, *(heads_first.get(name) for name in (*names, "k_mean")))
     made |= {name: np.asarray(given[name], dtype=np.int32) for name in names[3:] if name in given}
     results = []
     for output in problem.outputs:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from ..checks import quantize as checks
@@ -22,6 +23,13 @@ _QUANTIZE_V = Operation(
     "quantize_v", checks.ARRAYS_V, checks.check_quantize_v, check_memory, plan_quantize,
     on_cpu.quantize, ("v",), checks.ALIGNED, traced=run_traced,
 )  # fmt: skip
+#: Of `quantize_around`: in torch, whose modes see the launch alone.
+_AROUND = Operation(
+    "quantize_qk", checks.ARRAYS_AROUND, checks.check_quantize_qk, check_memory, plan_quantize,
+    on_cpu.quantize, ("q", "k", "k_mean", "k_ready"), checks.ALIGNED | {"k_mean"},
+)  # fmt: skip
+#: A word that says that a mean is there (``kReady`` of kernels_cu/quantize/items.cuh).
+MEAN_IS_READY = -(2**31)
 
 
 def quantize_qk(
@@ -170,6 +178,29 @@ def quantize_v(
     options = QuantizeVOptions(layout, dtype, smooth_v, pv_accumulator, max_seqlen_k)
     made, problem = _run(Call(_QUANTIZE_V, (v, cu_seqlens_k), options, stream))
     return QuantizedV(made["v"], made["v_scale"], made["v_mean"], made.get("cu_seqlens_k"), problem, layout)
+
+
+def quantize_around(
+    q: Any, k: Any, mean: Any, ready: Any, *, dtype: str, granularity: str, grouping: str, hadamard: bool, seed: int
+) -> QuantizedQK:
+    """`quantize_qk`, without smooth_k, of k less a vector of each head.
+
+    Parameters
+    ----------
+    mean : array, (batch, num_kv_heads, channels), float32
+        channels: head_dim rounded up to a multiple of 32.
+    ready : array, (batch * num_kv_heads,), int32
+        `MEAN_IS_READY` each.
+    """
+    options = QuantizeQKOptions(
+        "NHD", dtype, granularity, grouping, True, False, None, None, False, hadamard, seed
+    )  # fmt: skip
+    made, problem = _run(Call(_AROUND, (q, k, None, None, mean, ready), options))
+    problem = dataclasses.replace(problem, smooth_k=False, given_mean=False)
+    return QuantizedQK(
+        made["q_int"], made["k_int"], made["q_scale"], made["k_scale"], made.get("row_bias"), None, None, None, None,
+        None, problem, "NHD",
+    )  # fmt: skip
 
 
 def _run(call: Call) -> tuple[dict[str, Any], QuantizeProblem]:

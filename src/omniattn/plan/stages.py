@@ -51,6 +51,7 @@ from ..select import (
     tail_row,
 )
 from ..select.blocks import select_blocks
+from ..select.orders import handed_out
 from ..select.quantize_ways import QuantizeWay, asked_of_quantizer
 from ..select.ways import chosen_ways
 from .engine import Launches
@@ -158,7 +159,7 @@ def _attend(
     p, schedule, pack_gqa = problem, candidate.schedule, candidate.pack_gqa
     begin = aligned(mask.end)
     if isinstance(schedule, Whole):
-        return _Stage(mask.end, _whole(row, p, schedule, places, mask))
+        return _Stage(mask.end, _whole(row, p, schedule, target, places, mask))
     if isinstance(schedule, SplitKV) and is_final(p, schedule.splits):
         records, end = attn_fwd_split.build(row, None, p, target, pack_gqa, schedule, mask.places, begin)
         return _Stage(end, records)
@@ -173,15 +174,22 @@ def _attend(
         return _Stage(split[1], split[0], (merge,))
     # Whole rounds of tiles: all places have one.
     rounds = Whole(first(schedule.first_tile), min(schedule.first_tile, target.sm_count * row.ctas_per_sm))
-    before = _whole(row, p, rounds, places, mask)
+    before = _whole(row, p, rounds, target, places, mask)
     goes_on = Selection(rest, ("the last tiles of the kernel before it, with their keys split",))
     return _Stage(split[1], (*before, *split[0]), (goes_on, merge))
 
 
 def _whole(
-    row: KernelSpec, problem: AttentionProblem, order: Whole, places: OperandPlaces | None, mask: _Mask
+    row: KernelSpec,
+    problem: AttentionProblem,
+    order: Whole,
+    target: Target,
+    places: OperandPlaces | None,
+    mask: _Mask,
 ) -> tuple[LaunchRecord, ...]:
     """Attention with all keys of a tile in one CTA."""
+    if target.is_shared:
+        order = handed_out(order)
     if places is None and row.arch_specific:
         if row.cluster > 1:
             return attn_fwd_d512_sm90.build(row, problem, order, mask.places)

@@ -80,6 +80,8 @@ class QuantizeProblem:
         Of the rotation's signs.
     used : (bool, bool)
         Whether the call says how many rows of each packed sequence are used, of queries and of keys.
+    given_mean : bool
+        smooth_k takes away what the call says, in place of K's mean.
     """
 
     dtype: str
@@ -107,6 +109,12 @@ class QuantizeProblem:
     hadamard: bool = False
     seed: int = 0
     used: tuple[bool, bool] = (False, False)
+    given_mean: bool = False
+
+    @property
+    def sums_keys(self) -> bool:
+        """Whether K's mean is made."""
+        return self.qk and self.smooth_k and not self.given_mean
 
     @property
     def e4m3(self) -> bool:
@@ -133,7 +141,7 @@ class QuantizeProblem:
         per_kv = self.heads_q // self.heads_kv if self.heads_kv else 0
         of_queries = per_kv * self.slots(self.rows_q, BLOCK_ROWS)
         return UnitItems(
-            self.slots_r * (int(self.qk and self.smooth_k) + int(self.v)),
+            self.slots_r * (int(self.sums_keys) + int(self.v)),
             of_queries + slots_k if self.qk and self.granularity == "per_tensor" else 0,
             of_queries if self.qk else 0,
             slots_k * (int(self.qk) + int(self.v)),
@@ -260,7 +268,7 @@ class QuantizeProblem:
             found["k_scale"] = (*lead_k, tiles * k_slots), "float32"
             if self.row_bias != "none":
                 found["row_bias"] = (*lead_q, self.rows_q), "float32"
-            if self.smooth_k:
+            if self.sums_keys:
                 found["k_mean"] = per_kv, "float32"
             if self.smooth_q:
                 found["q_mean"] = (*lead_q, blocks, d), "float32"

@@ -153,6 +153,8 @@ class Target:
         What was measured on the GPU by its user.
     clock_mhz, memory_gb_s : float
         Clock, and bandwidth of memory, as the driver says them; 0: unknown, those of the GPU that was measured.
+    is_shared : bool
+        A kernel of another stream has further SMs for a part of the call's time: lists are handed out by the GPU.
     """
 
     cc: tuple[int, int]
@@ -161,3 +163,4 @@ class Target:
     tuning: Tuning | None = None
     clock_mhz: float = 0.0
     memory_gb_s: float = 0.0
+    is_shared: bool = False

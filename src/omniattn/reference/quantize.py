@@ -184,6 +184,7 @@ def quantize(
     v: Array | None,
     cu_seqlens_q: Array | None = None,
     cu_seqlens_k: Array | None = None,
+    k_mean: Array | None = None,
 ) -> dict[str, Array]:
     """What the kernels write, by name.
 
@@ -194,6 +195,8 @@ def quantize(
     q, k, v : ndarray or None
         Heads first: (batch, heads, rows, head_dim), or (heads, rows, head_dim) for packed sequences.
     cu_seqlens_q, cu_seqlens_k : ndarray, optional
+    k_mean : ndarray, optional
+        (batch, heads of K, channels): what is taken away where `QuantizeProblem.given_mean` says so.
 
     Returns
     -------
@@ -209,7 +212,7 @@ def quantize(
             all_q = sequences(problem, problem.rows_q, cu_seqlens_q)
             for of_q, of_k in zip(all_q, all_k, strict=True):
                 for head in range(problem.heads_kv):
-                    _quantize_qk_head(problem, q, k, of_q, of_k, head, out)
+                    _quantize_qk_head(problem, q, k, of_q, of_k, head, out, k_mean)
         if problem.v:
             assert v is not None
             for of_k in all_k:
@@ -231,12 +234,22 @@ def _at(array: Array, problem: QuantizeProblem, s: Sequence, head: int) -> Array
 
 
 def _quantize_qk_head(
-    problem: QuantizeProblem, q: Array, k: Array, of_q: Sequence, of_k: Sequence, head: int, out: dict[str, Array]
+    problem: QuantizeProblem,
+    q: Array,
+    k: Array,
+    of_q: Sequence,
+    of_k: Sequence,
+    head: int,
+    out: dict[str, Array],
+    k_mean: Array | None,
 ) -> None:
     varlen, d = problem.varlen, problem.head_dim
     keys = _rows(k, problem, of_k, head)
     mean = np.zeros(d, dtype=_F)
-    if problem.smooth_k:
+    if problem.given_mean:
+        assert k_mean is not None
+        mean = k_mean[of_k.batch, head, :d]
+    elif problem.smooth_k:
         mean = channel_mean(sampled(keys))
         out["k_mean"][of_k.batch, head, :d] = mean
     smooth_keys = keys - mean

@@ -118,6 +118,11 @@ def _listed(places: int, tiles: TileList, ctas: int | None = None) -> Whole:
     return Whole(tiles, min(tiles.num_items, count), places - count)
 
 
+def handed_out(order: Whole) -> Whole:
+    """The list of ``order`` by a CTA for each item, which begins where an SM becomes free: for a GPU that is shared."""
+    return order if order.tiles is None else Whole(order.tiles, order.tiles.num_items)
+
+
 def places_of(row: KernelSpec, target: Target) -> int:
     """CTAs of a kernel that a GPU has places for at one time; of kernels in clusters the clusters."""
     return max(1, target.sm_count * row.ctas_per_sm // row.cluster)

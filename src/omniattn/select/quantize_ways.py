@@ -271,7 +271,7 @@ def _of_keys(row: KernelSpec, p: QuantizeProblem, target: Target) -> QuantizePar
 
 def _of_general(way: General, p: QuantizeProblem, target: Target) -> QuantizePart:
     row, grid, per = way.kernel.spec, way.grid, p.unit_items
-    summed = int(p.qk and p.smooth_k) + int(p.v)
+    summed = int(p.sums_keys) + int(p.v)
     usual_rows = p.rows_k // max(p.batch, 1) if p.varlen else p.rows_k
     elements = (1 if p.varlen else p.batch) * p.heads_kv * p.rows_k * p.head_dim
     reread = 2.0 * elements * summed / (1 << sample_log2(usual_rows))

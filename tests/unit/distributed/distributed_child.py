@@ -1,8 +1,7 @@
 """Ring and head-parallel attention in several processes: ``python distributed_child.py STORE SIZE SUITES``.
 
-STORE is a new file, SUITES are names with commas between them.
-
-Every process has the whole tensors, from one seed, and compares its part with attention on one process.
+STORE is a new file, SUITES are names with commas between them. Every process has the whole tensors, from one seed, and
+compares its part with attention on one process.
 """
 
 from __future__ import annotations
@@ -125,6 +124,11 @@ def ring() -> None:
         case(f"{schedule} window", (64, 64), causal=True, window=(9, -1), schedule=schedule, sinks=True)
         case(f"{schedule} both sides", (61, 61), window=(5, 7), schedule=schedule, softcap=5.0)
         case(f"{schedule} dims", (32, 32), causal=True, schedule=schedule, heads=(4, 1), dims=(16, 24))
+        # Of such heads a rank's own step of the backward is in two parts.
+        own: dict[str, Any] = {"heads": (4, 4), "dims": (16, 24), "causal": True, "schedule": schedule}
+        for rows in (40, 37):
+            case(f"{schedule} own {rows}", (rows, rows), sinks=True, **own)
+            case(f"{schedule} own bf16 {rows}", (rows, rows), dtype=torch.bfloat16, bound=0.06, **own)
         case(f"{schedule} bf16", (48, 48), causal=True, schedule=schedule, dtype=torch.bfloat16, bound=0.06)
     case("float64", (33, 33), causal=True, dtype=torch.float64, bound=5e-6, softmax_scale=0.3)
 

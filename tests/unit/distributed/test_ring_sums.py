@@ -47,6 +47,26 @@ def test_gradients_are_rounded_once(dtype: torch.dtype, count: int) -> None:
         assert torch.equal(total.result(), expected.to(dtype))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("count", [1, 2, 3, 5])
+def test_a_summand_that_is_complete_last(dtype: torch.dtype, count: int) -> None:
+    """Its memory is read once the others are there."""
+    number = random.Random(count)
+    torch.manual_seed(count)
+    for _ in range(50):
+        like = torch.empty(2, ROWS, 3, 8, dtype=dtype)
+        whole = torch.full_like(like, float("nan"))
+        total, expected = Sum(like, ROWS, count, whole), torch.zeros(2, ROWS, 3, 8)
+        for _ in range(number.randrange(count)):
+            rows = some_rows(number)
+            x = torch.randn(2, rows[1] - rows[0], 3, 8).to(dtype)
+            expected[:, rows[0] : rows[1]] += x.float()
+            total.add(rows, x)
+        whole.copy_(torch.randn(2, ROWS, 3, 8))
+        expected += whole.float()
+        assert torch.equal(total.result(), expected.to(dtype))
+
+
 @pytest.mark.parametrize("count", [0, 1, 2, 3, 5])
 def test_merged_results(count: int) -> None:
     number = random.Random(count)

@@ -1,4 +1,4 @@
-"""`attention_beside`, the call of a ring that leaves SMs to transfers, where torch has to see it."""
+"""`attention_beside`, the call of a ring beside a transfer, where torch has to see it."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
 
 @pytest.mark.parametrize("quantized", [False, True])
 def test_a_call_beside_a_transfer_under_a_dispatch_mode(quantized: bool) -> None:
-    """What a ring leaves to transfers is a fact of a plan: a mode that watches the call finds it as any other."""
+    """That a GPU is shared is a fact of a plan: a mode that watches the call finds it as any other."""
     q, k, v = (torch.randn(1, 8, 2, 16) for _ in range(3))
     operands: tuple[Any, ...] = (q, k, v)
     if quantized:
         pair = oa.quantize_qk(q, k, smooth_k=False)
         operands = pair.q, pair.k, oa.quantize_v(v)
     others = {"sinks": None, "window": (3, 0), "softmax_scale": None, "softcap": 0.0, "deterministic": False}
-    expected = attention_beside(*operands, spare_sms=0, **others)
+    expected = attention_beside(*operands, is_shared=False, **others)
     with FlopCounterMode(display=False):
-        made = attention_beside(*operands, spare_sms=8, **others)
+        made = attention_beside(*operands, is_shared=True, **others)
     for found, wanted in zip(made, expected, strict=True):
         assert torch.equal(found, wanted)
     if not quantized:
         leaf = q.clone().requires_grad_()
-        attention_beside(leaf, k, v, spare_sms=8, **others)[0].sum().backward()
+        attention_beside(leaf, k, v, is_shared=True, **others)[0].sum().backward()
         assert leaf.grad is not None

@@ -196,6 +196,18 @@ def test_hopper_has_the_layout_of_its_accumulators() -> None:
     assert main.grid[0] <= HOPPER.sm_count
 
 
+def test_a_shared_gpu_hands_out_tiles() -> None:
+    """Those of a list; others are drawn by the CTAs, of which there are as many as SMs."""
+    shared = dataclasses.replace(HOPPER, sm_count=100, is_shared=True)
+    more = {"batch": 1, "seqlen_q": 16384, "seqlen_k": 16384, "num_q_heads": 16, "num_kv_heads": 16, "head_dim": 128}
+    for window in ({"window_right": 0}, {}):
+        for deterministic in (False, True):
+            record = plan_backward(problem(deterministic=deterministic, **more, **window), shared, None).records[1]
+            items = fields_of_record(record, ATTN_BWD_SM90)["tiles.num_items"]
+            assert items >= 16 * 64
+            assert record.grid == ((100 if deterministic else items), 1, 1)
+
+
 def test_launches_that_overlap() -> None:
     """The one-pass kernel and what follows it wait by themselves; nothing begins before what came before the call."""
     for fields, expected in (

@@ -12,6 +12,7 @@ import pytest
 import omniattn as oa
 from omniattn import testing
 from omniattn.errors import ArgumentError, DtypeError, ShapeError, StrideError
+from omniattn.ops.quantize import MEAN_IS_READY, quantize_around
 from omniattn.problems import Precision
 from omniattn.problems.precision import GRANULARITIES, GROUPINGS, knobs_of
 from omniattn.reference.dequantize import dequantize_qk, dequantize_v
@@ -49,6 +50,25 @@ def test_e4m3_agrees_with_another_implementation() -> None:
     ml_dtypes = pytest.importorskip("ml_dtypes")
     x = (np.random.default_rng(0).standard_normal(100_000) * 60).astype(np.float32)
     assert np.array_equal(encode_e4m3(x), x.astype(ml_dtypes.float8_e4m3fn).view(np.uint8))
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int4", "float8_e4m3"])
+def test_around_a_given_mean(dtype: str) -> None:
+    """The operands of keys from which it has been taken away; of K's own mean those of smooth_k."""
+    e4m3 = dtype == "float8_e4m3"
+    said: dict[str, Any] = {"dtype": dtype, "granularity": "per_block" if e4m3 else "per_thread", "grouping": "sm90"}
+    said |= {"hadamard": e4m3, "seed": 3}
+    q, k, _ = qkv()
+    ready = np.full(4, MEAN_IS_READY, dtype=np.int32)
+    other = np.random.default_rng(0).standard_normal((2, 2, 96)).astype(np.float32)
+    own = oa.quantize_qk(q, k, smooth_k=True, **said)
+    pairs = [(own.k_mean, own), (other, oa.quantize_qk(q, k - other[:, None, :, :72], smooth_k=False, **said))]
+    for mean, expected in pairs:
+        found = quantize_around(q, k, mean, ready, **said)
+        for name in ("q_int", "k_int", "q_scale", "k_scale"):
+            assert np.array_equal(getattr(found, name), getattr(expected, name)), name
+        assert found.k_mean is None
+        assert found.problem == dataclasses.replace(expected.problem, smooth_k=False)
 
 
 def test_nibbles() -> None:

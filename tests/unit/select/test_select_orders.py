@@ -73,6 +73,27 @@ def test_a_launch_is_what_its_way_says(problem: AttentionProblem, text: str, til
     assert {name: fields[f"tiles.{name}"] for name in dataclasses.asdict(tiles)} == dataclasses.asdict(tiles)
 
 
+@pytest.mark.parametrize(
+    ("problem", "tiles", "places"),
+    [
+        (causal(1, 16, 16, 16384), in_pairs(16, 86, 0, 128), 100),
+        (causal(1, 4, 4, 16384), in_pairs(4, 86, 3, 128), 100),
+        (call((1, 8192, 16384, 16, 16), (128, 0)), TileList(16 * 43, 0, 0), 100),
+        (call((1, 8192, 8192, 16, 16), (512, 0), right=0), in_pairs(16, 64, 1), 50),
+    ],
+    ids=["causal", "few heads", "full", "clusters"],
+)
+def test_a_shared_gpu_hands_out_tiles(problem: AttentionProblem, tiles: TileList, places: int) -> None:
+    """A CTA for each item, so that none has much left when the others have ended."""
+    shared = dataclasses.replace(H100, sm_count=100, is_shared=True)
+    way = choices(problem, shared, None)[0].candidate
+    assert way.schedule == Whole(tiles, places)
+    (record,) = launches_of(way, problem, shared, None).records
+    assert record.grid == (way.row.cluster * tiles.num_items, 1, 1)
+    fields = fields_of_record(record, ATTN_FWD_SM90)
+    assert {name: fields[f"tiles.{name}"] for name in dataclasses.asdict(tiles)} == dataclasses.asdict(tiles)
+
+
 def test_a_named_kernel_has_its_best_order() -> None:
     problem = causal(16, 16, 16, 640)
     chosen = choices(problem, H100, "attn_fwd_sm90_bf16_d128_m128n128")[0]
