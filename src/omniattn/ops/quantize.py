@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 from ..checks import quantize as checks
@@ -196,11 +197,16 @@ def quantize_around(
         "NHD", dtype, granularity, grouping, True, False, None, None, False, hadamard, seed
     )  # fmt: skip
     made, problem = _run(Call(_AROUND, (q, k, None, None, mean, ready), options))
-    problem = dataclasses.replace(problem, smooth_k=False, given_mean=False)
     return QuantizedQK(
         made["q_int"], made["k_int"], made["q_scale"], made["k_scale"], made.get("row_bias"), None, None, None, None,
-        None, problem, "NHD",
+        None, _without_mean(problem), "NHD",
     )  # fmt: skip
+
+
+@functools.lru_cache(maxsize=256)
+def _without_mean(problem: QuantizeProblem) -> QuantizeProblem:
+    """The same object for equal problems: plans of calls on operands are found by it."""
+    return dataclasses.replace(problem, smooth_k=False, given_mean=False)
 
 
 def _run(call: Call) -> tuple[dict[str, Any], QuantizeProblem]:

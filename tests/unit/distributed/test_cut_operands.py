@@ -1,15 +1,19 @@
-"""Rows of quantized operands that a rank reads or sends: what kernels take, and the numbers of those rows."""
+"""Quantized operands that a rank reads or sends: what kernels take, the numbers of their rows, plans of calls."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
+import torch.distributed as dist  # noqa: E402
+
 import omniattn as oa  # noqa: E402
-from omniattn.distributed import quantized  # noqa: E402
+from omniattn.distributed import quantized, ring_attention  # noqa: E402
+from omniattn.plan.engine import PLANS  # noqa: E402
 
 pytestmark = pytest.mark.frameworks
 
@@ -30,3 +34,17 @@ def test_queries_begin_where_kernels_can_read(heads: int, options: dict[str, Any
             assert found.data_ptr() % 16 == 0
             assert torch.equal(found, expected)
     assert cut.problem.rows_q == 512
+
+
+def test_plans_of_a_repeated_ring_are_found(tmp_path: Path) -> None:
+    """By the same objects: a plan takes longer than the kernels of a short ring."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        q, k, v = (torch.randn(1, 512, 2, 64) for _ in range(3))
+        counts = []
+        for _ in range(3):
+            ring_attention(q, k, v, causal=True, precision="int8")
+            counts.append(len(PLANS))
+    finally:
+        dist.destroy_process_group()
+    assert counts[0] == counts[2]

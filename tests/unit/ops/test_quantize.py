@@ -69,6 +69,8 @@ def test_around_a_given_mean(dtype: str) -> None:
             assert np.array_equal(getattr(found, name), getattr(expected, name)), name
         assert found.k_mean is None
         assert found.problem == dataclasses.replace(expected.problem, smooth_k=False)
+        # Plans of attention on operands are found by it.
+        assert found.problem is quantize_around(q, k, mean, ready, **said).problem
 
 
 def test_nibbles() -> None:
