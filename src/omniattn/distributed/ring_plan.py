@@ -107,28 +107,47 @@ class RingPlan:
         transfer_sms : float
             Part of the SMs that a transfer has while it lasts, from 0 to less than 1: 32 of 132 with NCCL on an H100.
         """
-        rate = check_number(tflops, "tflops", "seconds", least=0.0) * 1e12
-        link = check_number(link_gb_s, "link_gb_s", "seconds", least=0.0) * 1e9
+        times = self._times("seconds", tflops, link_gb_s, memory_gb_s, transfer_sms)
+        return max((end for end, _, _ in times), default=0.0)
+
+    def overlap(
+        self, *, tflops: float, link_gb_s: float, memory_gb_s: float | None = None, transfer_sms: float = 0.0
+    ) -> float:
+        """Part of the time of a forward's transfers that kernels run in, by the rank that waits longest for keys.
+
+        1 where none waits, or nothing travels. Arguments and model as those of `seconds`.
+        """
+        times = self._times("overlap", tflops, link_gb_s, memory_gb_s, transfer_sms)
+        waited, moved = max(((waited, moved) for _, waited, moved in times), default=(0.0, 0.0))
+        return 1.0 - waited / moved if moved else 1.0
+
+    def _times(
+        self, function: str, tflops: float, link_gb_s: float, memory_gb_s: float | None, transfer_sms: float
+    ) -> list[tuple[float, float, float]]:
+        """Of each rank: seconds of all, of waiting for keys, and of transfers."""
+        rate = check_number(tflops, "tflops", function, least=0.0) * 1e12
+        link = check_number(link_gb_s, "link_gb_s", function, least=0.0) * 1e9
         memory = float("inf")
         if memory_gb_s is not None:
-            memory = check_number(memory_gb_s, "memory_gb_s", "seconds", least=0.0) * 1e9
+            memory = check_number(memory_gb_s, "memory_gb_s", function, least=0.0) * 1e9
         for value, name in ((rate, "tflops"), (link, "link_gb_s"), (memory, "memory_gb_s")):
             if not value > 0:
-                raise ArgumentError(name, "a number > 0", repr(value), function="seconds")
-        spared = check_number(transfer_sms, "transfer_sms", "seconds", least=0.0)
+                raise ArgumentError(name, "a number > 0", repr(value), function=function)
+        spared = check_number(transfer_sms, "transfer_sms", function, least=0.0)
         if not spared < 1:
-            raise ArgumentError("transfer_sms", "a number from 0 to less than 1", repr(spared), function="seconds")
-        longest = 0.0
+            raise ArgumentError("transfer_sms", "a number from 0 to less than 1", repr(spared), function=function)
+        found = []
         for steps in self.ranks:
-            begin = end = arrived = 0.0
+            begin = end = arrived = waited = 0.0
             for step, behind in zip(steps, (*steps[1:], None), strict=True):
                 arrived = max(arrived, begin) + step.bytes_forward / link
                 begin = max(end, arrived)
+                waited += begin - end
                 alone = step.flops / rate
                 beside = 0.0 if behind is None else behind.bytes_forward / link
                 end = begin + alone + spared * min(beside, alone / (1 - spared)) + step.bytes_merged / memory
-            longest = max(longest, end)
-        return longest
+            found.append((end, waited, sum(step.bytes_forward for step in steps) / link))
+        return found
 
     def __str__(self) -> str:
         lines = ["rank  step  keys of  calls      rows       pairs  MB received  MB in backward"]

@@ -193,7 +193,9 @@ def explain(function: Any, *arguments: Any, **options: Any) -> Explanation:
         return _explain(function, arguments, options)
     if isinstance(function, str) or (callable(function) and not hasattr(function, "__dlpack__")):
         names = ", ".join(f.__name__ for f in OPERATIONS)
-        raise ArgumentError("function", f"one of {names}, or q", repr(function), function="explain")
+        several = str(getattr(function, "__module__", "")).startswith("omniattn.distributed")
+        hint = "Ask omniattn.distributed.plan() what a ring computes and sends" if several else None
+        raise ArgumentError("function", f"one of {names}, or q", repr(function), function="explain", hint=hint)
     packed = options.get("cu_seqlens_q") is not None or options.get("cu_seqlens_k") is not None
     pair = getattr(function, "pair", None)
     if packed or (pair is not None and pair.cu_seqlens_q is not None):

@@ -48,3 +48,8 @@ def test_plans_of_a_repeated_ring_are_found(tmp_path: Path) -> None:
     finally:
         dist.destroy_process_group()
     assert counts[0] == counts[2]
+
+
+def test_explain_names_the_plan_of_rings() -> None:
+    with pytest.raises(oa.errors.ArgumentError, match=r"omniattn\.distributed\.plan\(\)"):
+        oa.explain(ring_attention, *(torch.randn(1, 8, 2, 16) for _ in range(3)))

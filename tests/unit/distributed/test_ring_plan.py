@@ -70,6 +70,19 @@ def test_seconds_are_those_of_work_or_of_the_link() -> None:
         told.seconds(tflops=0, link_gb_s=1.0)
 
 
+def test_overlap_is_what_nobody_waits_for() -> None:
+    told = plan(8192, 2, **FACTS)
+    step = told.ranks[0][0].flops / 1e12
+    bytes_of = told.ranks[0][1].bytes_forward
+    for part, hidden in ((0.5, 1.0), (1.0, 1.0), (4.0, 0.25)):
+        found = told.overlap(tflops=1.0, link_gb_s=bytes_of / (part * step) / 1e9)
+        assert found == pytest.approx(hidden)
+    assert plan(8192, 1, **FACTS).overlap(tflops=1.0, link_gb_s=1.0) == 1.0
+    assert plan(0, 3, **FACTS).overlap(tflops=1.0, link_gb_s=1.0) == 1.0
+    with pytest.raises(ArgumentError, match=r"overlap.*link_gb_s"):
+        told.overlap(tflops=1.0, link_gb_s=0.0)
+
+
 def test_merges_and_transfers_take_time() -> None:
     """Two ranks merge once, in bf16; more convert to float32 and back."""
     told = plan(8192, 2, causal=True, **FACTS)
