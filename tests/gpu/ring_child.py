@@ -194,6 +194,24 @@ def graph() -> None:
     say("graph")
 
 
+def destroyed() -> None:
+    """A group that is destroyed while its calls are queued: they end, with their results; others work on."""
+    tensors = inputs(2048, (8, 2), 128)
+    expected = shard(oa.attention(*tensors[:3], causal=True), 1)
+    q, k, v = (shard(x, 1) for x in tensors[:3])
+    for number in range(3):
+        group = dist.new_group()
+        ring_attention(q, k, v, causal=True, group=group)  # ranks have met
+        torch.cuda.synchronize()
+        torch.cuda._sleep(50_000_000)  # 25 ms
+        o = ring_attention(q, k, v, causal=True, group=group)
+        dist.destroy_process_group(group)
+        torch.cuda.synchronize()
+        near(f"destroyed {number}", o, expected, BOUNDS["o"])
+        near(f"destroyed, another {number}", ring_attention(q, k, v, causal=True), expected, BOUNDS["o"])
+    say("destroyed")
+
+
 def caches() -> None:
     """Sharded caches: pages and contiguous memory, one and three queries, within a CUDA graph; beside one cache."""
     lengths = [700, 3, 1, 2047]
@@ -340,7 +358,7 @@ def main() -> None:
             ring(f"{schedule} {precision} one head", 256 * dist.get_world_size(), schedule, **one)
     ring("three rows", 3, "zigzag", causal=True)
     ring("own keys in two parts", 2304 * dist.get_world_size(), "zigzag", causal=True, batch=1, heads=(16, 16))
-    parts: tuple[Callable[[], None], ...] = (documents, heads, streams, queued, caches, dtensors, graph)
+    parts: tuple[Callable[[], None], ...] = (documents, heads, streams, queued, destroyed, caches, dtensors, graph)
     for part in (*parts, *((meshes,) if dist.get_world_size() == 4 else ())):
         part()
     dist.barrier()

@@ -179,5 +179,5 @@ def test_ring_attention_by_nccl(processes: int) -> None:
     calls = [f"causal={causal} {rows}" for causal in (True, False) for rows in (1024, 777)]
     calls += ["window", "softcap", "int8", "int8 777", "int8 one head", "fp8", "fp8 777", "fp8 one head"]
     lines = [f"{schedule} {call}" for schedule in ("zigzag", "contiguous") for call in calls]
-    parts = ["three rows", "documents", "heads", "streams", "queued", "caches", "dtensors", "graph"]
+    parts = ["three rows", "documents", "heads", "streams", "queued", "destroyed", "caches", "dtensors", "graph"]
     count(said, [*lines, *parts, *["meshes"][: processes == 4]], processes)

@@ -60,7 +60,10 @@ def group_of(group: Any, function: str, argument: str = "group") -> Group:
     if not isinstance(handle, dist.ProcessGroup):
         expected = "None, a process group, or a device mesh of one dimension"
         raise ArgumentError(argument, expected, type(handle).__name__, function=function)
-    rank = dist.get_rank(handle)
+    try:
+        rank = dist.get_rank(handle)
+    except ValueError:  # torch does not know it any more
+        raise ArgumentError(argument, "a group that is there", "one that was destroyed", function=function) from None
     if rank < 0:
         raise ArgumentError(argument, "a group that this process is a rank of", "another group", function=function)
     return Group(handle, rank, dist.get_world_size(handle))
