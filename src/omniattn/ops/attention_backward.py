@@ -252,7 +252,7 @@ def gradients_beside(
     do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, *, is_shared: bool, given: dict[str, Any],
     wanted: tuple[str, ...], window: Any, softmax_scale: Any, softcap: Any, deterministic: Any,
 ) -> list[Any]:  # fmt: skip
-    """Those of `attention_backward` by name.
+    """Those of `attention_backward`, in the order of `GRADIENTS`.
 
     given: dlse, dq, dk, dv, those that there are. is_shared: as in `attention.attention_beside`.
     """
